@@ -1,0 +1,62 @@
+"""What the cost models price: operator workloads and collectives, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class OpClass(StrEnum):
+    """Operators that share an efficiency."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MEMORY_BOUND = "memory_bound"
+
+
+@dataclass(frozen=True)
+class OpWorkload:
+    """One or more kernels on one device. ``num_bytes`` counts reads and writes of device memory."""
+
+    op_class: OpClass
+    flops: float
+    num_bytes: float
+    num_kernels: int = 1
+
+
+class CollectiveKind(StrEnum):
+    """Communication operators."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND_RECV = "send_recv"
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Where the ranks of one communication group sit.
+
+    ``stride`` is the distance in device numbers between neighbouring ranks of the group: 1 for
+    the innermost mesh axis. Every group along the same axis communicates at the same time.
+    """
+
+    num_ranks: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective over one group.
+
+    ``num_bytes`` is the size of the whole tensor: the reduced tensor for all-reduce, the gathered
+    one for all-gather, the input of reduce-scatter, one rank's full send buffer for all-to-all,
+    the message for send-recv.
+    """
+
+    kind: CollectiveKind
+    num_bytes: float
+    group: GroupPlacement

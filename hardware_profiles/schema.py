@@ -1,0 +1,134 @@
+"""The schema of a hardware profile: what one kind of cluster can do, each number with its provenance.
+
+Base units only: bytes, seconds, FLOP/s, bytes/s (per direction). A profile describes one kind of
+node and the network between such nodes; the number of nodes is chosen when planning.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+Tag = Literal["measured", "published", "datasheet"]
+OpClassName = Literal["gemm", "grouped_gemm", "attention", "convolution", "memory_bound"]
+DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Quantity(_Value):
+    """A number, how it is known, and where it stands."""
+
+    value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tag: Tag
+    source: Annotated[str, Field(min_length=1)]
+    date: date | None = None
+
+
+class Efficiency(_Value):
+    """Fraction of the peak an operator class reaches on large operands.
+
+    ``half_size_flops``: work at which half of ``fraction`` is reached beyond the launch cost
+    (0: constant efficiency). ``residual_spread``: standard deviation of log(measured / predicted).
+    """
+
+    fraction: Quantity
+    half_size_flops: Quantity | None = None
+    residual_spread: Annotated[float, Field(ge=0)] = 0.1
+
+
+class DeviceProfile(_Value):
+    """One accelerator (or, for ``cpu-gloo``, one process's share of the host)."""
+
+    name: str
+    vendor: str
+    memory_bytes: Quantity
+    memory_bandwidth_bytes_per_s: Quantity
+    peak_flops_per_s: dict[DTypeName, Quantity]
+    kernel_launch_s: Quantity
+    efficiency: dict[OpClassName, Efficiency]
+    sm_count: int | None = None
+    usd_per_hour: Quantity | None = None
+    watts: Quantity | None = None
+
+
+class NodeProfile(_Value):
+    """One host."""
+
+    num_devices: Annotated[int, Field(ge=1)]
+    cpu_cores: int | None = None
+    ram_bytes: Quantity | None = None
+    host_link_bytes_per_s: Quantity | None = None  # device <-> host, per device and direction
+    nvme_bandwidth_bytes_per_s: Quantity | None = None  # per node
+    nvme_bytes: Quantity | None = None
+
+
+class EfficiencyAtScale(_Value):
+    """Fraction of ``bandwidth * efficiency`` that is left when a group spans ``num_nodes`` nodes."""
+
+    num_nodes: Annotated[int, Field(ge=1)]
+    fraction: Quantity
+
+
+class NetworkTier(_Value):
+    """One level of the network, innermost first in ``ClusterProfile.tiers``.
+
+    ``num_devices`` is how many devices one domain of this tier joins (None: all that there are).
+    ``bandwidth_bytes_per_s`` is of one link; a node has ``links_per_node`` of them, shared by the
+    groups that cross this tier at the same time. Inside a node ``links_per_node`` equals the
+    number of devices.
+    """
+
+    name: str
+    num_devices: int | None
+    latency_s: Quantity  # one message between two devices of this tier
+    bandwidth_bytes_per_s: Quantity  # per link and direction
+    links_per_node: Annotated[int, Field(ge=1)]
+    efficiency: Quantity  # fraction of the bandwidth that large collectives reach
+    all_to_all_efficiency: Quantity | None = None  # None: as ``efficiency``
+    efficiency_at_scale: tuple[EfficiencyAtScale, ...] = ()
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    residual_spread: Annotated[float, Field(ge=0)] = 0.15
+
+
+class SoftwareProfile(_Value):
+    """What the training software costs on this hardware, besides the operators themselves."""
+
+    name: str
+    context_bytes: Quantity  # device memory held by the driver and libraries before any tensor
+    communicator_bytes: Quantity  # device memory per communicator (process group) that is in use
+    allocator_reserve_fraction: Quantity  # share of allocated memory lost to fragmentation
+    overlap_slowdown: Quantity  # compute takes (1 + this) times as long while communication runs
+    overlappable_fraction: Quantity  # share of compute behind which communication can hide
+
+
+class ClusterProfile(_Value):
+    """One kind of cluster, as ``--hardware`` names it."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    aliases: tuple[str, ...] = ()
+    description: str
+    backend: Literal["nccl", "gloo", "none"]  # "none": planning only
+    device: DeviceProfile
+    node: NodeProfile
+    tiers: tuple[NetworkTier, ...]
+    software: SoftwareProfile
+
+
+class ClusterSpec(_Value):
+    """A cluster to plan for: a profile and how many of its devices."""
+
+    profile: ClusterProfile
+    num_devices: Annotated[int, Field(ge=1)]
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of one node that are used."""
+        return min(self.profile.node.num_devices, self.num_devices)

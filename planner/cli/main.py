@@ -1,0 +1,67 @@
+"""The command line: one file a command group, errors shown in one place."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from planner.cli import estimate, hardware, models, run, search, trace
+from planner.errors import PlannerError
+
+app = typer.Typer(
+    name="planner",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Chooses how to split the training of a large model over a cluster, and proves it.",
+)
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
+
+
+for _group in (search, estimate, trace, models, hardware, run):
+    _group.register(app)
+
+
+def main() -> None:
+    """Entry point of the ``planner`` script: runs a command, shows errors, sets the exit code."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    talk = Console(stderr=True, highlight=False)
+    try:
+        result = app(args=[a for a in arguments if a != "--debug"], standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except PlannerError as error:
+        if debug:
+            traceback.print_exc()
+        talk.print(f"[bold red]error:[/] {escape(error.message)}", soft_wrap=True)
+        if error.hint:
+            talk.print(f"[bold]hint:[/] {escape(error.hint)}", soft_wrap=True)
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        talk.print("interrupted")
+        code = 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 1
+    except Exception as error:  # the last resort: an error of ours, without a traceback unless asked
+        if debug:
+            traceback.print_exc()
+        talk.print(f"[bold red]internal error:[/] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
+        talk.print("[bold]hint:[/] this is a defect of planner; run again with --debug and report it", soft_wrap=True)
+        code = 1
+    sys.exit(code)

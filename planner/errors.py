@@ -1,0 +1,55 @@
+"""The tree of errors a user may see; everything else that escapes is a defect of ours.
+
+    PlannerError                 exit code 1
+    ├── InputError               exit code 2   the command line or an input file is wrong
+    │   ├── ModelError                         MODEL cannot be found, loaded or traced
+    │   ├── HardwareError                      a hardware profile is unknown or invalid
+    │   └── PlanError                          a plan file is damaged, foreign or impossible
+    ├── InfeasibleError          exit code 3   no plan fits
+    └── TimeLimitError           exit code 4   the time limit came before any plan was found
+
+The message states the rule and the values; the hint states the way out.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """An error with the rule and the values in ``message`` and the way out in ``hint``."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class InputError(PlannerError):
+    """The command line or an input file is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(InputError):
+    """MODEL cannot be found, loaded or traced."""
+
+
+class HardwareError(InputError):
+    """A hardware profile is unknown or invalid."""
+
+
+class PlanError(InputError):
+    """A plan file is damaged, foreign or impossible."""
+
+
+class InfeasibleError(PlannerError):
+    """No plan fits: the message names the binding constraint, the hint the smallest change."""
+
+    exit_code = 3
+
+
+class TimeLimitError(PlannerError):
+    """The time limit came before any plan was found."""
+
+    exit_code = 4

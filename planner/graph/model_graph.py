@@ -1,0 +1,130 @@
+"""ModelGraph: the operators of one training step of a model, as plain values (no torch here).
+
+Sizes are of the whole model on one device, for ``batch_size`` sequences of ``seq_len`` tokens.
+A multiply-add counts as 2 FLOPs and attention counts without regard to a mask.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import networkx as nx
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+AttributeValue = bool | int | float | str | None | tuple[int | None, ...]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OpClass(StrEnum):
+    """Operators that share an efficiency; the same names as ``costmodels.workload.OpClass``."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MEMORY_BOUND = "memory_bound"
+    VIEW = "view"  # moves no bytes: reshapes, slices, tuple elements
+
+
+class Parameter(_Value):
+    """One trainable or frozen parameter, listed once under its first FQN."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()  # further FQNs of the same (tied) tensor
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+class Node(_Value):
+    """One forward operator, with what its backward costs and keeps."""
+
+    id: int  # position in ``nodes``; a node's operands have smaller ids
+    op: str  # ATen name such as ``aten.linear.default``; ``input`` for an input of the model
+    op_class: OpClass
+    module: str  # FQN of the innermost owning module, "" for the root
+    source: str = ""  # file:line of the user's code, where known
+    operands: tuple[int | str | None, ...] = ()  # tensor operands in order: node id, parameter FQN, None = buffer/constant
+    attributes: dict[str, AttributeValue] = Field(default_factory=dict)  # non-tensor arguments by schema name
+    shape: tuple[int, ...]
+    dtype: str
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    param_bytes_read: int = 0  # part of bytes_read that is parameters (does not grow with the batch)
+    backward_flops: int = 0  # input gradient + weight gradient
+    weight_gradient_flops: int = 0  # part of backward_flops
+    backward_bytes: int = 0  # read + written in backward
+    saves: tuple[int, ...] = ()  # node ids whose storage autograd keeps for this operator's backward
+    saved_extra_bytes: int = 0  # kept besides: masks, statistics, fp32 copies
+    storage: int  # id of the node that owns the memory (itself, unless a view or in-place)
+    batch_dependent: bool = True  # False: independent of the model's inputs (rotary tables, masks)
+    output_bytes: int = 0  # bytes of the output (0 for views, whose storage is another node's)
+
+
+class Block(_Value):
+    """Structurally identical modules, in execution order."""
+
+    modules: tuple[str, ...]
+    count: int
+
+
+class Unit(_Value):
+    """A piece the pipeline may not cut: one repeated block, or what lies before, between or after.
+
+    Units partition nodes and parameters: each node is in exactly one, and each module of
+    ``modules`` (maximal modules that lie wholly in this unit) in exactly one.
+    """
+
+    name: str  # FQN of the block, or "pre", "post", "glue.N"
+    kind: int  # units of equal kind have the same operators and shapes
+    modules: tuple[str, ...]
+    nodes: tuple[int, ...]
+    parameters: tuple[str, ...]  # FQNs of first owners; a tied parameter belongs to its first user
+    tied_parameters: tuple[str, ...] = ()  # used here, owned by an earlier unit
+    is_block: bool = False  # a repeated block: the grain of recomputation and of sharded units
+    boundary: tuple[int, ...] = ()  # node ids produced at or before this unit and used after it: what a pipeline cut here must send
+
+
+class ModelGraph(_Value):
+    """The operator DAG of a model with its loss. Key names are the contract of graph.json."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    source: str  # MODEL as the user named it
+    digest: str
+    tier: Literal["export", "modules", "config"]
+    num_params: int
+    num_trainable_params: int
+    batch_size: int
+    seq_len: int
+    dtype: str  # parameters and activations were traced in this dtype, e.g. "bfloat16"
+    forward_flops: int
+    backward_flops: int
+    saved_activation_bytes: int
+    parameters: tuple[Parameter, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...]
+    units: tuple[Unit, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_networkx(self) -> nx.DiGraph[int]:
+        """The DAG with each node's value under ``"node"``."""
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from((node.id, {"node": node}) for node in self.nodes)
+        graph.add_edges_from(self.edges)
+        return graph

@@ -1,0 +1,184 @@
+"""Plan: how one training run is split, as frozen, versioned data. Nothing in it is ever executed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName, parse_placement
+
+SCHEMA_VERSION = 1
+
+Positive = Annotated[int, Field(ge=1)]
+PlacementText = Annotated[str, Field(max_length=16)]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(_Value):
+    """Which model. ``source`` is MODEL as the user named it; ``digest`` that of its graph."""
+
+    source: str
+    digest: str
+    num_params: Annotated[int, Field(ge=0)]
+
+
+class TrainingSection(_Value):
+    """What is trained with. Batch sizes are in sequences."""
+
+    global_batch_size: Positive
+    seq_len: Positive
+    precision: Precision
+    optimizer: Optimizer
+
+
+class MeshSection(_Value):
+    """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices."""
+
+    pp: Positive = 1
+    dp_replicate: Positive = 1
+    dp_shard: Positive = 1
+    cp: Positive = 1
+    tp: Positive = 1
+    ep: Positive = 1
+
+    def shape(self) -> MeshShape:
+        """The same degrees as a value of the vocabulary."""
+        return MeshShape(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
+
+
+class StageSection(_Value):
+    """One pipeline stage. Stage ``index`` runs on ``pp_rank``; ``modules`` are whole modules."""
+
+    index: Annotated[int, Field(ge=0)]
+    pp_rank: Annotated[int, Field(ge=0)]
+    modules: tuple[str, ...]
+
+
+class PipelineSection(_Value):
+    """The micro-batches and how they flow. ``virtual_stages`` is per rank."""
+
+    schedule: ScheduleName
+    num_microbatches: Positive
+    micro_batch_size: Positive
+    virtual_stages: Positive = 1
+    stages: tuple[StageSection, ...]
+
+
+class ModulePlacement(_Value):
+    """Placements on the ``tp`` axis of one module's own parameters and of its output.
+
+    ``module`` is an FQN in which a component ``*`` stands for any one component. Parameters not
+    named by any entry are replicated. ``output`` is what the module's output is redistributed to.
+    """
+
+    module: str
+    parameters: dict[str, PlacementText] = Field(default_factory=dict)
+    output: PlacementText | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, value: dict[str, str]) -> dict[str, str]:
+        for text in value.values():
+            parse_placement(text)
+        return value
+
+    @field_validator("output")
+    @classmethod
+    def _check_output(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_placement(value)
+        return value
+
+
+class RecomputeRule(_Value):
+    """Activation checkpointing of ``modules``; modules not named keep their activations."""
+
+    mode: Recompute
+    modules: tuple[str, ...]
+
+
+class PlacementSection(_Value):
+    """Tensor parallelism, and the modules that FSDP shards and gathers as one unit each."""
+
+    tp: tuple[ModulePlacement, ...] = ()
+    sequence_parallel: bool = False
+    stage_input: PlacementText = "replicate"  # placement on tp of what a pipeline stage sends and receives
+    sharded_units: tuple[str, ...] = ()
+
+
+class BreakdownSection(_Value):
+    """Where the step time goes on the slowest rank; the parts sum to ``step_time_s``."""
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    data_parallel: float = 0.0
+    pipeline_communication: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+
+class PredictionSection(_Value):
+    """What the cost models say of the plan. The executor ignores this."""
+
+    step_time_s: Annotated[float, Field(gt=0)]
+    tokens_per_s_per_gpu: float
+    model_flops_per_gpu_per_s: float
+    mfu: float
+    peak_memory_bytes: tuple[int, ...]  # per pp rank
+    memory_capacity_bytes: int  # what the profile leaves to training on one device
+    memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank
+    breakdown_s: BreakdownSection
+    usd_per_step: float | None = None
+
+
+class Candidate(_Value):
+    """A runner-up or baseline, for the table beside the plan."""
+
+    label: str
+    mesh: MeshSection
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    micro_batch_size: Positive
+    schedule: ScheduleName
+    virtual_stages: Positive
+    recompute: Recompute | None  # None: differs between modules
+    sequence_parallel: bool
+    step_time_s: float
+    peak_memory_bytes: int
+    fits: bool
+
+
+class SearchSection(_Value):
+    """What the search proved. ``gap`` = (step_time_s - bound_step_time_s) / step_time_s."""
+
+    status: Literal["OPTIMAL", "FEASIBLE", "PRICED"]
+    bound_step_time_s: float
+    gap: float
+    num_candidates: int
+    elapsed_s: float
+    baseline: Candidate | None = None  # the best plain FSDP plan
+    runners_up: tuple[Candidate, ...] = ()
+
+
+class Plan(_Value):
+    """The whole answer. Key names are the contract of plan.json."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: ModelSection
+    hardware: str
+    num_devices: Positive
+    training: TrainingSection
+    mesh: MeshSection
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    pipeline: PipelineSection
+    placements: PlacementSection
+    recompute: tuple[RecomputeRule, ...] = ()
+    offload: Offload = Offload.NONE
+    prediction: PredictionSection | None = None
+    search: SearchSection | None = None
+    warnings: tuple[str, ...] = ()
