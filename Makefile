@@ -1,0 +1,41 @@
+# Everything runs from .venv, which `make setup` makes; a second run finds it up to date and is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/planner search examples/model.py --gpus 64
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+# pytest comes last: its closing line is the verdict
+test: lint
+	$(BIN)/python -m pytest
+
+# every file of benchmarks/ is a program of its own
+bench: setup
+	set -e; for file in benchmarks/[!_]*.py; do \
+		echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); \
+	done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
