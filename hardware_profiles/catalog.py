@@ -1,0 +1,166 @@
+"""Finds a hardware profile by name, alias or file, and refuses a damaged one with everything that is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import json
+import os
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from hardware_profiles.sanity import violations
+from hardware_profiles.schema import ClusterProfile, ClusterSpec
+
+MAX_FILE_BYTES = 1_000_000
+MAX_NUM_DEVICES = 1_000_000
+_NUM_SUGGESTIONS = 5
+
+
+class HardwareProfileError(ValueError):
+    """A profile is unknown or invalid: the rule and the values in ``message``, the way out in ``hint``."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+def default_profile_name() -> str:
+    """The shipped profile that is planned for where no GPU is in sight and none is named."""
+    return "dgx-h100-80gb"
+
+
+@functools.cache
+def list_profiles() -> tuple[ClusterProfile, ...]:
+    """Every shipped profile, by name."""
+    folder = importlib.resources.files("hardware_profiles") / "data"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
+    return tuple(parse_profile(file.read_bytes(), source=f"shipped profile {file.name}") for file in files)
+
+
+def load_profile(name_or_path: str) -> ClusterProfile:
+    """The profile of a shipped name or alias (in any case), or of a JSON file.
+
+    Raises ``HardwareProfileError`` with the nearest names, or with every violation in the file.
+    """
+    wanted = name_or_path.strip()
+    known = {name: profile for profile in list_profiles() for name in (profile.name, *profile.aliases)}
+    if wanted.lower() in known:
+        return known[wanted.lower()]
+    if wanted.endswith(".json") or os.sep in wanted or (wanted and Path(wanted).exists()):
+        return _read_profile(Path(wanted))
+    near = difflib.get_close_matches(wanted.lower(), known, n=_NUM_SUGGESTIONS, cutoff=0.5)
+    near += [name for name in known if wanted and wanted.lower() in name and name not in near]
+    nearest = list(dict.fromkeys(known[name].name for name in near))[:_NUM_SUGGESTIONS]
+    raise HardwareProfileError(
+        f"unknown hardware profile {name_or_path!r}"
+        + (f"; the nearest names are {', '.join(nearest)}" if nearest else ""),
+        hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file",
+    )
+
+
+def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
+    """The cluster of ``num_devices`` devices that ``--hardware`` text names (None: the default profile).
+
+    ``spec`` is NAME, FILE, or either followed by ``:COUNT``, which must then equal ``num_devices``.
+    """
+    if not 1 <= num_devices <= MAX_NUM_DEVICES:
+        raise HardwareProfileError(
+            f"the number of devices must be between 1 and {MAX_NUM_DEVICES:,}, is {num_devices:,}",
+            hint="pass the number of GPUs of the whole run with --gpus",
+        )
+    text = default_profile_name() if spec is None else spec
+    if "," in text:
+        raise HardwareProfileError(
+            f"{text!r} names a mixed cluster; planning takes one kind of device",
+            hint="plan for each kind alone, or for the slowest of them with the sum of the devices",
+        )
+    name, colon, count = text.rpartition(":")
+    if colon and count.isdigit():
+        if int(count) != num_devices:
+            raise HardwareProfileError(
+                f"{text!r} asks for {int(count)} devices, the run for {num_devices}",
+                hint="give the number once, or the same number twice",
+            )
+        text = name
+    return ClusterSpec(profile=load_profile(text), num_devices=num_devices)
+
+
+def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
+    """The profile in JSON ``content``; ``source`` names it in the error, which lists every violation."""
+    if len(content) > MAX_FILE_BYTES:
+        _refuse(source, [f"holds more than {MAX_FILE_BYTES:,} bytes; a profile is a few kilobytes"])
+    slips: list[str] = []
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        keys = [key for key, _ in items]
+        slips.extend(f"key {key!r} stands {keys.count(key)} times in one object" for key in dict.fromkeys(keys)
+                     if keys.count(key) > 1)
+        return dict(items)
+
+    def constant(text: str) -> None:
+        slips.append(f"{text} is not a number that JSON or a profile allows")
+
+    try:
+        data: object = json.loads(content.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        _refuse(source, [f"is not UTF-8 text (byte {error.start})"])
+    except json.JSONDecodeError as error:
+        _refuse(source, [f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"])
+    except RecursionError:
+        _refuse(source, ["is nested too deeply to be a profile"])
+    except ValueError as error:  # a number of more digits than Python converts
+        _refuse(source, [f"is not JSON: {error}"])
+    try:
+        profile = ClusterProfile.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        _refuse(source, slips + _readable(error))
+    found = slips + list(violations(profile))
+    if found:
+        _refuse(source, found)
+    return profile
+
+
+def _read_profile(path: Path) -> ClusterProfile:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise HardwareProfileError(
+                f"{path} is not a regular file", hint="--hardware takes a profile's name or its JSON file"
+            )
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, HardwareProfileError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise HardwareProfileError(
+            f"the hardware profile {str(path)!r} cannot be read: {reason}",
+            hint="`planner hardware list` shows the shipped profiles",
+        ) from error
+    return parse_profile(content, source=str(path))
+
+
+def _readable(error: ValidationError) -> list[str]:
+    """One line for each violation of the schema: its place, the rule, and what stands there."""
+    lines: list[str] = []
+    for detail in error.errors(include_url=False):
+        place = ".".join(str(part) for part in detail["loc"]) or "the file"
+        given = repr(detail["input"])
+        shown = "" if detail["type"] == "missing" or len(given) > 60 else f" (is {given})"
+        rule = "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"]
+        lines.append(f"{place}: {rule[0].lower()}{rule[1:]}{shown}")
+    return lines
+
+
+def _refuse(source: str, found: list[str]) -> NoReturn:
+    count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
+    raise HardwareProfileError(
+        f"{source} is not a valid hardware profile, {count}:\n" + "\n".join(f"  - {line}" for line in found),
+        hint=f"`planner hardware show {default_profile_name()} --json` prints a valid one to start from",
+    )

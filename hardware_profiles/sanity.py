@@ -1,0 +1,160 @@
+"""What a profile must satisfy beyond its schema: rules that tie several of its numbers together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from hardware_profiles.schema import (
+    ClusterProfile,
+    DeviceProfile,
+    NetworkTier,
+    NodeProfile,
+    Quantity,
+    SoftwareProfile,
+)
+
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]*")
+LARGEST_VALUE = 1e18  # above every peak, size or rate that a machine of this age has in base units
+LONGEST_LATENCY_S = 1.0  # a message or a launch that takes longer is a slip of the unit
+REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
+
+
+def violations(profile: ClusterProfile) -> tuple[str, ...]:
+    """Every rule that ``profile`` breaks, each with its place and values; empty if it is sound."""
+    return (
+        *_names(profile),
+        *_value_ranges(profile),
+        *_device(profile.device),
+        *_node(profile.node),
+        *_tiers(profile),
+        *_software(profile),
+    )
+
+
+def quantities(value: BaseModel, place: str = "") -> Iterator[tuple[str, Quantity]]:
+    """Every quantity inside ``value`` with its dotted place."""
+    for name in type(value).model_fields:
+        yield from _quantities_of(getattr(value, name), f"{place}.{name}" if place else name)
+
+
+def _quantities_of(value: object, place: str) -> Iterator[tuple[str, Quantity]]:
+    if isinstance(value, Quantity):
+        yield place, value
+    elif isinstance(value, BaseModel):
+        yield from quantities(value, place)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from _quantities_of(item, f"{place}.{index}")  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, dict):
+        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _quantities_of(item, f"{place}.{key}")  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _names(profile: ClusterProfile) -> Iterator[str]:
+    for place, name in (("name", profile.name), *((f"aliases.{i}", a) for i, a in enumerate(profile.aliases))):
+        if not NAME_PATTERN.fullmatch(name):
+            yield f"{place}: {name!r} must consist of lower-case letters, digits, '.', '_' and '-'"
+    if len({profile.name, *profile.aliases}) != 1 + len(profile.aliases):
+        yield f"aliases: {list(profile.aliases)} repeat each other or the name {profile.name!r}"
+
+
+def _value_ranges(profile: ClusterProfile) -> Iterator[str]:
+    for place, quantity in quantities(profile):
+        if quantity.value > LARGEST_VALUE:
+            yield f"{place}: {quantity.value:g} is above {LARGEST_VALUE:g}; values are in base units (bytes, s, FLOP/s)"
+
+
+def _positive(place: str, quantity: Quantity | None) -> Iterator[str]:
+    if quantity is not None and quantity.value <= 0:
+        yield f"{place}: must be above 0, is {quantity.value:g}"
+
+
+def _share(place: str, quantity: Quantity | None, *, zero_allowed: bool = False) -> Iterator[str]:
+    if quantity is None:
+        return
+    if quantity.value > 1 or (quantity.value == 0 and not zero_allowed):
+        bounds = "between 0 and 1" if zero_allowed else "above 0 and at most 1"
+        yield f"{place}: must be {bounds}, is {quantity.value:g}"
+
+
+def _device(device: DeviceProfile) -> Iterator[str]:
+    yield from _positive("device.memory_bytes", device.memory_bytes)
+    yield from _positive("device.memory_bandwidth_bytes_per_s", device.memory_bandwidth_bytes_per_s)
+    if device.kernel_launch_s.value > LONGEST_LATENCY_S:
+        yield f"device.kernel_launch_s: {device.kernel_launch_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
+    if not device.peak_flops_per_s:
+        yield "device.peak_flops_per_s: at least one dtype is needed"
+    for dtype, peak in device.peak_flops_per_s.items():
+        yield from _positive(f"device.peak_flops_per_s.{dtype}", peak)
+    for wide, narrow in (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp8")):
+        if wide in device.peak_flops_per_s and narrow in device.peak_flops_per_s:
+            slow, fast = device.peak_flops_per_s[wide].value, device.peak_flops_per_s[narrow].value
+            if fast < slow:
+                yield f"device.peak_flops_per_s: {narrow} ({fast:g}) is below {wide} ({slow:g})"
+    for op_class in REQUIRED_EFFICIENCIES:
+        if op_class not in device.efficiency:
+            yield f"device.efficiency.{op_class}: missing"
+    for op_class, efficiency in device.efficiency.items():
+        yield from _share(f"device.efficiency.{op_class}.fraction", efficiency.fraction)
+
+
+def _node(node: NodeProfile) -> Iterator[str]:
+    yield from _positive("node.ram_bytes", node.ram_bytes)
+    yield from _positive("node.host_link_bytes_per_s", node.host_link_bytes_per_s)
+    yield from _positive("node.nvme_bandwidth_bytes_per_s", node.nvme_bandwidth_bytes_per_s)
+    yield from _positive("node.nvme_bytes", node.nvme_bytes)
+
+
+def _tiers(profile: ClusterProfile) -> Iterator[str]:
+    if not profile.tiers:
+        yield "tiers: at least one is needed"
+    for index, tier in enumerate(profile.tiers):
+        yield from _tier(f"tiers.{index}", tier, profile.node.num_devices)
+    for index, (inner, outer) in enumerate(zip(profile.tiers, profile.tiers[1:], strict=False)):
+        place = f"tiers.{index + 1} ({outer.name})"
+        if inner.num_devices is None:
+            yield f"tiers.{index} ({inner.name}): only the outermost tier may join all devices (num_devices null)"
+        elif outer.num_devices is not None and outer.num_devices <= inner.num_devices:
+            yield (
+                f"{place}: joins {outer.num_devices} devices, not more than the {inner.num_devices} of {inner.name}; "
+                "tiers stand innermost first"
+            )
+        per_node = outer.bandwidth_bytes_per_s.value * outer.links_per_node
+        inner_per_node = inner.bandwidth_bytes_per_s.value * inner.links_per_node
+        if per_node > inner_per_node:
+            yield f"{place}: {per_node:g} bytes/s a node exceed the {inner_per_node:g} of the tier inside, {inner.name}"
+
+
+def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]:
+    yield from _positive(f"{place}.bandwidth_bytes_per_s", tier.bandwidth_bytes_per_s)
+    yield from _share(f"{place}.efficiency", tier.efficiency)
+    yield from _share(f"{place}.all_to_all_efficiency", tier.all_to_all_efficiency)
+    if tier.latency_s.value > LONGEST_LATENCY_S:
+        yield f"{place}.latency_s: {tier.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
+    if tier.num_devices is not None and tier.num_devices < 1:
+        yield f"{place}.num_devices: must be at least 1, is {tier.num_devices}"
+    inside_a_node = tier.num_devices is not None and tier.num_devices <= devices_per_node
+    if inside_a_node and tier.links_per_node != devices_per_node:
+        yield (
+            f"{place}.links_per_node: a tier inside a node has one link a device, {devices_per_node}, "
+            f"not {tier.links_per_node}"
+        )
+    nodes = [point.num_nodes for point in tier.efficiency_at_scale]
+    if nodes != sorted(set(nodes)):
+        yield f"{place}.efficiency_at_scale: num_nodes must rise, is {nodes}"
+    for index, point in enumerate(tier.efficiency_at_scale):
+        yield from _share(f"{place}.efficiency_at_scale.{index}.fraction", point.fraction)
+
+
+def _software(profile: ClusterProfile) -> Iterator[str]:
+    software: SoftwareProfile = profile.software
+    yield from _share("software.allocator_reserve_fraction", software.allocator_reserve_fraction, zero_allowed=True)
+    yield from _share("software.overlappable_fraction", software.overlappable_fraction, zero_allowed=True)
+    if software.context_bytes.value >= profile.device.memory_bytes.value:
+        yield (
+            f"software.context_bytes: {software.context_bytes.value:g} leave nothing of the device's "
+            f"{profile.device.memory_bytes.value:g} bytes"
+        )
