@@ -1,0 +1,202 @@
+"""Time of one collective: t = latency + seconds_per_byte · num_bytes, from where the ranks of its group sit.
+
+A group of n ranks spans c_t domains of network tier t (c_0: NVLink domains or nodes, and so on outwards; c_{-1} = n).
+With b_t = bandwidth that one rank owns at tier t (links of a node shared by all its devices, because every group along
+the axis communicates at once; times efficiency, efficiency at that number of nodes, over oversubscription) and g_t =
+ranks of the group inside one domain of tier t-1 (g_0 = 1), whose links the group uses together:
+
+    bus bandwidth   B = min over crossed tiers of g_t · b_t
+    ring            k · (n-1)/n · S / B  + k · Σ_t (c_{t-1} - c_t) · latency_t
+    hierarchical    2 · S / (0.9 · B)    + 2 · ((n/c_0 - 1) · latency_0 + Σ_{t>0} log2(c_{t-1}/c_t) · latency_t)
+    all-to-all      max over tiers of S · (share of peers reached over tier t) / b_t + Σ_t peers_t · latency_t
+    send-recv       S / (a sender's own share of the slowest hop between neighbours) + its latency
+
+k = 2 for all-reduce, 1 for all-gather and reduce-scatter; each collective adds one kernel launch. "Hierarchical" is
+reduce inside the node, all-reduce across, broadcast inside, pipelined in chunks so that the slowest phase counts
+alone; only for all-reduce. The faster algorithm is taken, as NCCL takes it.
+
+Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009 (ring); NCCL's tuning model,
+src/graph/tuning.cc (step counts of ring and tree, tree at 0.9 of the bus bandwidth); Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", 2005 (pairwise all-to-all).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, log2
+
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from hardware_profiles.schema import ClusterSpec, EfficiencyAtScale, NetworkTier
+
+# NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.
+TREE_BANDWIDTH_FRACTION = 0.9
+# The message at which `latency_and_seconds_per_byte` picks the algorithm: the order of a gradient bucket
+# (25 MiB in DistributedDataParallel), of a layer's gathered parameters and of a block's activations.
+REFERENCE_BYTES = 64 * 2**20
+
+Line = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """How one group uses one network tier that it crosses."""
+
+    is_innermost: bool
+    latency_s: float
+    bytes_per_s: float  # owned by one rank for the ring and the hierarchical algorithm
+    all_to_all_bytes_per_s: float  # the same for all-to-all
+    send_bytes_per_s: float  # of one sender to its neighbour
+    num_inner_domains: int  # c_{t-1}
+    num_domains: int  # c_t
+    ranks_per_inner_domain: int  # g_t
+
+    @property
+    def num_crossings(self) -> int:
+        """Steps of a ring once around that cross this tier: c_{t-1} - c_t."""
+        return self.num_inner_domains - self.num_domains
+
+
+def collective_time_s(collective: Collective, cluster: ClusterSpec) -> float:
+    """Seconds from the last rank's start to the last rank's end; 0 for a group of one rank."""
+    lines = _lines(collective.kind, collective.group, cluster)
+    return min((latency_s + slope * collective.num_bytes for latency_s, slope in lines), default=0.0)
+
+
+def latency_and_seconds_per_byte(
+    kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec, reference_bytes: float = REFERENCE_BYTES
+) -> tuple[float, float]:
+    """The line t = latency + slope · num_bytes of the algorithm that is fastest at ``reference_bytes``.
+
+    ``num_bytes`` as in ``Collective``. Never below ``collective_time_s``, and equal to it near ``reference_bytes``.
+    """
+    lines = _lines(kind, group, cluster)
+    return min(lines, key=lambda line: line[0] + line[1] * reference_bytes, default=(0.0, 0.0))
+
+
+def num_domains_spanned(group: GroupPlacement, domain_devices: int) -> int:
+    """How many domains of ``domain_devices`` neighbouring devices the worst-placed group of the axis touches.
+
+    The groups of an axis tile the cluster in runs of ``num_ranks * stride`` devices. Where runs and domains do not
+    divide each other, some group straddles one border more.
+    """
+    run = group.num_ranks * group.stride
+    if run <= domain_devices:
+        return 1 if domain_devices % run == 0 else min(2, group.num_ranks)
+    ranks_per_domain = max(1, domain_devices // group.stride)
+    aligned = ceil(group.num_ranks / ranks_per_domain)
+    return min(group.num_ranks, aligned if run % domain_devices == 0 else aligned + 1)
+
+
+def tiers_used(group: GroupPlacement, cluster: ClusterSpec) -> tuple[TierUse, ...]:
+    """The tiers that ``group`` crosses, innermost first; ValueError where the profile's tiers do not reach."""
+    if group.num_ranks < 1 or group.stride < 1:
+        raise ValueError(f"a group needs at least 1 rank and a stride of at least 1, got {group}")
+    num_devices = max(cluster.num_devices, group.num_ranks * group.stride)
+
+    def spanned(domain_devices: int | None) -> int:
+        if domain_devices is None or num_devices <= domain_devices:
+            return 1
+        return num_domains_spanned(group, domain_devices)
+
+    num_nodes = spanned(cluster.profile.node.num_devices)
+    uses: list[TierUse] = []
+    inner = group.num_ranks
+    for tier in cluster.profile.tiers:
+        outer = min(inner, spanned(tier.num_devices))
+        if outer < inner:
+            uses.append(_use(cluster, tier, group, (inner, outer), num_nodes))
+        inner = outer
+    if inner > 1:
+        raise ValueError(
+            f"{group.num_ranks} ranks at stride {group.stride} reach beyond the outermost network tier of "
+            f"{cluster.profile.name}"
+        )
+    return tuple(uses)
+
+
+def fraction_at_scale(points: tuple[EfficiencyAtScale, ...], num_nodes: int) -> float:
+    """Efficiency left on ``num_nodes`` nodes: linear in log2(nodes) between the points, constant outside them."""
+    known = sorted((point.num_nodes, point.fraction.value) for point in points)
+    if not known:
+        return 1.0
+    if num_nodes <= known[0][0]:
+        return known[0][1]
+    for (low, at_low), (high, at_high) in pairwise(known):
+        if num_nodes <= high:
+            weight = (log2(num_nodes) - log2(low)) / (log2(high) - log2(low))
+            return at_low + weight * (at_high - at_low)
+    return known[-1][1]
+
+
+def _use(
+    cluster: ClusterSpec, tier: NetworkTier, group: GroupPlacement, domains: tuple[int, int], num_nodes: int
+) -> TierUse:
+    inner, outer = domains
+    node = cluster.profile.node.num_devices
+    at_scale = fraction_at_scale(tier.efficiency_at_scale, num_nodes)
+    wire = tier.bandwidth_bytes_per_s.value * at_scale / tier.oversubscription
+    links_per_device = tier.links_per_node / node
+    all_to_all = tier.all_to_all_efficiency or tier.efficiency
+    senders = min(group.stride, node)  # of one node, each towards its neighbour `stride` devices further
+    links_per_sender = min(max(1.0, links_per_device), tier.links_per_node / senders)
+    return TierUse(
+        is_innermost=tier is cluster.profile.tiers[0],
+        latency_s=tier.latency_s.value,
+        bytes_per_s=wire * links_per_device * tier.efficiency.value,
+        all_to_all_bytes_per_s=wire * links_per_device * all_to_all.value,
+        send_bytes_per_s=wire * links_per_sender * tier.efficiency.value,
+        num_inner_domains=inner,
+        num_domains=outer,
+        ranks_per_inner_domain=max(1, group.num_ranks // inner),
+    )
+
+
+def _lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) -> tuple[Line, ...]:
+    uses = tiers_used(group, cluster)
+    if not uses:
+        return ()
+    launch_s = cluster.profile.device.kernel_launch_s.value
+    lines: list[Line] = []
+    match kind:
+        case CollectiveKind.ALL_REDUCE:
+            lines.append(_ring(2, group.num_ranks, uses))
+            if cluster.profile.backend != "gloo" and not (len(uses) == 1 and uses[0].is_innermost):
+                lines.append(_hierarchical(uses))
+        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
+            lines.append(_ring(1, group.num_ranks, uses))
+        case CollectiveKind.ALL_TO_ALL:
+            lines.append(_all_to_all(group.num_ranks, uses))
+        case CollectiveKind.SEND_RECV:
+            lines.append((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)))
+    return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
+
+
+def _bus_bytes_per_s(uses: tuple[TierUse, ...]) -> float:
+    return min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
+
+
+def _ring(num_passes: int, num_ranks: int, uses: tuple[TierUse, ...]) -> Line:
+    latency_s = num_passes * sum(use.num_crossings * use.latency_s for use in uses)
+    return latency_s, num_passes * (num_ranks - 1) / num_ranks / _bus_bytes_per_s(uses)
+
+
+def _hierarchical(uses: tuple[TierUse, ...]) -> Line:
+    """A chain inside the innermost domain, a double binary tree across."""
+    steps_s = 0.0
+    for use in uses:
+        fan = use.num_inner_domains / use.num_domains
+        steps_s += (ceil(fan) - 1 if use.is_innermost else log2(fan)) * use.latency_s
+    return 2 * steps_s, 2 / (TREE_BANDWIDTH_FRACTION * _bus_bytes_per_s(uses))
+
+
+def _all_to_all(num_ranks: int, uses: tuple[TierUse, ...]) -> Line:
+    latency_s = 0.0
+    slope = 0.0
+    reached = 1  # ranks inside one domain of the tiers so far, the rank itself included
+    for use in uses:
+        within = ceil(num_ranks / use.num_domains)
+        latency_s += (within - reached) * use.latency_s
+        slope = max(slope, (within - reached) / num_ranks / use.all_to_all_bytes_per_s)
+        reached = within
+    return latency_s, slope

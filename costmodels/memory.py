@@ -1,0 +1,112 @@
+"""Device memory of training state per parameter, and the ledger of everything a rank holds.
+
+Bytes per parameter under FSDP2 (``fully_shard``), d = ranks that shard; the master copy is what the optimiser updates:
+
+    16-bit compute, Adam      copy for compute   gradients   master + moments     total
+    ZeRO 0                    2                  4           4 + 8                18
+    ZeRO 1                    2                  4           (4 + 8)/d            6 + 12/d
+    ZeRO 2                    2                  4/d         (4 + 8)/d            2 + 16/d
+    ZeRO 3                    0 (gathered units  4/d         (4 + 8)/d            16/d
+                              come extra)
+    fp32: the copy for compute has 4 bytes. SGD without momentum: no moments.
+
+The copy for compute exists in fp32 and in a group of one rank too: FSDP2 keeps the sharded parameters and copies them
+into gathered ones (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``wait_for_unshard``). Gradients
+accumulate in fp32 (``MixedPrecisionPolicy(reduce_dtype=torch.float32)``). fp8 keeps its weights in bf16 and casts them
+inside each product.
+
+Sources: Rajbhandari et al., "ZeRO" (2020), for what each stage divides; Narayanan et al. (2021) and Korthikanti et al.
+(2022), for 18 bytes and 6 + 12/d with fp32 gradients; torch 2.13's FSDP2 for where the bytes lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_profiles.schema import SoftwareProfile
+
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
+MASTER_BYTES = 4
+GRADIENT_BYTES = 4
+# torch.optim: two fp32 moments; SGD without momentum keeps nothing.
+MOMENT_BYTES = {"adamw": 8, "adam": 8, "sgd": 0}
+
+Rows = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank; ``optimizer`` holds the fp32 master copy and the moments."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All three together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(num_elements: float, precision: str, optimizer: str, zero_stage: int, dp_shard: int) -> StateBytes:
+    """State of ``num_elements`` trainable parameters on one rank, between steps and at its largest.
+
+    ZeRO 3 leaves out the units that are gathered at the moment. ValueError names a value that is not known.
+    """
+    if precision not in COMPUTE_BYTES:
+        raise ValueError(f"precision must be one of {', '.join(COMPUTE_BYTES)}, got {precision!r}")
+    if optimizer not in MOMENT_BYTES:
+        raise ValueError(f"optimizer must be one of {', '.join(MOMENT_BYTES)}, got {optimizer!r}")
+    if zero_stage not in range(4):
+        raise ValueError(f"ZeRO stage must be 0, 1, 2 or 3, got {zero_stage}")
+    if dp_shard < 1:
+        raise ValueError(f"dp_shard must be at least 1, got {dp_shard}")
+    shard = dp_shard if zero_stage >= 1 else 1
+    return StateBytes(
+        parameters=num_elements * COMPUTE_BYTES[precision] * (zero_stage < 3),
+        gradients=num_elements * GRADIENT_BYTES / (shard if zero_stage >= 2 else 1),
+        optimizer=num_elements * (MASTER_BYTES + MOMENT_BYTES[optimizer]) / shard,
+    )
+
+
+def frozen_bytes(num_elements: float, precision: str, zero_stage: int, dp_shard: int) -> float:
+    """Bytes of parameters that are not trained: no gradients, no moments, yet FSDP2 keeps both copies."""
+    state = state_bytes(num_elements, precision, "sgd", zero_stage, dp_shard)
+    return state.parameters + state.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """What one rank holds at its peak: one row a term, in bytes, in the order they were added."""
+
+    rows: Rows = ()
+
+    @property
+    def total_bytes(self) -> float:
+        """Sum of all rows."""
+        return sum(num_bytes for _, num_bytes in self.rows)
+
+    def bytes_of(self, name: str) -> float:
+        """The row ``name``; 0 if there is none."""
+        return sum(num_bytes for row, num_bytes in self.rows if row == name)
+
+    def plus(self, name: str, num_bytes: float) -> MemoryLedger:
+        """This ledger and one more row. ValueError if the row exists or is negative."""
+        if num_bytes < 0:
+            raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
+        if any(row == name for row, _ in self.rows):
+            raise ValueError(f"the ledger already has a row {name}")
+        return MemoryLedger((*self.rows, (name, num_bytes)))
+
+    def with_reserve(self, software: SoftwareProfile, num_communicators: int) -> MemoryLedger:
+        """This ledger and what the software takes besides tensors.
+
+        ``allocator_reserve`` is a share of the tensors (fragmentation of the caching allocator); ``communicators``
+        and ``context`` are allocated outside it.
+        """
+        reserve = self.total_bytes * software.allocator_reserve_fraction.value
+        return (
+            self.plus("allocator_reserve", reserve)
+            .plus("communicators", num_communicators * software.communicator_bytes.value)
+            .plus("context", software.context_bytes.value)
+        )

@@ -1,0 +1,163 @@
+"""Time of one pipeline step, by running the very action list that the executor runs, action by action.
+
+    start(action) = max(end of the rank's previous action, arrival of the input)
+    arrival       = end of the producer + send_s, or its end where both stages live on one rank
+    F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
+
+A discrete-event simulation of a static list schedule; each action is visited once. Closed forms it meets with equal
+stages and free sends (Narayanan et al. 2021): (m + p - 1)·(f + b) for GPipe and 1F1B, and a bubble shorter by the
+number of virtual stages for Interleaved1F1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from costmodels.schedule import BACKWARD, FORWARD, Action, Schedule
+
+
+class TimedAction(NamedTuple):
+    """An action and when it runs."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs; ``start_s`` and ``end_s`` are laid out as ``schedule`` is."""
+
+    schedule: Schedule
+    start_s: tuple[tuple[float, ...], ...]
+    end_s: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[TimedAction, ...], ...]:
+        """Every rank's actions with their times, in order."""
+        return tuple(
+            tuple(map(TimedAction, actions, starts, ends))
+            for actions, starts, ends in zip(self.schedule, self.start_s, self.end_s, strict=True)
+        )
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From the start of the step to the end of the last action of any rank."""
+        return max((ends[-1] for ends in self.end_s if ends), default=0.0)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds each rank computes."""
+        return tuple(
+            sum(end - start for start, end in zip(starts, ends, strict=True))
+            for starts, ends in zip(self.start_s, self.end_s, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The schedule in numbers: forward of stage s and micro-batch i has key s·m + i, backward keys follow all those."""
+
+    keys: tuple[tuple[int, ...], ...]  # of every rank's actions
+    seconds: tuple[tuple[float, ...], ...]  # of every rank's actions
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+
+    @property
+    def num_keys(self) -> int:
+        return 2 * len(self.rank_of_stage) * self.num_microbatches
+
+
+def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], send_s: float) -> Timeline:
+    """Runs ``schedule`` with the given seconds of each stage and of one send between ranks.
+
+    ``forward_s`` and ``backward_s`` are indexed by stage. ValueError if the lists do not fit together or if the order
+    of actions can never complete (deadlock; the message names the actions that wait).
+    """
+    problem = _number(schedule, forward_s, backward_s)
+    producers = _producers(problem)
+    arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
+    waiting: dict[int, int] = {}  # key -> rank that cannot go on before it
+    starts: list[list[float]] = [[] for _ in schedule]
+    ends: list[list[float]] = [[] for _ in schedule]
+    ready = list(range(len(schedule)))
+    while ready:
+        rank = ready.pop()
+        keys, seconds = problem.keys[rank], problem.seconds[rank]
+        rank_starts, rank_ends = starts[rank], ends[rank]
+        now = rank_ends[-1] if rank_ends else 0.0
+        for position in range(len(rank_ends), len(keys)):
+            key = keys[position]
+            producer, is_sent = producers[key]
+            start = now
+            if producer >= 0:
+                arrived = arrival[producer]
+                if arrived < 0:
+                    waiting[producer] = rank
+                    break
+                start = max(now, arrived + send_s if is_sent else arrived)
+            now = start + seconds[position]
+            rank_starts.append(start)
+            rank_ends.append(now)
+            arrival[key] = now
+            waiter = waiting.pop(key, -1)
+            if waiter >= 0:
+                ready.append(waiter)
+    _check_complete(schedule, ends)
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+def _number(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> _Problem:
+    num_stages = len(forward_s)
+    if len(backward_s) != num_stages:
+        raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
+    num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
+    rank_of_stage = [-1] * num_stages
+    for rank, actions in enumerate(schedule):
+        for stage in {action.stage for action in actions}:
+            if not 0 <= stage < num_stages:
+                raise ValueError(f"the schedule runs stage {stage}, but times are given for {num_stages} stages")
+            if rank_of_stage[stage] >= 0:
+                raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
+            rank_of_stage[stage] = rank
+    offset = {FORWARD: 0, BACKWARD: num_stages * num_microbatches}
+    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s}
+    keys = tuple(tuple(offset[k] + s * num_microbatches + i for k, s, i in actions) for actions in schedule)
+    seconds = tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
+    num_actions = sum(map(len, keys))
+    if num_actions != 2 * num_stages * num_microbatches or len(set(chain.from_iterable(keys))) != num_actions:
+        raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
+    return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)
+
+
+def _producers(problem: _Problem) -> list[tuple[int, bool]]:
+    """For each key the key of its input (-1: none) and whether that is sent from another rank."""
+    per_stage = problem.num_microbatches
+    ranks = problem.rank_of_stage
+    num_forward = len(ranks) * per_stage
+    producers: list[tuple[int, bool]] = []
+    for stage in range(len(ranks)):
+        if stage == 0:
+            producers += [(-1, False)] * per_stage
+            continue
+        is_sent = ranks[stage - 1] != ranks[stage]
+        producers += [((stage - 1) * per_stage + i, is_sent) for i in range(per_stage)]
+    for stage in range(len(ranks) - 1):
+        is_sent = ranks[stage + 1] != ranks[stage]
+        producers += [(num_forward + (stage + 1) * per_stage + i, is_sent) for i in range(per_stage)]
+    producers += [(num_forward - per_stage + i, False) for i in range(per_stage)]
+    return producers
+
+
+def _check_complete(schedule: Schedule, ends: Sequence[Sequence[float]]) -> None:
+    stuck = [
+        f"rank {rank} waits before {actions[len(done)]}"
+        for rank, (actions, done) in enumerate(zip(schedule, ends, strict=True))
+        if len(done) < len(actions)
+    ]
+    if stuck:
+        raise ValueError("the schedule deadlocks: " + "; ".join(stuck))
