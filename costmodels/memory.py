@@ -48,10 +48,22 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(num_elements: float, precision: str, optimizer: str, zero_stage: int, dp_shard: int) -> StateBytes:
-    """State of ``num_elements`` trainable parameters on one rank, between steps and at its largest.
+def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and all are given by name
+    num_trainable: float,
+    *,
+    num_frozen: float = 0.0,
+    precision: str,
+    optimizer: str,
+    zero_stage: int,
+    num_shards: int,
+    gradients_stay_whole: bool = False,
+) -> StateBytes:
+    """State of so many parameter elements on one rank, between steps and at its largest.
 
-    ZeRO 3 leaves out the units that are gathered at the moment. ValueError names a value that is not known.
+    ``num_shards``: ranks the state is divided over (dp_shard, times cp where that shards too).
+    ``gradients_stay_whole``: a pipeline reduces only after its last micro-batch, so ZeRO 2 and 3 hold whole gradients
+    until then. Frozen parameters have neither gradients nor moments, yet FSDP2 keeps both of their copies. ZeRO 3
+    leaves out the units that are gathered at the moment. ValueError names a value that is not known.
     """
     if precision not in COMPUTE_BYTES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_BYTES)}, got {precision!r}")
@@ -59,20 +71,16 @@ def state_bytes(num_elements: float, precision: str, optimizer: str, zero_stage:
         raise ValueError(f"optimizer must be one of {', '.join(MOMENT_BYTES)}, got {optimizer!r}")
     if zero_stage not in range(4):
         raise ValueError(f"ZeRO stage must be 0, 1, 2 or 3, got {zero_stage}")
-    if dp_shard < 1:
-        raise ValueError(f"dp_shard must be at least 1, got {dp_shard}")
-    shard = dp_shard if zero_stage >= 1 else 1
+    if num_shards < 1:
+        raise ValueError(f"the number of shards must be at least 1, got {num_shards}")
+    num_elements = num_trainable + num_frozen
+    shards = num_shards if zero_stage >= 1 else 1
+    gradient_shards = shards if zero_stage >= 2 and not gradients_stay_whole else 1
     return StateBytes(
         parameters=num_elements * COMPUTE_BYTES[precision] * (zero_stage < 3),
-        gradients=num_elements * GRADIENT_BYTES / (shard if zero_stage >= 2 else 1),
-        optimizer=num_elements * (MASTER_BYTES + MOMENT_BYTES[optimizer]) / shard,
+        gradients=num_trainable * GRADIENT_BYTES / gradient_shards,
+        optimizer=(num_elements * MASTER_BYTES + num_trainable * MOMENT_BYTES[optimizer]) / shards,
     )
-
-
-def frozen_bytes(num_elements: float, precision: str, zero_stage: int, dp_shard: int) -> float:
-    """Bytes of parameters that are not trained: no gradients, no moments, yet FSDP2 keeps both copies."""
-    state = state_bytes(num_elements, precision, "sgd", zero_stage, dp_shard)
-    return state.parameters + state.optimizer
 
 
 @dataclass(frozen=True)

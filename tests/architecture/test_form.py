@@ -33,6 +33,11 @@ def is_command(function: Function) -> bool:
     return any("command" in ast.unparse(d) or "callback" in ast.unparse(d) for d in function.decorator_list)
 
 
+def gives_a_reason(source: str, function: Function) -> bool:
+    """Whether a comment on the ``def`` line says why the function is over a limit."""
+    return "# over " in (ROOT / source).read_text(encoding="utf-8").splitlines()[function.lineno - 1]
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_module_opens_with_a_sentence(source: str) -> None:
     text = ast.get_docstring(tree_of(source))
@@ -52,7 +57,7 @@ def test_pieces_stay_small(source: str) -> None:
         length = (function.end_lineno or function.lineno) - function.lineno + 1
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         num_arguments = sum(argument.arg not in ("self", "cls") for argument in arguments)
-        if is_command(function):
+        if is_command(function) or gives_a_reason(source, function):
             continue
         assert length <= MAX_LINES_OF_FUNCTION, f"{function.name} has {length} lines"
         assert num_arguments <= MAX_ARGUMENTS, f"{function.name} takes {num_arguments} arguments"
