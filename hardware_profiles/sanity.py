@@ -132,6 +132,7 @@ def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]
     yield from _positive(f"{place}.bandwidth_bytes_per_s", tier.bandwidth_bytes_per_s)
     yield from _share(f"{place}.efficiency", tier.efficiency)
     yield from _share(f"{place}.all_to_all_efficiency", tier.all_to_all_efficiency)
+    yield from _share(f"{place}.all_reduce_efficiency", tier.all_reduce_efficiency)
     if tier.latency_s.value > LONGEST_LATENCY_S:
         yield f"{place}.latency_s: {tier.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
     if tier.num_devices is not None and tier.num_devices < 1:

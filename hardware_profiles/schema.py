@@ -6,7 +6,7 @@ node and the network between such nodes; the number of nodes is chosen when plan
 
 from __future__ import annotations
 
-from datetime import date
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,7 +28,7 @@ class Quantity(_Value):
     value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tag: Tag
     source: Annotated[str, Field(min_length=1)]
-    date: date | None = None
+    date: datetime.date | None = None
 
 
 class Efficiency(_Value):
@@ -36,6 +36,8 @@ class Efficiency(_Value):
 
     ``half_size_flops``: work at which half of ``fraction`` is reached beyond the launch cost
     (0: constant efficiency). ``residual_spread``: standard deviation of log(measured / predicted).
+    Attention is counted as graph.json counts it, the full product without regard to a mask, and the
+    fraction is of a causal kernel, which skips half of it.
     """
 
     fraction: Quantity
@@ -56,6 +58,7 @@ class DeviceProfile(_Value):
     sm_count: int | None = None
     usd_per_hour: Quantity | None = None
     watts: Quantity | None = None
+    detected_names: tuple[str, ...] = ()  # what the driver calls this device
 
 
 class NodeProfile(_Value):
@@ -92,6 +95,7 @@ class NetworkTier(_Value):
     links_per_node: Annotated[int, Field(ge=1)]
     efficiency: Quantity  # fraction of the bandwidth that large collectives reach
     all_to_all_efficiency: Quantity | None = None  # None: as ``efficiency``
+    all_reduce_efficiency: Quantity | None = None  # None: as ``efficiency``; differs where switches reduce
     efficiency_at_scale: tuple[EfficiencyAtScale, ...] = ()
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     residual_spread: Annotated[float, Field(ge=0)] = 0.15
