@@ -99,8 +99,11 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         keys = [key for key, _ in items]
-        slips.extend(f"key {key!r} stands {keys.count(key)} times in one object" for key in dict.fromkeys(keys)
-                     if keys.count(key) > 1)
+        slips.extend(
+            f"key {key!r} stands {keys.count(key)} times in one object"
+            for key in dict.fromkeys(keys)
+            if keys.count(key) > 1
+        )
         return dict(items)
 
     def constant(text: str) -> None:

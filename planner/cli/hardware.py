@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -48,7 +48,8 @@ def _list(as_json: JsonOption = False) -> None:
         return
     table = Table(title="Hardware profiles")
     for column in ("name", "device", "memory", "peak", "per node", "inside", "between nodes", "also"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("memory", "peak", "per node") else "left")
+        is_number = column in ("memory", "peak", "per node")
+        table.add_column(column, overflow="fold", justify="right" if is_number else "left")
     for profile in profiles:
         table.add_row(
             profile.name,
@@ -97,11 +98,13 @@ def _detect(as_json: JsonOption = False) -> None:
     with _as_planner_error():
         profile, differences = nearest_profile(detected)
     if as_json:
-        _print_json({
-            "detected": detected.model_dump(mode="json"),
-            "nearest_profile": profile.name,
-            "differences": list(differences),
-        })
+        _print_json(
+            {
+                "detected": detected.model_dump(mode="json"),
+                "nearest_profile": profile.name,
+                "differences": list(differences),
+            }
+        )
         return
     console = Console(highlight=False)
     table = Table(title="This machine")
@@ -118,7 +121,7 @@ def _detect(as_json: JsonOption = False) -> None:
 
 
 @contextmanager
-def _as_planner_error() -> Iterator[None]:
+def _as_planner_error() -> Generator[None]:
     try:
         yield
     except HardwareProfileError as error:
@@ -150,8 +153,9 @@ def _summary(profile: ClusterProfile) -> dict[str, object]:
 
 def _peak_text(profile: ClusterProfile) -> str:
     peaks = profile.device.peak_flops_per_s
-    dtype = next(name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if name in peaks)
-    return f"{_amount(peaks[dtype].value, 'FLOP/s')} {dtype}"
+    order = ("bf16", "fp16", "tf32", "fp32", "fp8")
+    dtype, peak = min(peaks.items(), key=lambda item: order.index(item[0]))
+    return f"{_amount(peak.value, 'FLOP/s')} {dtype}"
 
 
 def _tier_texts(profile: ClusterProfile) -> tuple[str, str]:

@@ -1,0 +1,352 @@
+"""Finds out what this machine has: CPU, memory, GPUs, network, storage and scheduler, each source optional."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from hardware_profiles.catalog import list_profiles
+from hardware_profiles.probes.gpus import DetectedGpu, gpus_from_nvml, gpus_from_torch
+from hardware_profiles.schema import ClusterProfile
+
+_VIRTUAL_INTERFACE = re.compile(r"lo|(docker|veth|br-|cni|cali|flannel|virbr|tun|tap|dummy|tunl|sit|ifb).*")
+_VIRTUAL_DISK = re.compile(r"(loop|ram|zram|dm-|md|sr|nbd)\d*")
+# Relative differences below which a machine counts as equal to a profile: drivers differ by this much.
+_SAME_MEMORY, _SAME_RATE, _SAME_RAM = 0.02, 0.05, 0.1
+_SECTOR_BYTES = 512  # /sys/block/*/size counts sectors of 512 bytes whatever the disk's own (Linux, block/genhd.c)
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NetworkInterface(_Value):
+    """One network interface of the host that leaves it."""
+
+    name: str
+    is_up: bool
+    bandwidth_bytes_per_s: float | None  # None: the driver does not say
+
+
+class InfinibandPort(_Value):
+    """One port of an RDMA adapter."""
+
+    adapter: str
+    port: int
+    is_active: bool
+    link_layer: str  # "InfiniBand" or "Ethernet" (RoCE)
+    bandwidth_bytes_per_s: float | None
+
+
+class BlockDevice(_Value):
+    """One disk."""
+
+    name: str
+    size_bytes: int
+    is_rotational: bool
+    is_nvme: bool
+
+
+class SlurmAllocation(_Value):
+    """The job this process belongs to, as SLURM's environment tells it."""
+
+    job_id: str
+    num_nodes: int | None
+    num_tasks: int | None
+    gpus_per_node: str | None
+    node_list: str | None
+    partition: str | None
+
+
+class KubernetesPod(_Value):
+    """The pod this process belongs to, as its environment tells it."""
+
+    pod_name: str | None
+    namespace: str | None
+    node_name: str | None
+
+
+class DetectedHardware(_Value):
+    """What was found on this host; what could not be found stands in ``absent``, in words."""
+
+    cpu_model: str
+    num_cpu_cores: int  # logical cores that this process may use
+    num_physical_cores: int | None
+    ram_bytes: int
+    num_numa_nodes: int | None
+    gpus: tuple[DetectedGpu, ...]
+    network_interfaces: tuple[NetworkInterface, ...]
+    infiniband_ports: tuple[InfinibandPort, ...]
+    block_devices: tuple[BlockDevice, ...]
+    slurm: SlurmAllocation | None
+    kubernetes: KubernetesPod | None
+    absent: tuple[str, ...]
+
+    def summary(self) -> tuple[tuple[str, str], ...]:
+        """What was found, as (what, in words)."""
+        rows = [
+            ("CPU", f"{self.cpu_model}, {self.num_cpu_cores} cores"),
+            ("RAM", f"{self.ram_bytes / 2**30:.1f} GiB"),
+        ]
+        if self.num_numa_nodes is not None:
+            rows.append(("NUMA nodes", str(self.num_numa_nodes)))
+        rows += [(f"GPU {gpu.index}", f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB") for gpu in self.gpus]
+        rows += [
+            (f"network {link.name}", f"{_rate_text(link.bandwidth_bytes_per_s)}, {'up' if link.is_up else 'down'}")
+            for link in self.network_interfaces
+        ]
+        rows += [
+            (
+                f"RDMA {port.adapter} port {port.port}",
+                f"{port.link_layer}, {_rate_text(port.bandwidth_bytes_per_s)}, "
+                f"{'active' if port.is_active else 'not active'}",
+            )
+            for port in self.infiniband_ports
+        ]
+        rows += [
+            (f"disk {disk.name}", f"{disk.size_bytes / 2**30:.0f} GiB{', NVMe' if disk.is_nvme else ''}")
+            for disk in self.block_devices
+        ]
+        if self.slurm is not None:
+            rows.append(("SLURM job", f"{self.slurm.job_id} on {self.slurm.node_list or 'unnamed nodes'}"))
+        if self.kubernetes is not None:
+            rows.append(("Kubernetes pod", self.kubernetes.pod_name or "unnamed"))
+        return tuple(rows)
+
+
+def detect(sysfs: Path = Path("/sys"), environment: Mapping[str, str] | None = None) -> DetectedHardware:
+    """Looks at this machine. Never fails for want of a source; the default arguments are the machine's own."""
+    variables = os.environ if environment is None else environment
+    absent: list[str] = []
+    gpus = _gpus(absent)
+    numa_nodes = _entries(sysfs / "devices/system/node", r"node\d+")
+    infiniband = _infiniband_ports(sysfs)
+    slurm, kubernetes = _slurm(variables), _kubernetes(variables)
+    for missing, words in (
+        (not numa_nodes, "NUMA: the kernel lists no NUMA nodes"),
+        (not infiniband, "InfiniBand: no RDMA adapter in /sys/class/infiniband"),
+        (slurm is None, "SLURM: no job (SLURM_JOB_ID is not set)"),
+        (kubernetes is None, "Kubernetes: no pod (KUBERNETES_SERVICE_HOST is not set)"),
+    ):
+        if missing:
+            absent.append(words)
+    return DetectedHardware(
+        cpu_model=_cpu_model(),
+        num_cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_physical_cores=psutil.cpu_count(logical=False),
+        ram_bytes=psutil.virtual_memory().total,
+        num_numa_nodes=len(numa_nodes) or None,
+        gpus=gpus,
+        network_interfaces=_network_interfaces(sysfs),
+        infiniband_ports=infiniband,
+        block_devices=_block_devices(sysfs),
+        slurm=slurm,
+        kubernetes=kubernetes,
+        absent=tuple(absent),
+    )
+
+
+def nearest_profile(detected: DetectedHardware) -> tuple[ClusterProfile, tuple[str, ...]]:
+    """The shipped profile most like ``detected``, and in words where the machine differs from it."""
+    profiles = {profile.name: profile for profile in list_profiles()}
+    if not detected.gpus:
+        profile = profiles["cpu-gloo"]
+        memory = detected.ram_bytes // profile.node.num_devices
+        if abs(memory / profile.device.memory_bytes.value - 1) <= _SAME_MEMORY:
+            return profile, ()
+        words = (
+            f"RAM for each of {profile.node.num_devices} processes: {memory / 2**30:.1f} GiB here, "
+            f"{profile.device.memory_bytes.value / 2**30:.1f} GiB in the profile"
+        )
+        return profile, (words,)
+    profile = min(
+        (p for p in profiles.values() if p.backend == "nccl"),
+        key=lambda p: (_distance(detected, p), p.name),
+    )
+    return profile, tuple(_differences(detected, profile))
+
+
+def _distance(detected: DetectedHardware, profile: ClusterProfile) -> tuple[float, ...]:
+    """Smaller is nearer: name of the GPU, its memory, GPUs on the host, rate of the network."""
+    gpu = detected.gpus[0]
+    known = (profile.device.name, *profile.device.detected_names)
+    shared = max(len(_words(gpu.name) & _words(name)) / len(_words(gpu.name) | _words(name)) for name in known)
+    memory = abs(gpu.memory_bytes / profile.device.memory_bytes.value - 1)
+    rate, expected = _network_bytes_per_s(detected), _profile_network_bytes_per_s(profile)
+    named = gpu.name in profile.device.detected_names
+    return (
+        0.0 if named else 1.0 - shared,
+        round(memory, 1),
+        abs(len(detected.gpus) - profile.node.num_devices),
+        abs(rate - expected) / expected if rate and expected else 0.0,
+        0.0 if profile.name.startswith("dgx") else 1.0,
+    )
+
+
+def _differences(detected: DetectedHardware, profile: ClusterProfile) -> list[str]:
+    gpu, lines = detected.gpus[0], []
+    names = sorted({each.name for each in detected.gpus})
+    if len(names) > 1:
+        lines.append(f"several kinds of GPU: {', '.join(names)}; the profile has one kind")
+    if gpu.name not in profile.device.detected_names:
+        lines.append(f"GPU: {gpu.name} here, {profile.device.name} in the profile")
+    if abs(gpu.memory_bytes / profile.device.memory_bytes.value - 1) > _SAME_MEMORY:
+        lines.append(
+            f"GPU memory: {gpu.memory_bytes / 2**30:.1f} GiB here, "
+            f"{profile.device.memory_bytes.value / 2**30:.1f} GiB in the profile"
+        )
+    if len(detected.gpus) != profile.node.num_devices:
+        lines.append(f"GPUs on the host: {len(detected.gpus)} here, {profile.node.num_devices} in the profile")
+    expected, rate = _profile_network_bytes_per_s(profile), _network_bytes_per_s(detected)
+    if rate is None:
+        lines.append("network: its rate is unknown here")
+    elif expected and abs(rate / expected - 1) > _SAME_RATE:
+        lines.append(f"network of the host: {_rate_text(rate)} here, {_rate_text(expected)} in the profile")
+    ram = profile.node.ram_bytes
+    if ram is not None and abs(detected.ram_bytes / ram.value - 1) > _SAME_RAM:
+        lines.append(f"RAM: {detected.ram_bytes / 2**30:.0f} GiB here, {ram.value / 2**30:.0f} GiB in the profile")
+    return lines
+
+
+def _profile_network_bytes_per_s(profile: ClusterProfile) -> float | None:
+    if len(profile.tiers) < 2:
+        return None
+    return profile.tiers[-1].bandwidth_bytes_per_s.value * profile.tiers[-1].links_per_node
+
+
+def _network_bytes_per_s(detected: DetectedHardware) -> float | None:
+    """Rate of all RDMA ports that are active, else of all interfaces that are up; None where no driver says."""
+    rates = [port.bandwidth_bytes_per_s for port in detected.infiniband_ports if port.is_active]
+    rates = rates or [link.bandwidth_bytes_per_s for link in detected.network_interfaces if link.is_up]
+    known = [rate for rate in rates if rate]
+    return sum(known) if known else None
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words of a GPU's name that tell it from others, its memory ("80gb") among them."""
+    return frozenset(re.split(r"[^a-z0-9]+", name.lower())) - {"", "nvidia", "amd", "tesla"}
+
+
+def _gpus(absent: list[str]) -> tuple[DetectedGpu, ...]:
+    """GPUs from NVML, else from torch; adds what each source lacks to ``absent``."""
+    found, reason = gpus_from_nvml()
+    if not found:
+        absent.append(f"NVML: {reason}")
+        found, reason = gpus_from_torch()
+        if not found:
+            absent.append(f"torch: {reason}")
+    return found
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _entries(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str | None:
+    """The content of a one-line file of sysfs; None where it is missing or the driver refuses to answer."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _network_interfaces(sysfs: Path) -> tuple[NetworkInterface, ...]:
+    found: list[NetworkInterface] = []
+    for path in _entries(sysfs / "class/net", r".+"):
+        if _VIRTUAL_INTERFACE.fullmatch(path.name) or not path.is_dir():
+            continue
+        megabits = _text(path / "speed") or ""
+        known = megabits.isdigit() and int(megabits) > 0
+        found.append(
+            NetworkInterface(
+                name=path.name,
+                is_up=_text(path / "operstate") == "up",
+                bandwidth_bytes_per_s=int(megabits) * 1e6 / 8 if known else None,
+            )
+        )
+    return tuple(found)
+
+
+def _infiniband_ports(sysfs: Path) -> tuple[InfinibandPort, ...]:
+    found: list[InfinibandPort] = []
+    for adapter in _entries(sysfs / "class/infiniband", r".+"):
+        for port in _entries(adapter / "ports", r"\d+"):
+            rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate") or "")
+            found.append(
+                InfinibandPort(
+                    adapter=adapter.name,
+                    port=int(port.name),
+                    is_active="ACTIVE" in (_text(port / "state") or ""),
+                    link_layer=_text(port / "link_layer") or "unknown",
+                    bandwidth_bytes_per_s=float(rate[1]) * 1e9 / 8 if rate else None,
+                )
+            )
+    return tuple(found)
+
+
+def _block_devices(sysfs: Path) -> tuple[BlockDevice, ...]:
+    found: list[BlockDevice] = []
+    for disk in _entries(sysfs / "block", r".+"):
+        sectors = _text(disk / "size") or ""
+        if _VIRTUAL_DISK.fullmatch(disk.name) or not sectors.isdigit() or sectors == "0":
+            continue
+        found.append(
+            BlockDevice(
+                name=disk.name,
+                size_bytes=int(sectors) * _SECTOR_BYTES,
+                is_rotational=_text(disk / "queue/rotational") == "1",
+                is_nvme=disk.name.startswith("nvme"),
+            )
+        )
+    return tuple(found)
+
+
+def _slurm(variables: Mapping[str, str]) -> SlurmAllocation | None:
+    if not variables.get("SLURM_JOB_ID"):
+        return None
+    return SlurmAllocation(
+        job_id=variables["SLURM_JOB_ID"],
+        num_nodes=_count(variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES")),
+        num_tasks=_count(variables.get("SLURM_NTASKS")),
+        gpus_per_node=variables.get("SLURM_GPUS_PER_NODE") or variables.get("SLURM_GPUS_ON_NODE"),
+        node_list=variables.get("SLURM_JOB_NODELIST"),
+        partition=variables.get("SLURM_JOB_PARTITION"),
+    )
+
+
+def _kubernetes(variables: Mapping[str, str]) -> KubernetesPod | None:
+    """POD_NAME, POD_NAMESPACE and NODE_NAME are the usual names given to the downward API."""
+    if not variables.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    return KubernetesPod(
+        pod_name=variables.get("POD_NAME") or variables.get("HOSTNAME"),
+        namespace=variables.get("POD_NAMESPACE"),
+        node_name=variables.get("NODE_NAME"),
+    )
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _rate_text(bytes_per_s: float | None) -> str:
+    return "rate unknown" if bytes_per_s is None else f"{bytes_per_s * 8 / 1e9:g} Gb/s"
