@@ -44,7 +44,8 @@ class TierUse:
 
     is_innermost: bool
     latency_s: float
-    bytes_per_s: float  # owned by one rank for the ring and the hierarchical algorithm
+    bytes_per_s: float  # owned by one rank, for all-gather and reduce-scatter
+    all_reduce_bytes_per_s: float  # the same for all-reduce, which some switches do themselves
     all_to_all_bytes_per_s: float  # the same for all-to-all
     send_bytes_per_s: float  # of one sender to its neighbour
     num_inner_domains: int  # c_{t-1}
@@ -137,6 +138,7 @@ def _use(
     at_scale = fraction_at_scale(tier.efficiency_at_scale, num_nodes)
     wire = tier.bandwidth_bytes_per_s.value * at_scale / tier.oversubscription
     links_per_device = tier.links_per_node / node
+    all_reduce = tier.all_reduce_efficiency or tier.efficiency
     all_to_all = tier.all_to_all_efficiency or tier.efficiency
     senders = min(group.stride, node)  # of one node, each towards its neighbour `stride` devices further
     links_per_sender = min(max(1.0, links_per_device), tier.links_per_node / senders)
@@ -144,6 +146,7 @@ def _use(
         is_innermost=tier is cluster.profile.tiers[0],
         latency_s=tier.latency_s.value,
         bytes_per_s=wire * links_per_device * tier.efficiency.value,
+        all_reduce_bytes_per_s=wire * links_per_device * all_reduce.value,
         all_to_all_bytes_per_s=wire * links_per_device * all_to_all.value,
         send_bytes_per_s=wire * links_per_sender * tier.efficiency.value,
         num_inner_domains=inner,
@@ -160,11 +163,13 @@ def _lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) ->
     lines: list[Line] = []
     match kind:
         case CollectiveKind.ALL_REDUCE:
-            lines.append(_ring(2, group.num_ranks, uses))
+            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.all_reduce_bytes_per_s for use in uses)
+            lines.append(_ring(2, group.num_ranks, uses, bus_bytes_per_s))
             if cluster.profile.backend != "gloo" and not (len(uses) == 1 and uses[0].is_innermost):
-                lines.append(_hierarchical(uses))
+                lines.append(_hierarchical(uses, bus_bytes_per_s))
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            lines.append(_ring(1, group.num_ranks, uses))
+            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
+            lines.append(_ring(1, group.num_ranks, uses, bus_bytes_per_s))
         case CollectiveKind.ALL_TO_ALL:
             lines.append(_all_to_all(group.num_ranks, uses))
         case CollectiveKind.SEND_RECV:
@@ -172,22 +177,18 @@ def _lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) ->
     return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
 
 
-def _bus_bytes_per_s(uses: tuple[TierUse, ...]) -> float:
-    return min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
-
-
-def _ring(num_passes: int, num_ranks: int, uses: tuple[TierUse, ...]) -> Line:
+def _ring(num_passes: int, num_ranks: int, uses: tuple[TierUse, ...], bus_bytes_per_s: float) -> Line:
     latency_s = num_passes * sum(use.num_crossings * use.latency_s for use in uses)
-    return latency_s, num_passes * (num_ranks - 1) / num_ranks / _bus_bytes_per_s(uses)
+    return latency_s, num_passes * (num_ranks - 1) / num_ranks / bus_bytes_per_s
 
 
-def _hierarchical(uses: tuple[TierUse, ...]) -> Line:
+def _hierarchical(uses: tuple[TierUse, ...], bus_bytes_per_s: float) -> Line:
     """A chain inside the innermost domain, a double binary tree across."""
     steps_s = 0.0
     for use in uses:
         fan = use.num_inner_domains / use.num_domains
         steps_s += (ceil(fan) - 1 if use.is_innermost else log2(fan)) * use.latency_s
-    return 2 * steps_s, 2 / (TREE_BANDWIDTH_FRACTION * _bus_bytes_per_s(uses))
+    return 2 * steps_s, 2 / (TREE_BANDWIDTH_FRACTION * bus_bytes_per_s)
 
 
 def _all_to_all(num_ranks: int, uses: tuple[TierUse, ...]) -> Line:

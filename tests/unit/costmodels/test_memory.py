@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.memory import MemoryLedger, StateBytes, state_bytes
+from tests.unit.costmodels.toy_cluster import make_cluster
+
+
+def per_parameter(zero_stage: int, num_shards: int, precision: str = "bf16", optimizer: str = "adamw") -> float:
+    return state_bytes(
+        1.0, precision=precision, optimizer=optimizer, zero_stage=zero_stage, num_shards=num_shards
+    ).total
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8, 64])
+def test_bytes_per_parameter_of_mixed_precision_adam(shards: int) -> None:
+    assert per_parameter(0, shards) == 18
+    assert per_parameter(1, shards) == pytest.approx(6 + 12 / shards)
+    assert per_parameter(2, shards) == pytest.approx(2 + 16 / shards)
+    assert per_parameter(3, shards) == pytest.approx(16 / shards)
+
+
+def test_full_precision_keeps_a_four_byte_copy() -> None:
+    assert per_parameter(0, 1, "fp32") == 20
+    assert per_parameter(3, 4, "fp32") == 4
+
+
+def test_sgd_keeps_no_moments() -> None:
+    assert per_parameter(0, 1, "bf16", "sgd") == 10
+    assert per_parameter(3, 2, "bf16", "sgd") == 4
+
+
+def test_the_parts() -> None:
+    state = state_bytes(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
+    assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9)
+
+
+def test_a_pipeline_holds_whole_gradients_until_its_last_microbatch() -> None:
+    state = state_bytes(100, precision="bf16", optimizer="adamw", zero_stage=3, num_shards=4, gradients_stay_whole=True)
+    assert state == StateBytes(parameters=0, gradients=400, optimizer=300)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    state = state_bytes(0, num_frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
+    assert state == StateBytes(parameters=200, gradients=0, optimizer=400)
+
+
+@given(stage=st.integers(0, 3), shards=st.integers(1, 512), precision=st.sampled_from(["bf16", "fp32"]))
+def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str) -> None:
+    assert per_parameter(stage, shards + 1, precision) <= per_parameter(stage, shards, precision)
+    if stage < 3:
+        assert per_parameter(stage + 1, shards, precision) <= per_parameter(stage, shards, precision)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"precision": "int4"}, "precision must be one of"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, adam, sgd, got 'lion'"),
+        ({"zero_stage": 4}, "ZeRO stage must be 0, 1, 2 or 3, got 4"),
+        ({"num_shards": 0}, "number of shards must be at least 1, got 0"),
+    ],
+)
+def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> None:
+    arguments = {"precision": "bf16", "optimizer": "adamw", "zero_stage": 1, "num_shards": 2, **change}
+    with pytest.raises(ValueError, match=rule):
+        state_bytes(1, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_ledger_adds_up_and_keeps_its_rows() -> None:
+    ledger = MemoryLedger().plus("parameters", 10e9).plus("activations", 20e9)
+    assert ledger.total_bytes == 30e9
+    whole = ledger.with_reserve(make_cluster(8).profile.software, num_communicators=3)
+    assert dict(whole.rows) == {
+        "parameters": 10e9,
+        "activations": 20e9,
+        "allocator_reserve": pytest.approx(3e9),
+        "communicators": 1.5e9,
+        "context": 1e9,
+    }
+    assert whole.total_bytes == pytest.approx(35.5e9)
+    assert whole.bytes_of("activations") == 20e9
+    assert whole.bytes_of("absent") == 0
+
+
+def test_a_row_is_entered_once_and_is_not_negative() -> None:
+    ledger = MemoryLedger().plus("parameters", 1.0)
+    with pytest.raises(ValueError, match="already has a row parameters"):
+        ledger.plus("parameters", 2.0)
+    with pytest.raises(ValueError, match="memory of gradients must not be negative, got -1"):
+        ledger.plus("gradients", -1.0)

@@ -1,0 +1,112 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.pipeline import simulate
+from costmodels.schedule import Action, build_schedule, validate_schedule
+
+seconds = st.floats(min_value=0.001, max_value=10)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 2), (4, 8), (8, 8), (16, 64)])
+def test_equal_stages_meet_the_closed_form(name: str, p: int, m: int) -> None:
+    timeline = simulate(build_schedule(name, p, 1, m), [1.0] * p, [2.0] * p, 0.0)
+    assert timeline.makespan_s == pytest.approx((m + p - 1) * 3.0)
+    assert timeline.busy_s == pytest.approx([m * 3.0] * p)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 4, 32)])
+def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m: int) -> None:
+    schedule = build_schedule("Interleaved1F1B", p, v, m)
+    timeline = simulate(schedule, [1.0 / v] * (p * v), [2.0 / v] * (p * v), 0.0)
+    assert timeline.makespan_s == pytest.approx(m * 3.0 + (p - 1) * 3.0 / v)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    forward = [1.0, 1.0, 4.0, 1.0]
+    timeline = simulate(build_schedule("1F1B", 4, 1, 100), forward, [0.0] * 4, 0.0)
+    assert timeline.makespan_s == pytest.approx(100 * 4 + 1 + 1 + 1)
+
+
+def test_sends_delay_the_first_microbatch_once_per_hop_and_direction() -> None:
+    timeline = simulate(build_schedule("GPipe", 4, 1, 1), [1.0] * 4, [1.0] * 4, 0.25)
+    assert timeline.makespan_s == pytest.approx(8 + 6 * 0.25)
+
+
+def test_stages_of_one_rank_need_no_send() -> None:
+    schedule = ((Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)),)
+    assert simulate(schedule, [1.0, 1.0], [1.0, 1.0], 100.0).makespan_s == pytest.approx(4.0)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    name = draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
+    p = draw(st.integers(1, 5))
+    v = draw(st.integers(2, 3)) if name == "Interleaved1F1B" else 1
+    m = p * draw(st.integers(1, 4))
+    return name, p, v, m
+
+
+@given(problem=problems(), data=st.data(), send_s=st.floats(0, 5))
+def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.DataObject, send_s: float) -> None:
+    name, p, v, m = problem
+    assert not validate_schedule(name, p, v, m)
+    forward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
+    backward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
+    schedule = build_schedule(name, p, v, m)
+    timeline = simulate(schedule, forward, backward, send_s)
+
+    work = [m * sum(forward[s] + backward[s] for s in range(rank, p * v, p)) for rank in range(p)]
+    assert timeline.busy_s == pytest.approx(work)
+    assert timeline.makespan_s >= max(work) - 1e-9
+    one_through = sum(forward) + sum(backward) + (2 * (p * v - 1) * send_s if p > 1 else 0)
+    assert timeline.makespan_s >= one_through - 1e-9
+
+    end = {timed.action: timed.end_s for rank in timeline.ranks for timed in rank}
+    start = {timed.action: timed.start_s for rank in timeline.ranks for timed in rank}
+    hop = send_s if p > 1 else 0.0
+    for action, begun in start.items():
+        kind, stage, i = action
+        if kind == "F" and stage > 0:
+            assert begun >= end[Action("F", stage - 1, i)] + hop - 1e-9
+        if kind == "B" and stage < p * v - 1:
+            assert begun >= end[Action("B", stage + 1, i)] + hop - 1e-9
+        if kind == "B":
+            assert begun >= end[Action("F", stage, i)] - 1e-9
+    for rank in timeline.ranks:
+        for previous, following in pairwise(rank):
+            assert following.start_s >= previous.end_s
+
+    slower = [f * 1.5 for f in forward]
+    assert simulate(schedule, slower, backward, send_s).makespan_s >= timeline.makespan_s - 1e-9
+    assert simulate(schedule, forward, backward, send_s + 1).makespan_s >= timeline.makespan_s - 1e-9
+
+
+def test_an_order_that_never_completes_is_refused() -> None:
+    first = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1))
+    last = (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0))
+    with pytest.raises(ValueError, match="deadlocks: rank 0 waits before .*B.*; rank 1 waits before .*F"):
+        simulate((first, last), [1.0] * 2, [1.0] * 2, 0.0)
+
+
+def test_lists_that_do_not_fit_together_are_refused() -> None:
+    schedule = build_schedule("1F1B", 2, 1, 2)
+    with pytest.raises(ValueError, match="2 stages have a forward time but 1 a backward time"):
+        simulate(schedule, [1.0] * 2, [1.0], 0.0)
+    with pytest.raises(ValueError, match="runs stage 1, but times are given for 1 stages"):
+        simulate(schedule, [1.0], [1.0], 0.0)
+    with pytest.raises(ValueError, match="exactly once in every stage"):
+        simulate((schedule[0][:-1], schedule[1]), [1.0] * 2, [1.0] * 2, 0.0)
+    with pytest.raises(ValueError, match="stage 0 runs on ranks 0 and 1"):
+        simulate((schedule[0], schedule[0]), [1.0] * 2, [1.0] * 2, 0.0)
+
+
+def test_large_pipelines_are_quick() -> None:
+    schedule = build_schedule("1F1B", 64, 1, 512)
+    begun = time.process_time()
+    simulate(schedule, [1.0] * 64, [2.0] * 64, 0.01)
+    assert time.process_time() - begun < 0.5
