@@ -1,0 +1,189 @@
+"""Profiles are found by name, alias and file, and damaged files are refused with everything that is wrong."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardware_profiles.catalog import (
+    MAX_FILE_BYTES,
+    HardwareProfileError,
+    default_profile_name,
+    list_profiles,
+    load_profile,
+    parse_profile,
+    profile_for,
+)
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    return load_profile("dgx-a100-80gb").model_dump(mode="json")
+
+
+@pytest.fixture
+def refusal(tmp_path: Path) -> Callable[[object], str]:
+    """The message with which a file is refused."""
+
+    def refused(content: object) -> str:
+        path = tmp_path / "profile.json"
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        with pytest.raises(HardwareProfileError) as caught:
+            load_profile(str(path))
+        assert caught.value.hint
+        return caught.value.message
+
+    return refused
+
+
+@pytest.mark.parametrize("name", ["dgx-h100-80gb", "DGX-H100-80GB", "h100", " nd-h100-v5 "])
+def test_a_profile_is_found_by_name_and_alias_in_any_case(name: str):
+    assert load_profile(name).name == "dgx-h100-80gb"
+
+
+def test_the_default_is_shipped():
+    assert load_profile(default_profile_name()).name == default_profile_name()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "suggested"),
+    [
+        ("dgx-h10-80gb", "dgx-h100-80gb"),
+        ("a10080gb", "dgx-a100-80gb"),
+        ("mi30x", "mi300x-x8"),
+        ("4090 box", "rtx-4090"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(wrong: str, suggested: str):
+    with pytest.raises(HardwareProfileError) as caught:
+        load_profile(wrong)
+    assert repr(wrong) in caught.value.message
+    assert suggested in caught.value.message
+    assert "planner hardware list" in caught.value.hint
+
+
+@pytest.mark.parametrize("wrong", ["", "zzzz", "../../etc/passwd", "no/such/file.json", "a\0b.json"])
+def test_nonsense_is_refused_in_words(wrong: str):
+    with pytest.raises(HardwareProfileError):
+        load_profile(wrong)
+
+
+@given(st.text(max_size=40))
+def test_no_text_escapes_as_another_error(text: str):
+    with contextlib.suppress(HardwareProfileError):
+        profile = load_profile(text)
+        assert text.strip().lower() in (profile.name, *profile.aliases)
+
+
+@pytest.mark.parametrize("profile", list_profiles(), ids=lambda profile: profile.name)
+def test_a_profile_survives_its_file(profile: Any, tmp_path: Path):
+    path = tmp_path / "copy.json"
+    path.write_text(profile.model_dump_json())
+    assert load_profile(str(path)) == profile
+
+
+def test_every_violation_is_listed_at_once(document: dict[str, Any], refusal: Callable[[object], str]):
+    document["device"]["memory_bytes"]["value"] = -1
+    document["device"]["peak_flops_per_s"]["bf15"] = document["device"]["peak_flops_per_s"]["bf16"]
+    document["tiers"][0]["latency_s"]["tag"] = "guessed"
+    document["node"]["sockets"] = 2
+    del document["software"]
+    message = refusal(document)
+    assert "5 violations" in message
+    for place in (
+        "device.memory_bytes.value",
+        "bf15",
+        "tiers.0.latency_s.tag",
+        "node.sockets: unknown key",
+        "software",
+    ):
+        assert place in message
+
+
+def test_contradictory_numbers_are_listed_at_once(document: dict[str, Any], refusal: Callable[[object], str]):
+    document["device"]["efficiency"]["gemm"]["fraction"]["value"] = 1.2
+    document["device"]["peak_flops_per_s"]["bf16"]["value"] = 1e12
+    document["tiers"].reverse()
+    document["tiers"][0]["efficiency"]["value"] = 0
+    document["software"]["context_bytes"]["value"] = 1e12
+    document["aliases"] = ["Has Space"]
+    message = refusal(document)
+    for place in (
+        "device.efficiency.gemm.fraction: must be above 0 and at most 1, is 1.2",
+        "bf16 (1e+12) is below fp32",
+        "only the outermost tier may join all devices",
+        "tiers.0.efficiency",
+        "software.context_bytes",
+        "'Has Space'",
+    ):
+        assert place in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "line 1, column 2"),
+        (b"[]", "the file"),
+        (b"null", "the file"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b" " * (MAX_FILE_BYTES + 1), "holds more than"),
+        (b"1" * 5_000, "not JSON"),
+        (b'{"name": "a", "name": "b"}', "key 'name' stands 2 times"),
+        (b'{"schema_version": NaN}', "NaN is not a number"),
+        (b'{"schema_version": 2}', "schema_version"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_refused_in_words(content: bytes, words: str, refusal: Callable[[object], str]):
+    assert words in refusal(content)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1e300", "-1", '"many"', "null", "true0"])
+def test_a_value_that_is_no_quantity_is_refused(value: str, document: dict[str, Any], refusal: Callable[[object], str]):
+    document["tiers"][1]["bandwidth_bytes_per_s"]["value"] = "HERE"
+    refusal(json.dumps(document).replace('"HERE"', value).encode())
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        (("kernel_launch_s",), 6.5, "device.kernel_launch_s"),
+        (("memory_bandwidth_bytes_per_s",), 0, "device.memory_bandwidth_bytes_per_s: must be above 0"),
+    ],
+)
+def test_slips_of_the_unit_are_refused(
+    where: tuple[str], value: float, words: str, document: dict[str, Any], refusal: Callable[[object], str]
+):
+    document["device"][where[0]]["value"] = value
+    assert words in refusal(document)
+
+
+def test_a_folder_is_not_a_profile(tmp_path: Path):
+    with pytest.raises(HardwareProfileError, match="not a regular file"):
+        load_profile(str(tmp_path))
+
+
+def test_the_source_names_the_file_in_the_message():
+    with pytest.raises(HardwareProfileError, match=r"^mine\.json is not a valid hardware profile"):
+        parse_profile(b"{}", source="mine.json")
+
+
+def test_profile_for_gives_as_many_devices_as_asked_for():
+    cluster = profile_for(64, "h100")
+    assert (cluster.profile.name, cluster.num_devices, cluster.devices_per_node) == ("dgx-h100-80gb", 64, 8)
+    assert profile_for(4, None).profile.name == default_profile_name()
+    assert profile_for(4, None).devices_per_node == 4
+    assert profile_for(16, "dgx-a100-80gb:16").profile.name == "dgx-a100-80gb"
+
+
+@pytest.mark.parametrize(("num_devices", "spec"), [(0, None), (-8, "h100"), (8, "h100:16"), (8, "h100:4,a100:4")])
+def test_profile_for_refuses_counts_that_contradict(num_devices: int, spec: str | None):
+    with pytest.raises(HardwareProfileError) as caught:
+        profile_for(num_devices, spec)
+    assert caught.value.hint
