@@ -58,7 +58,7 @@ class Node(_Value):
     op_class: OpClass
     module: str  # FQN of the innermost owning module, "" for the root
     source: str = ""  # file:line of the user's code, where known
-    operands: tuple[int | str | None, ...] = ()  # tensor operands in order: node id, parameter FQN, None = buffer/constant
+    operands: tuple[int | str | None, ...] = ()  # tensors in order: node id, parameter FQN, None = buffer or constant
     attributes: dict[str, AttributeValue] = Field(default_factory=dict)  # non-tensor arguments by schema name
     shape: tuple[int, ...]
     dtype: str
@@ -68,12 +68,16 @@ class Node(_Value):
     param_bytes_read: int = 0  # part of bytes_read that is parameters (does not grow with the batch)
     backward_flops: int = 0  # input gradient + weight gradient
     weight_gradient_flops: int = 0  # part of backward_flops
+    recomputed_flops: int = 0  # done again inside the backward kernel (flash attention's scores); not in backward_flops
     backward_bytes: int = 0  # read + written in backward
     saves: tuple[int, ...] = ()  # node ids whose storage autograd keeps for this operator's backward
     saved_extra_bytes: int = 0  # kept besides: masks, statistics, fp32 copies
     storage: int  # id of the node that owns the memory (itself, unless a view or in-place)
     batch_dependent: bool = True  # False: independent of the model's inputs (rotary tables, masks)
     output_bytes: int = 0  # bytes of the output (0 for views, whose storage is another node's)
+    num_kernels: int = 1  # launches forward (0 for views)
+    num_backward_kernels: int = 0  # launches in backward; a view may have some (a split's pieces are joined)
+    requires_grad: bool = False  # whether a gradient flows back through this operator
 
 
 class Block(_Value):
@@ -97,7 +101,7 @@ class Unit(_Value):
     parameters: tuple[str, ...]  # FQNs of first owners; a tied parameter belongs to its first user
     tied_parameters: tuple[str, ...] = ()  # used here, owned by an earlier unit
     is_block: bool = False  # a repeated block: the grain of recomputation and of sharded units
-    boundary: tuple[int, ...] = ()  # node ids produced at or before this unit and used after it: what a pipeline cut here must send
+    boundary: tuple[int, ...] = ()  # node ids alive after this unit: what a pipeline cut here must send
 
 
 class ModelGraph(_Value):

@@ -1,0 +1,55 @@
+"""``planner models``: the presets, their sizes and shapes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from planner.models.catalog import Preset, list_presets
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``models`` to ``app``."""
+    app.command(name="models")(models)
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout.")] = False,
+) -> None:
+    """List the models that can be named without a file."""
+    presets = list_presets()
+    if as_json:
+        typer.echo(json.dumps([_row(preset) for preset in presets], indent=2))
+        return
+    table = Table(title="models")
+    table.add_column("name")
+    table.add_column("family")
+    for title in ("parameters", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "sequence"):
+        table.add_column(title, justify="right")
+    for preset in presets:
+        config = preset.config
+        numbers = (
+            config.layers,
+            config.hidden,
+            config.heads,
+            config.num_kv_heads,
+            config.ffn,
+            config.vocab,
+            config.seq_len,
+        )
+        size = f"{config.num_params / 1e9:,.2f} B" if config.num_params >= 1e8 else f"{config.num_params:,}"
+        table.add_row(preset.name, config.family, size, *(f"{number:,}" for number in numbers))
+    Console(highlight=False).print(table)
+
+
+def _row(preset: Preset) -> dict[str, object]:
+    return {
+        "name": preset.name,
+        "num_params": preset.config.num_params,
+        "source": preset.source,
+        **preset.config.model_dump(mode="json"),
+    }

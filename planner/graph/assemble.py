@@ -1,0 +1,59 @@
+"""From nodes and parameters to the whole ModelGraph: blocks, units and sums (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.graph.model_graph import ModelGraph, Node, Parameter
+from planner.graph.units import find_units
+
+
+@dataclass(frozen=True)
+class GraphHeader:
+    """What a trace was made of."""
+
+    source: str
+    digest: str
+    tier: Literal["export", "modules", "config"]
+    batch_size: int
+    seq_len: int
+    dtype: str
+
+
+def assemble_graph(
+    header: GraphHeader,
+    nodes: Sequence[Node],
+    edges: Sequence[tuple[int, int]],
+    parameters: Sequence[Parameter],
+    warnings: Sequence[str],
+) -> ModelGraph:
+    """The graph of ``nodes``, with what follows from them."""
+    blocks, units = find_units(nodes, edges, parameters)
+    return ModelGraph(
+        source=header.source,
+        digest=header.digest,
+        tier=header.tier,
+        num_params=sum(p.num_elements for p in parameters),
+        num_trainable_params=sum(p.num_elements for p in parameters if p.trainable),
+        batch_size=header.batch_size,
+        seq_len=header.seq_len,
+        dtype=header.dtype,
+        forward_flops=sum(node.flops for node in nodes),
+        backward_flops=sum(node.backward_flops for node in nodes),
+        saved_activation_bytes=saved_bytes(nodes),
+        parameters=tuple(parameters),
+        nodes=tuple(nodes),
+        edges=tuple(edges),
+        blocks=blocks,
+        units=units,
+        warnings=tuple(warnings),
+    )
+
+
+def saved_bytes(nodes: Sequence[Node]) -> int:
+    """Bytes that autograd keeps for ``nodes``: each storage once, and what is kept besides."""
+    output_bytes = {node.id: node.output_bytes for node in nodes}
+    storages = {storage for node in nodes for storage in node.saves}
+    return sum(output_bytes.get(storage, 0) for storage in storages) + sum(node.saved_extra_bytes for node in nodes)

@@ -1,0 +1,478 @@
+"""From an exported program's fx nodes to graph nodes: names, aliases, gradients, work and what is saved."""
+
+# pyright: reportPrivateUsage=false
+# torch has no public name for an operator overload, its schema, or the identity of a storage.
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from planner.graph.model_graph import AttributeValue, Node, OpClass, Parameter
+from planner.graph.op_call import OpCall, Saved, TensorValue
+from planner.graph.op_work import PRODUCT_RULES, work_of
+from planner.graph.saved import keep_all, saved_for_backward
+
+_DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
+_SHAPE_ONLY = frozenset(
+    f"{prefix}{kind}"
+    for prefix, kinds in (("new_", ("zeros", "ones", "full", "empty")), ("", ("zeros_like", "ones_like", "full_like")))
+    for kind in kinds
+) | frozenset(("empty_like", "rand_like", "randn_like"))
+_NO_GRADIENT = frozenset(("detach", "detach_")) | _SHAPE_ONLY
+_IGNORED_ARGUMENTS = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking", "generator"))
+_SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one fx value is: where it comes from, its tensor, and the memory behind it."""
+
+    source: int | str | None  # node id, parameter FQN, or None for a buffer or constant
+    value: TensorValue
+    owner: int | None  # node that owns the memory; None: a parameter's, a buffer's or a constant's
+    batch_dependent: bool = False
+
+
+@dataclass(frozen=True)
+class _Write:
+    """The last in-place write to some memory."""
+
+    node: int
+    requires_grad: bool
+    batch_dependent: bool
+
+
+class NodeBuilder:
+    """Collects the nodes of one program, in execution order."""
+
+    def __init__(self, module_names: frozenset[str], parameters: Mapping[str, Parameter], folder: str) -> None:
+        self._module_names = module_names
+        self._parameters = parameters
+        self._folder = folder
+        self._nodes: list[Node] = []
+        self._edges: set[tuple[int, int]] = set()
+        self._warnings: dict[str, str] = {}
+        self._owners: dict[int, int | None] = {}  # storage -> owning node
+        self._writes: dict[int, _Write] = {}  # owning node -> last write
+        self._requires_grad: list[bool] = []
+        self._is_tuple: set[int] = set()
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes, with the sums of gradients at values that several operators use."""
+        uses = [0] * len(self._nodes)
+        for node in self._nodes:
+            for operand in node.operands:
+                if isinstance(operand, int) and self._requires_grad[node.id]:
+                    uses[operand] += 1
+        return tuple(
+            node if count < 2 or not self._requires_grad[node.id] else _with_gradient_sums(node, count - 1)
+            for node, count in zip(self._nodes, self._uses_of_values(uses), strict=True)
+        )
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Producer to consumer, in order."""
+        return tuple(sorted(self._edges))
+
+    def warnings(self) -> tuple[str, ...]:
+        """What was not understood, once for each operator."""
+        return tuple(self._warnings.values())
+
+    def add_program(self, program: torch.export.ExportedProgram) -> None:
+        """Adds all of an exported program."""
+        specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+        environment: dict[fx.Node, list[_Entry]] = {}
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and node.name in specs:
+                entry = self._placeholder(node, specs[node.name].kind, specs[node.name].target)
+                if entry is not None:
+                    environment[node] = [entry]
+        self._add_nodes(program.graph_module, environment, grad_enabled=True)
+
+    def _uses_of_values(self, uses: list[int]) -> list[int]:
+        return [0 if index in self._is_tuple else count for index, count in enumerate(uses)]
+
+    def _placeholder(self, node: fx.Node, kind: InputKind, target: str | None) -> _Entry | None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()._cdata
+        if kind is InputKind.PARAMETER and target is not None:
+            parameter = self._parameters[target.removeprefix("model.")]
+            self._owners[storage] = None
+            tensor = _tensor_value(value, requires_grad=parameter.trainable)
+            return _Entry(parameter.fqn, replace(tensor, is_weight=True, is_parameter=True), None)
+        if kind is not InputKind.USER_INPUT:
+            self._owners[storage] = None
+            return _Entry(None, replace(_tensor_value(value), is_parameter=True), None)
+        index = len(self._nodes)
+        self._owners[storage] = index
+        tensor = _tensor_value(value)
+        self._append(
+            Node(
+                id=index,
+                op="input",
+                op_class=OpClass.VIEW,
+                module="",
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                storage=index,
+                output_bytes=storage_bytes(value),
+                num_kernels=0,
+            ),
+            requires_grad=False,
+        )
+        return _Entry(index, tensor, index, batch_dependent=True)
+
+    def _append(self, node: Node, *, requires_grad: bool) -> None:
+        self._nodes.append(node)
+        self._requires_grad.append(requires_grad)
+
+    def _add_nodes(
+        self, module: fx.GraphModule, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
+    ) -> list[_Entry]:
+        """Adds a graph's operators; the entries of its outputs come back."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return [entry for value in _flat_nodes(node.args) for entry in environment.get(value, [])]
+            if node.op == "get_attr":
+                constant = getattr(module, str(node.target), None)
+                if isinstance(constant, torch.Tensor):
+                    self._owners[constant.untyped_storage()._cdata] = None
+                    environment[node] = [_Entry(None, replace(_tensor_value(constant), is_parameter=True), None)]
+            elif node.op == "call_function":
+                environment[node] = self._call(module, node, environment, grad_enabled=grad_enabled)
+        return []
+
+    def _call(
+        self, module: fx.GraphModule, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
+    ) -> list[_Entry]:
+        target = node.target
+        if target is operator.getitem:
+            return self._element(node, environment)
+        inner = _inlined(module, node)
+        if inner is not None:
+            graph, values, enabled = inner
+            placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+            scope = {
+                placeholder: environment[value]
+                for placeholder, value in zip(placeholders, values, strict=False)
+                if isinstance(value, fx.Node) and value in environment
+            }
+            self._inherit_stack(graph, node)
+            return self._add_nodes(graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
+        if _values_of(node) and not str(getattr(target, "__name__", target)).startswith(_DROPPED):
+            return self._operator(node, environment, grad_enabled=grad_enabled)
+        return []
+
+    def _inherit_stack(self, graph: fx.GraphModule, outer: fx.Node) -> None:
+        """Operators of an inlined region that know no module belong to the module around it."""
+        for node in graph.graph.nodes:
+            for key in ("nn_module_stack", "stack_trace"):
+                if key not in node.meta and key in outer.meta:
+                    node.meta[key] = outer.meta[key]
+
+    def _element(self, node: fx.Node, environment: dict[fx.Node, list[_Entry]]) -> list[_Entry]:
+        """One element of a tuple: of an inlined region it is the value itself, else a view."""
+        parent, index = node.args[0], node.args[1]
+        entries = environment.get(parent, []) if isinstance(parent, fx.Node) else []
+        if not isinstance(index, int) or not entries:
+            return []
+        if entries[0].source not in self._is_tuple:
+            return [entries[index]]
+        entry, value = entries[index], node.meta["val"]
+        new = len(self._nodes)
+        tensor = _tensor_value(value, requires_grad=entry.value.requires_grad)
+        owner = self._owners.get(value.untyped_storage()._cdata, entry.owner)
+        self._append(
+            Node(
+                id=new,
+                op="getitem",
+                op_class=OpClass.VIEW,
+                module=self._module_of(node),
+                source=self._source_of(node),
+                operands=(entry.source,),
+                attributes={"index": index},
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                storage=new if owner is None else owner,
+                batch_dependent=entry.batch_dependent,
+                num_kernels=0,
+                requires_grad=tensor.requires_grad,
+            ),
+            requires_grad=tensor.requires_grad,
+        )
+        if isinstance(entry.source, int):
+            self._edges.add((entry.source, new))
+        self._owners[value.untyped_storage()._cdata] = owner
+        return [replace(entry, source=new, value=replace(tensor, is_weight=entry.value.is_weight), owner=owner)]
+
+    def _operator(self, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool) -> list[_Entry]:
+        name, is_mutating = _base_name(node)
+        entries, attributes = _arguments(node, environment)
+        entries = {key: self._as_last_written(entry) for key, entry in entries.items()}
+        values = _values_of(node)
+        outputs = [self._result(name, value, entries, grad_enabled=grad_enabled) for value in values]
+        new = len(self._nodes)
+        owner, is_view = self._memory(node, name, values, entries, is_mutating=is_mutating)
+        first = max(outputs, key=lambda output: output.requires_grad) if len(outputs) > 1 else outputs[0]
+        if is_view and len(outputs) > 1:
+            source = next(iter(entries.values())).value
+            first = replace(first, shape=source.shape, dtype=source.dtype)
+        output_bytes = _distinct_bytes(values) if owner == new else 0
+        written = output_bytes or (0 if is_view else sum(output.num_elements * output.item_bytes for output in outputs))
+        call = OpCall(name, {key: entry.value for key, entry in entries.items()}, first, attributes, written)
+        saved = Saved() if is_view else self._saved(node, call)
+        saved_bytes = _bytes_of(call, saved)
+        work = work_of(call, saved_bytes, is_view=is_view)
+        batch_dependent = name not in _SHAPE_ONLY and any(entry.batch_dependent for entry in entries.values())
+        self._append(
+            Node(
+                id=new,
+                op=str(node.target),
+                op_class=work.op_class,
+                module=self._module_of(node),
+                source=self._source_of(node),
+                operands=tuple(entry.source for entry in entries.values()),
+                attributes=attributes,
+                shape=first.shape,
+                dtype=first.dtype,
+                flops=work.flops,
+                bytes_read=work.bytes_read,
+                bytes_written=work.bytes_written,
+                param_bytes_read=work.param_bytes_read,
+                backward_flops=work.backward_flops,
+                weight_gradient_flops=work.weight_gradient_flops,
+                recomputed_flops=work.recomputed_flops,
+                backward_bytes=work.backward_bytes,
+                num_kernels=work.num_kernels,
+                num_backward_kernels=work.num_backward_kernels,
+                saves=self._saved_storages(saved, entries, owner),
+                saved_extra_bytes=saved.extra_bytes,
+                storage=new if owner is None else owner,
+                batch_dependent=batch_dependent,
+                output_bytes=output_bytes,
+                requires_grad=any(output.requires_grad for output in outputs),
+            ),
+            requires_grad=any(output.requires_grad for output in outputs),
+        )
+        self._record(new, values, owner, entries)
+        if is_mutating and owner is not None:
+            self._writes[owner] = _Write(new, first.requires_grad, batch_dependent)
+        if isinstance(node.meta["val"], list | tuple):
+            self._is_tuple.add(new)
+        return [_Entry(new, replace(output, is_parameter=owner is None), owner, batch_dependent) for output in outputs]
+
+    def _as_last_written(self, entry: _Entry) -> _Entry:
+        """A value whose memory was written in place since is what was written."""
+        write = self._writes.get(entry.owner) if entry.owner is not None else None
+        if write is None or not isinstance(entry.source, int) or entry.source >= write.node:
+            return entry
+        value = replace(entry.value, requires_grad=entry.value.requires_grad or write.requires_grad)
+        return replace(entry, value=value, batch_dependent=entry.batch_dependent or write.batch_dependent)
+
+    def _record(self, new: int, values: list[torch.Tensor], owner: int | None, entries: Mapping[str, _Entry]) -> None:
+        """Remembers who owns the memory of the results, and the edges from the operands."""
+        for value in values:
+            self._owners.setdefault(value.untyped_storage()._cdata, owner)
+        for entry in entries.values():
+            if isinstance(entry.source, int):
+                self._edges.add((entry.source, new))
+            write = self._writes.get(entry.owner) if entry.owner is not None else None
+            if write is not None and write.node != new:
+                self._edges.add((write.node, new))
+
+    def _result(
+        self, name: str, value: torch.Tensor, entries: Mapping[str, _Entry], *, grad_enabled: bool
+    ) -> TensorValue:
+        tensors = [entry.value for entry in entries.values()]
+        differentiable = grad_enabled and name not in _NO_GRADIENT and value.dtype.is_floating_point
+        requires_grad = differentiable and any(tensor.requires_grad for tensor in tensors)
+        is_weight = any(tensor.is_weight for tensor in tensors) and not any(
+            entry.batch_dependent for entry in entries.values()
+        )
+        return replace(_tensor_value(value, requires_grad=requires_grad), is_weight=is_weight)
+
+    def _memory(
+        self, node: fx.Node, name: str, values: list[torch.Tensor], entries: Mapping[str, _Entry], *, is_mutating: bool
+    ) -> tuple[int | None, bool]:
+        """The node that owns the result's memory, and whether the operator moves nothing at all."""
+        new = len(self._nodes)
+        if not entries:
+            return new, False
+        source = next(iter(entries.values()))
+        if is_mutating:
+            return source.owner, False
+        passes_through = name in ("dropout", "feature_dropout") and (node.args[1] == 0 or node.args[2] is False)
+        if passes_through or self._is_free_on_cuda(node, name):
+            self._owners[values[0].untyped_storage()._cdata] = source.owner
+            return source.owner, True
+        storages = {value.untyped_storage()._cdata for value in values}
+        if all(storage in self._owners for storage in storages):
+            return self._owners[next(iter(storages))], True
+        return new, False
+
+    def _is_free_on_cuda(self, node: fx.Node, name: str) -> bool:
+        """Whether this copies attention's output back to (batch, sequence, heads, width).
+
+        CUDA's attention kernels write that layout, so there ``transpose(1, 2).reshape(...)`` is a
+        view; the meta device's is (batch, heads, sequence, width), where it is a copy.
+        """
+        if name not in ("reshape", "contiguous", "flatten", "clone", "view", "_unsafe_view"):
+            return False
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node) or _base_name(parent)[0] not in ("transpose", "permute"):
+            return False
+        attention = parent.args[0]
+        if not isinstance(attention, fx.Node) or _base_name(attention)[0] != "scaled_dot_product_attention":
+            return False
+        before, after = attention.meta["val"].shape, parent.meta["val"].shape
+        return len(before) == 4 and after == (before[0], before[2], before[1], before[3])
+
+    def _saved(self, node: fx.Node, call: OpCall) -> Saved:
+        saved = saved_for_backward(call)
+        known = saved is not None or call.name in PRODUCT_RULES
+        if not known and call.name not in self._warnings:
+            place = self._source_of(node)
+            self._warnings[call.name] = (
+                f"no rule for operator {node.target}{f' ({place})' if place else ''}: replicated, priced by its "
+                "bytes, and all its operands are taken as kept for backward"
+            )
+        return keep_all(call) if saved is None else saved
+
+    def _saved_storages(self, saved: Saved, entries: Mapping[str, _Entry], owner: int | None) -> tuple[int, ...]:
+        owners = [owner if name == "output" else entries[name].owner for name in saved.tensors]
+        return tuple(dict.fromkeys(storage for storage in owners if storage is not None))
+
+    def _module_of(self, node: fx.Node) -> str:
+        for name, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+            fqn = name.removeprefix("model").removeprefix(".") if name.split(".")[0] == "model" else ""
+            if fqn in self._module_names:
+                return fqn
+        return ""
+
+    def _source_of(self, node: fx.Node) -> str:
+        lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
+        if not lines:
+            return ""
+        file, line = lines[-1]
+        if "site-packages/" in file:
+            return f"{file.rpartition('site-packages/')[2]}:{line}"
+        if self._folder and Path(file).is_relative_to(self._folder):
+            return f"{Path(file).relative_to(self._folder)}:{line}"
+        return f"{Path(file).name}:{line}"
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes of the memory behind ``value``."""
+    return int(value.untyped_storage().nbytes())
+
+
+def _distinct_bytes(values: list[torch.Tensor]) -> int:
+    """Bytes of the memories behind ``values``, each once."""
+    return sum({value.untyped_storage()._cdata: storage_bytes(value) for value in values}.values())
+
+
+def _tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
+    shape = tuple(int(size) for size in value.shape)
+    stored = storage_bytes(value) // max(1, value.element_size())
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorValue(shape, dtype, requires_grad=requires_grad, num_stored=stored)
+
+
+def _with_gradient_sums(node: Node, sums: int) -> Node:
+    """Where a value has several users, their gradients are added: two reads and a write each."""
+    moved = sums * 3 * TensorValue(node.shape, node.dtype).num_bytes
+    return node.model_copy(
+        update={
+            "backward_bytes": node.backward_bytes + moved,
+            "num_backward_kernels": node.num_backward_kernels + sums,
+        }
+    )
+
+
+def _bytes_of(call: OpCall, saved: Saved) -> int:
+    tensors = [call.output if name == "output" else call.tensors[name] for name in saved.tensors]
+    return saved.extra_bytes + sum(tensor.num_bytes for tensor in tensors if not tensor.is_parameter)
+
+
+def _values_of(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _flat_nodes(value: object) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat_nodes(item)
+
+
+def _base_name(node: fx.Node) -> tuple[str, bool]:
+    """``relu_`` as (``relu``, True): the operator's name and whether it writes to an operand."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return str(getattr(node.target, "__name__", node.target)), False
+    schema = node.target._schema
+    name = schema.name.split("::")[-1]
+    mutating = name.endswith("_") and not name.endswith("__") and name != "detach_"
+    return (name[:-1], True) if mutating else (name, False)
+
+
+def _inlined(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
+    """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
+    position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))
+    if position is None:
+        return None
+    reference = node.args[position]
+    graph = getattr(module, str(reference.target), None) if isinstance(reference, fx.Node) else None
+    if not isinstance(graph, fx.GraphModule):
+        return None
+    enabled = bool(node.args[0]) if position == 1 else None
+    return graph, list(node.args[position + 1 :]), enabled
+
+
+def _arguments(
+    node: fx.Node, environment: Mapping[fx.Node, list[_Entry]]
+) -> tuple[dict[str, _Entry], dict[str, AttributeValue]]:
+    """Tensor operands and other arguments by schema name."""
+    entries: dict[str, _Entry] = {}
+    attributes: dict[str, AttributeValue] = {}
+    for name, value in _named_arguments(node):
+        if isinstance(value, fx.Node):
+            found = environment.get(value)
+            if found:
+                entries[name] = found[0]
+        elif isinstance(value, list | tuple) and any(isinstance(item, fx.Node) for item in value):
+            for index, item in enumerate(value):
+                found = environment.get(item) if isinstance(item, fx.Node) else None
+                if found:
+                    entries[f"{name}.{index}"] = found[0]
+        elif name not in _IGNORED_ARGUMENTS:
+            attributes[name] = _attribute(value)
+    return entries, attributes
+
+
+def _named_arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        yield from ((argument.name, value) for argument, value in zip(arguments, node.args, strict=False))
+    else:
+        yield from ((f"argument.{index}", value) for index, value in enumerate(node.args))
+    yield from node.kwargs.items()
+
+
+def _attribute(value: object) -> AttributeValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(item is None or isinstance(item, int) for item in value):
+        return tuple(value)
+    return str(value)

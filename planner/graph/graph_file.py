@@ -1,0 +1,90 @@
+"""graph.json: written whole or not at all, refused by name where it is damaged or foreign (no torch here)."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from planner.errors import ModelError
+from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
+from planner.model_file import read_json_object
+
+MAX_VIOLATIONS = 20  # shown at once
+
+
+def graph_json(graph: ModelGraph) -> str:
+    """``graph`` as JSON text."""
+    return graph.model_dump_json()
+
+
+def write_graph(graph: ModelGraph, path: Path) -> None:
+    """Writes ``graph`` to ``path``, replacing what is there in one step. OSError where it cannot."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(graph_json(graph))
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_graph(path: Path) -> ModelGraph:
+    """The graph in ``path``; ModelError with every violation where it is none."""
+    content = read_json_object(path)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ModelError(
+            f"{path}: schema_version is {version!r}, this planner reads {SCHEMA_VERSION}",
+            hint="trace the model again: planner trace MODEL -o graph.json",
+        )
+    try:
+        graph = ModelGraph.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise _violations(path, [f"{_place(e['loc'])}: {e['msg']}" for e in error.errors()]) from error
+    problems = _inconsistencies(graph)
+    if problems:
+        raise _violations(path, problems)
+    return graph
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, location)) or "the file"
+
+
+def _violations(path: Path, problems: list[str]) -> ModelError:
+    more = f"; and {len(problems) - MAX_VIOLATIONS} more" if len(problems) > MAX_VIOLATIONS else ""
+    return ModelError(
+        f"{path} is not a valid graph: {'; '.join(problems[:MAX_VIOLATIONS])}{more}",
+        hint="trace the model again: planner trace MODEL -o graph.json",
+    )
+
+
+def _inconsistencies(graph: ModelGraph) -> list[str]:
+    """What the schema cannot say: ids, references and the partition into units."""
+    count = len(graph.nodes)
+    names = {name for p in graph.parameters for name in (p.fqn, *p.aliases)}
+    problems = [f"nodes.{i}: id is {node.id}" for i, node in enumerate(graph.nodes) if node.id != i]
+    for node in graph.nodes:
+        for operand in node.operands:
+            if isinstance(operand, str) and operand not in names:
+                problems.append(f"node {node.id}: unknown parameter {operand!r}")
+            elif isinstance(operand, int) and not 0 <= operand < node.id:
+                problems.append(f"node {node.id}: operand {operand} does not come before it")
+        if not 0 <= node.storage < count or any(not 0 <= s < count for s in node.saves):
+            problems.append(f"node {node.id}: storage or saves name no node")
+    problems += [f"edge {a} -> {b} does not lead forward" for a, b in graph.edges if not 0 <= a < b < count]
+    placed = sorted(node for unit in graph.units for node in unit.nodes)
+    if placed != list(range(count)):
+        problems.append("units do not hold each node exactly once")
+    owned = sorted(fqn for unit in graph.units for fqn in unit.parameters)
+    if owned != sorted(p.fqn for p in graph.parameters):
+        problems.append("units do not hold each parameter exactly once")
+    return problems

@@ -1,0 +1,241 @@
+"""What a user names as MODEL: found, read and made ready to build, on whatever device is current.
+
+The tracer builds it on the meta device, the executor on a real one; both use the same ``LoadedModel``.
+Resolving imports no torch; loading does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from planner.errors import ModelError
+from planner.models.catalog import find_preset, list_presets
+from planner.models.config import FamilyConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
+DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
+LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
+
+
+class ModelKind(StrEnum):
+    """The forms MODEL may have."""
+
+    PYTHON = "python"
+    HUGGINGFACE = "huggingface"
+    PRESET = "preset"
+    GRAPH = "graph"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model, before anything of it is executed."""
+
+    name: str  # as the user named it
+    kind: ModelKind
+    path: Path | None = None
+    factory: str | None = None  # of a Python file
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can be built, with the inputs and the loss it is trained with.
+
+    ``loss_fn(output, batch)`` takes what the module returned and the batch: the inputs, and for
+    token models ``labels`` (int64, already shifted by one, -100 where nothing is to be learned).
+    """
+
+    source: ModelSource
+    digest: str  # of the content, not of the path
+    default_seq_len: int
+    vocab_size: int | None  # None: not a token model, or not known
+    build: Callable[[], nn.Module]
+    example_inputs: Callable[[int, int], Batch]  # (batch_size, seq_len) -> inputs of the module
+    loss_fn: Callable[[object, Batch], torch.Tensor]
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Decides what ``name`` is by looking at the file system and the presets; ModelError if nothing."""
+    file_name, _, factory = name.rpartition(":")
+    if factory.isidentifier() and file_name.endswith(".py"):
+        return ModelSource(name, ModelKind.PYTHON, _existing(Path(file_name)), factory)
+    path = Path(name)
+    if name.endswith(".py"):
+        return ModelSource(name, ModelKind.PYTHON, _existing(path))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"folder {name} holds no config.json", hint="name a model.py, a config.json or a preset")
+        return ModelSource(name, ModelKind.HUGGINGFACE, path / "config.json")
+    if name.endswith(".json"):
+        return ModelSource(name, _kind_of_json(_existing(path)), path)
+    if find_preset(name) is not None:
+        return ModelSource(name, ModelKind.PRESET)
+    raise ModelError(f"no model {name!r}: neither a file nor a preset", hint=_nearest(name))
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """Reads and, for a Python file, executes the user's code. ModelError says what is wrong and where."""
+    match source.kind:
+        case ModelKind.PYTHON:
+            return _load_python(source)
+        case ModelKind.HUGGINGFACE:
+            return _load_huggingface(source)
+        case ModelKind.PRESET:
+            return _load_preset(source)
+        case ModelKind.GRAPH:
+            raise ModelError(
+                f"{source.name} is a traced graph: it can be planned for, but holds no module to build",
+                hint="name the model file, config or preset that it was traced from",
+            )
+
+
+def call_model(module: nn.Module, inputs: Batch) -> object:
+    """Calls ``module`` with ``inputs``: by name where its forward takes those names, else in order."""
+    if isinstance(inputs, tuple):
+        return module(*inputs)
+    parameters = inspect.signature(module.forward).parameters
+    by_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(key in parameters for key in inputs)
+    return module(**inputs) if by_name else module(*inputs.values())
+
+
+def training_batch(inputs: Batch) -> Batch:
+    """``inputs`` with ``labels`` beside them, of the same shape, where the inputs are tokens alone."""
+    import torch
+
+    if isinstance(inputs, dict) and "labels" not in inputs and "input_ids" in inputs:
+        return {**inputs, "labels": torch.zeros_like(inputs["input_ids"])}
+    return inputs
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ModelError(f"no such file: {path}", hint="check the path; `planner models` lists what needs no file")
+    return path
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), [preset.name for preset in list_presets()], n=3, cutoff=0.5)
+    return (f"nearest presets: {', '.join(near)}; " if near else "") + "`planner models` lists all presets"
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in ``path``; ModelError where it is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES:,} bytes", hint="is it a model?")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint="check its permissions") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}", hint="is it damaged, or another kind of file?") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object", hint="name a config or a graph")
+    return value
+
+
+def _kind_of_json(path: Path) -> ModelKind:
+    keys = read_json_object(path).keys()
+    if {"nodes", "units"} & keys:
+        return ModelKind.GRAPH
+    if {"model_type", "architectures"} & keys:
+        return ModelKind.HUGGINGFACE
+    if "family" in keys:
+        return ModelKind.PRESET
+    raise ModelError(
+        f"{path} is neither a traced graph, nor a Hugging Face config (no model_type), nor a family config (no family)",
+        hint="`planner trace MODEL -o graph.json` writes a graph",
+    )
+
+
+def digest_of(*parts: bytes | str) -> str:
+    """SHA-256 over ``parts``, each with its length, so that no two lists of parts collide."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
+
+
+def token_inputs(batch_size: int, seq_len: int) -> Batch:
+    """The default inputs: ``input_ids``, int64 (batch_size, seq_len)."""
+    import torch
+
+    return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+
+def _load_preset(source: ModelSource) -> LoadedModel:
+    from planner.models.family import build_family
+    from planner.models.loss import next_token_loss
+
+    if source.path is None:
+        preset = find_preset(source.name)
+        if preset is None:
+            raise ModelError(f"no preset {source.name!r}", hint=_nearest(source.name))
+        config = preset.config
+    else:
+        try:
+            config = FamilyConfig.model_validate(read_json_object(source.path))
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
+    return LoadedModel(
+        source=source,
+        digest=digest_of("family", config.model_dump_json()),
+        default_seq_len=config.seq_len,
+        vocab_size=config.vocab,
+        build=lambda: build_family(config),
+        example_inputs=token_inputs,
+        loss_fn=next_token_loss,
+    )
+
+
+def _load_huggingface(source: ModelSource) -> LoadedModel:
+    from planner.models.huggingface import HuggingFaceModel
+    from planner.models.loss import next_token_loss
+
+    if source.path is None:
+        raise ModelError(f"{source.name} names no config file")
+    content = read_json_object(source.path)
+    model = HuggingFaceModel.from_file(source.path)
+    return LoadedModel(
+        source=source,
+        digest=digest_of("huggingface", json.dumps(content, sort_keys=True)),
+        default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
+        vocab_size=model.vocab_size,
+        build=model.build,
+        example_inputs=model.example_inputs,
+        loss_fn=next_token_loss,
+    )
+
+
+def _load_python(source: ModelSource) -> LoadedModel:
+    from planner.models.loss import next_token_loss
+    from planner.models.python_file import PythonModel
+
+    if source.path is None:
+        raise ModelError(f"{source.name} names no file")
+    model = PythonModel.from_file(source.path, source.factory)
+    return LoadedModel(
+        source=source,
+        digest=digest_of("python", model.factory_name, *model.contents),
+        default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
+        vocab_size=model.vocab_size,
+        build=model.build,
+        example_inputs=model.example_inputs or token_inputs,
+        loss_fn=model.loss_fn or next_token_loss,
+    )

@@ -1,0 +1,103 @@
+"""A model described by a Hugging Face config.json, built by ``transformers``; weights are never read."""
+
+# pyright: reportPrivateUsage=false
+# transformers has no public name for the attention of a config that is built without weights.
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from planner.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A config and the class of ``transformers`` that it names."""
+
+    path: Path
+    config: PretrainedConfig
+
+    @staticmethod
+    def from_file(path: Path) -> HuggingFaceModel:
+        """Reads a config.json; ModelError where transformers is missing or does not know it."""
+        try:
+            from transformers import AutoConfig
+        except ImportError as error:
+            raise ModelError(
+                f"{path} is a Hugging Face config, and transformers is not installed", hint="pip install 'planner[hf]'"
+            ) from error
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                config = AutoConfig.from_pretrained(str(path))
+        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelError(f"{path}: transformers cannot read it: {first}", hint="check model_type") from error
+        return HuggingFaceModel(path, config)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Positions the model is made for, where the config says."""
+        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids."""
+        value = getattr(self.config.get_text_config(), "vocab_size", None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def build(self) -> nn.Module:
+        """The module with fresh weights, on the current default device, attention by SDPA where it can be."""
+        config = copy.deepcopy(self.config)
+        config.use_cache = False
+        model_class = self._model_class()
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                try:
+                    return _construct(model_class, config, "sdpa")
+                except ValueError:  # what transformers raises where a model has no such attention
+                    return _construct(model_class, config, "eager")
+        except Exception as error:
+            raise ModelError(
+                f"{self.path}: transformers cannot build {model_class.__name__}: {type(error).__name__}: {error}",
+                hint="check the config against the model's documentation",
+            ) from error
+
+    def example_inputs(self, batch_size: int, seq_len: int) -> Batch:
+        """``input_ids``, int64 (batch_size, seq_len)."""
+        return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+    def _model_class(self) -> type[nn.Module]:
+        import transformers
+
+        for name in getattr(self.config, "architectures", None) or ():
+            model_class = getattr(transformers, name, None)
+            if isinstance(model_class, type) and issubclass(model_class, nn.Module):
+                return model_class
+        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = mapping[type(self.config)] if type(self.config) in mapping else None
+        if isinstance(model_class, type) and issubclass(model_class, nn.Module):
+            return model_class
+        raise ModelError(
+            f"{self.path}: transformers has no model class for model_type {self.config.model_type!r}",
+            hint='name the class in the config: "architectures": ["...ForCausalLM"]',
+        )
+
+
+def _construct(model_class: type[nn.Module], config: PretrainedConfig, attention: str) -> nn.Module:
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    return model_class(config)

@@ -1,0 +1,214 @@
+"""A model in the user's own Python file: executed once, with its errors told by file and line."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from planner.errors import ModelError
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+DEFAULT_FACTORY = "build_model"
+SEQ_LEN_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "seq_len")
+
+
+@dataclass(frozen=True)
+class PythonModel:
+    """What a Python file offers."""
+
+    factory_name: str
+    contents: tuple[bytes, ...]  # of the file and of the modules beside it that it imported
+    build: Callable[[], nn.Module]
+    example_inputs: Callable[[int, int], Batch] | None
+    loss_fn: Callable[[object, Batch], torch.Tensor] | None
+    max_seq_len: int | None
+    vocab_size: int | None
+
+    @staticmethod
+    def from_file(path: Path, factory_name: str | None) -> PythonModel:
+        """Executes ``path`` and builds its model once on the meta device to see what it is."""
+        content = path.read_bytes()
+        module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16])
+        factory, factory_name = _find_factory(module, path, factory_name)
+
+        def build() -> nn.Module:
+            with user_code(path, f"{factory_name}()"):
+                model = factory()
+            if not isinstance(model, nn.Module):
+                raise ModelError(
+                    f"{path}: {factory_name}() returned {type(model).__name__}, not a torch.nn.Module",
+                    hint=f"let {factory_name} return the model",
+                )
+            return model
+
+        with torch.device("meta"):
+            model = build()
+        inputs, loss = _function(module, "example_inputs", path), _function(module, "loss_fn", path)
+        return PythonModel(
+            factory_name=factory_name,
+            contents=(content, *beside),
+            build=build,
+            example_inputs=None if inputs is None else _checked_inputs(inputs, path),
+            loss_fn=None if loss is None else _checked_loss(loss, path),
+            max_seq_len=_named_size(model, SEQ_LEN_NAMES),
+            vocab_size=_vocab_size(model) if inputs is None else None,
+        )
+
+
+@contextlib.contextmanager
+def user_code(path: Path, what: str) -> Generator[None]:
+    """Runs the user's code: its output goes to stderr, its errors become ModelError with file and line."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except ModelError:
+        raise
+    except SyntaxError as error:
+        place = f"{Path(error.filename or path).name}:{error.lineno}"
+        raise ModelError(f"{place}: {error.msg}", hint="the file is not valid Python") from error
+    except ImportError as error:
+        raise ModelError(
+            f"{what} failed at {_last_line(error, path)}: {error}",
+            hint="install what it imports, or put it beside the file",
+        ) from error
+    except (Exception, SystemExit) as error:
+        text = f"{_last_line(error, path)}: {type(error).__name__}: {error}".strip()
+        raise ModelError(f"{what} failed at {text}", hint="correct the model file") from error
+
+
+def _last_line(error: BaseException, path: Path) -> str:
+    """The innermost line of the user's own folder in the traceback, as file:line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    folder = str(path.resolve().parent)
+    own = [frame for frame in frames if frame.filename.startswith(folder) and "site-packages" not in frame.filename]
+    if not own:
+        return path.name
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+
+
+def _execute(path: Path, name: str) -> tuple[ModuleType, tuple[bytes, ...]]:
+    module_name = f"planner_user_model_{name}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be imported", hint="name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        with user_code(path, f"importing {path.name}"):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module, _contents_beside(path, set(sys.modules) - before - {module_name})
+
+
+def _contents_beside(path: Path, module_names: set[str]) -> tuple[bytes, ...]:
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in module_names}
+    own = sorted(
+        file
+        for file in files
+        if isinstance(file, str) and Path(file).is_relative_to(path.parent) and "site-packages" not in file
+    )
+    return tuple(Path(file).read_bytes() for file in own if file.endswith(".py"))
+
+
+def _find_factory(module: ModuleType, path: Path, name: str | None) -> tuple[Callable[[], object], str]:
+    if name is not None or hasattr(module, DEFAULT_FACTORY):
+        name = name or DEFAULT_FACTORY
+        factory = getattr(module, name, None)
+        if callable(factory):
+            return factory, name
+        raise ModelError(f"{path} has no function {name!r}; it defines {_found(module)}", hint="name another")
+    candidates = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+        if _needs_no_arguments(value)
+    ]
+    if len(candidates) == 1:
+        return candidates[0], candidates[0].__name__
+    reason = (
+        f"several modules that need no arguments: {', '.join(c.__name__ for c in candidates)}"
+        if candidates
+        else f"no module that needs no arguments; it defines {_found(module)}"
+    )
+    raise ModelError(
+        f"{path} has no {DEFAULT_FACTORY}() and {reason}",
+        hint=f"add `def {DEFAULT_FACTORY}() -> torch.nn.Module`, or name a factory: {path.name}:factory",
+    )
+
+
+def _found(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(names) or "nothing that can be called"
+
+
+def _needs_no_arguments(factory: type[nn.Module]) -> bool:
+    parameters = list(inspect.signature(factory.__init__).parameters.values())[1:]
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _function(module: ModuleType, name: str, path: Path) -> Callable[..., object] | None:
+    value = getattr(module, name, None)
+    if value is not None and not callable(value):
+        raise ModelError(f"{path}: {name} is {type(value).__name__}, not a function", hint=f"make {name} a function")
+    return value
+
+
+def _checked_inputs(function: Callable[..., object], path: Path) -> Callable[[int, int], Batch]:
+    def example_inputs(batch_size: int, seq_len: int) -> Batch:
+        with user_code(path, "example_inputs()"):
+            inputs = function(batch_size, seq_len)
+        if isinstance(inputs, torch.Tensor):
+            return (inputs,)
+        if isinstance(inputs, dict) and inputs and all(isinstance(v, torch.Tensor) for v in inputs.values()):
+            return {str(name): value for name, value in inputs.items()}
+        if isinstance(inputs, list | tuple) and inputs and all(isinstance(v, torch.Tensor) for v in inputs):
+            return tuple(inputs)
+        raise ModelError(f"{path}: example_inputs() must return a tuple or dict of tensors", hint="correct it")
+
+    return example_inputs
+
+
+def _checked_loss(function: Callable[..., object], path: Path) -> Callable[[object, Batch], torch.Tensor]:
+    def loss_fn(output: object, batch: Batch) -> torch.Tensor:
+        with user_code(path, "loss_fn()"):
+            loss = function(output, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(f"{path}: loss_fn() returned {type(loss).__name__}, not a tensor", hint="return the loss")
+        return loss
+
+    return loss_fn
+
+
+def _named_size(model: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The first integer attribute called one of ``names`` of the model or of its ``config``."""
+    for name in names:
+        for owner in (model, getattr(model, "config", None)):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    named = _named_size(model, ("vocab_size",))
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return named or (max(sizes) if sizes else None)
