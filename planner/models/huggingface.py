@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,16 +64,16 @@ class HuggingFaceModel:
         """The module with fresh weights, on the current default device, attention by SDPA where it can be."""
         config = copy.deepcopy(self.config)
         config.use_cache = False
-        model_class = self._model_class()
+        construct = self._constructor()
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 try:
-                    return _construct(model_class, config, "sdpa")
+                    return construct(_with_attention(config, "sdpa"))
                 except ValueError:  # what transformers raises where a model has no such attention
-                    return _construct(model_class, config, "eager")
+                    return construct(_with_attention(config, "eager"))
         except Exception as error:
             raise ModelError(
-                f"{self.path}: transformers cannot build {model_class.__name__}: {type(error).__name__}: {error}",
+                f"{self.path}: transformers cannot build this model: {type(error).__name__}: {error}",
                 hint="check the config against the model's documentation",
             ) from error
 
@@ -80,24 +81,18 @@ class HuggingFaceModel:
         """``input_ids``, int64 (batch_size, seq_len)."""
         return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
 
-    def _model_class(self) -> type[nn.Module]:
+    def _constructor(self) -> Callable[[PretrainedConfig], nn.Module]:
+        """The class that the config names, or else the causal language model of its type."""
         import transformers
 
         for name in getattr(self.config, "architectures", None) or ():
             model_class = getattr(transformers, name, None)
             if isinstance(model_class, type) and issubclass(model_class, nn.Module):
                 return model_class
-        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        model_class = mapping[type(self.config)] if type(self.config) in mapping else None
-        if isinstance(model_class, type) and issubclass(model_class, nn.Module):
-            return model_class
-        raise ModelError(
-            f"{self.path}: transformers has no model class for model_type {self.config.model_type!r}",
-            hint='name the class in the config: "architectures": ["...ForCausalLM"]',
-        )
+        return transformers.AutoModelForCausalLM.from_config
 
 
-def _construct(model_class: type[nn.Module], config: PretrainedConfig, attention: str) -> nn.Module:
+def _with_attention(config: PretrainedConfig, attention: str) -> PretrainedConfig:
     config = copy.deepcopy(config)
     config._attn_implementation = attention
-    return model_class(config)
+    return config

@@ -18,7 +18,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "click": ("planner.cli",),
     "rich": ("planner.cli", "planner.render"),
     "plotly": ("planner.report",),
-    "transformers": ("planner.model_file",),
+    "transformers": ("planner.models.huggingface",),
     "psutil": ("hardware_profiles.probes",),
     "pynvml": ("hardware_profiles.probes",),
     "torch": (

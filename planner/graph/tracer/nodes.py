@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,17 @@ from planner.graph.model_graph import AttributeValue, Node, OpClass, Parameter
 from planner.graph.op_call import OpCall, Saved, TensorValue
 from planner.graph.op_work import PRODUCT_RULES, work_of
 from planner.graph.saved import keep_all, saved_for_backward
+from planner.graph.tracer.fx_reading import (
+    attribute_value,
+    base_name,
+    distinct_bytes,
+    flat_nodes,
+    inlined_region,
+    named_arguments,
+    storage_bytes,
+    tensor_value,
+    values_of,
+)
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
 _SHAPE_ONLY = frozenset(
@@ -107,14 +118,14 @@ class NodeBuilder:
         if kind is InputKind.PARAMETER and target is not None:
             parameter = self._parameters[target.removeprefix("model.")]
             self._owners[storage] = None
-            tensor = _tensor_value(value, requires_grad=parameter.trainable)
+            tensor = tensor_value(value, requires_grad=parameter.trainable)
             return _Entry(parameter.fqn, replace(tensor, is_weight=True, is_parameter=True), None)
         if kind is not InputKind.USER_INPUT:
             self._owners[storage] = None
-            return _Entry(None, replace(_tensor_value(value), is_parameter=True), None)
+            return _Entry(None, replace(tensor_value(value), is_parameter=True), None)
         index = len(self._nodes)
         self._owners[storage] = index
-        tensor = _tensor_value(value)
+        tensor = tensor_value(value)
         self._append(
             Node(
                 id=index,
@@ -141,12 +152,12 @@ class NodeBuilder:
         """Adds a graph's operators; the entries of its outputs come back."""
         for node in module.graph.nodes:
             if node.op == "output":
-                return [entry for value in _flat_nodes(node.args) for entry in environment.get(value, [])]
+                return [entry for value in flat_nodes(node.args) for entry in environment.get(value, [])]
             if node.op == "get_attr":
                 constant = getattr(module, str(node.target), None)
                 if isinstance(constant, torch.Tensor):
                     self._owners[constant.untyped_storage()._cdata] = None
-                    environment[node] = [_Entry(None, replace(_tensor_value(constant), is_parameter=True), None)]
+                    environment[node] = [_Entry(None, replace(tensor_value(constant), is_parameter=True), None)]
             elif node.op == "call_function":
                 environment[node] = self._call(module, node, environment, grad_enabled=grad_enabled)
         return []
@@ -157,7 +168,7 @@ class NodeBuilder:
         target = node.target
         if target is operator.getitem:
             return self._element(node, environment)
-        inner = _inlined(module, node)
+        inner = inlined_region(module, node)
         if inner is not None:
             graph, values, enabled = inner
             placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -168,7 +179,7 @@ class NodeBuilder:
             }
             self._inherit_stack(graph, node)
             return self._add_nodes(graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
-        if _values_of(node) and not str(getattr(target, "__name__", target)).startswith(_DROPPED):
+        if values_of(node) and not str(getattr(target, "__name__", target)).startswith(_DROPPED):
             return self._operator(node, environment, grad_enabled=grad_enabled)
         return []
 
@@ -189,7 +200,7 @@ class NodeBuilder:
             return [entries[index]]
         entry, value = entries[index], node.meta["val"]
         new = len(self._nodes)
-        tensor = _tensor_value(value, requires_grad=entry.value.requires_grad)
+        tensor = tensor_value(value, requires_grad=entry.value.requires_grad)
         owner = self._owners.get(value.untyped_storage()._cdata, entry.owner)
         self._append(
             Node(
@@ -215,10 +226,10 @@ class NodeBuilder:
         return [replace(entry, source=new, value=replace(tensor, is_weight=entry.value.is_weight), owner=owner)]
 
     def _operator(self, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool) -> list[_Entry]:
-        name, is_mutating = _base_name(node)
+        name, is_mutating = base_name(node)
         entries, attributes = _arguments(node, environment)
         entries = {key: self._as_last_written(entry) for key, entry in entries.items()}
-        values = _values_of(node)
+        values = values_of(node)
         outputs = [self._result(name, value, entries, grad_enabled=grad_enabled) for value in values]
         new = len(self._nodes)
         owner, is_view = self._memory(node, name, values, entries, is_mutating=is_mutating)
@@ -226,7 +237,7 @@ class NodeBuilder:
         if is_view and len(outputs) > 1:
             source = next(iter(entries.values())).value
             first = replace(first, shape=source.shape, dtype=source.dtype)
-        output_bytes = _distinct_bytes(values) if owner == new else 0
+        output_bytes = distinct_bytes(values) if owner == new else 0
         written = output_bytes or (0 if is_view else sum(output.num_elements * output.item_bytes for output in outputs))
         call = OpCall(name, {key: entry.value for key, entry in entries.items()}, first, attributes, written)
         saved = Saved() if is_view else self._saved(node, call)
@@ -298,7 +309,7 @@ class NodeBuilder:
         is_weight = any(tensor.is_weight for tensor in tensors) and not any(
             entry.batch_dependent for entry in entries.values()
         )
-        return replace(_tensor_value(value, requires_grad=requires_grad), is_weight=is_weight)
+        return replace(tensor_value(value, requires_grad=requires_grad), is_weight=is_weight)
 
     def _memory(
         self, node: fx.Node, name: str, values: list[torch.Tensor], entries: Mapping[str, _Entry], *, is_mutating: bool
@@ -328,10 +339,10 @@ class NodeBuilder:
         if name not in ("reshape", "contiguous", "flatten", "clone", "view", "_unsafe_view"):
             return False
         parent = node.args[0]
-        if not isinstance(parent, fx.Node) or _base_name(parent)[0] not in ("transpose", "permute"):
+        if not isinstance(parent, fx.Node) or base_name(parent)[0] not in ("transpose", "permute"):
             return False
         attention = parent.args[0]
-        if not isinstance(attention, fx.Node) or _base_name(attention)[0] != "scaled_dot_product_attention":
+        if not isinstance(attention, fx.Node) or base_name(attention)[0] != "scaled_dot_product_attention":
             return False
         before, after = attention.meta["val"].shape, parent.meta["val"].shape
         return len(before) == 4 and after == (before[0], before[2], before[1], before[3])
@@ -370,23 +381,6 @@ class NodeBuilder:
         return f"{Path(file).name}:{line}"
 
 
-def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes of the memory behind ``value``."""
-    return int(value.untyped_storage().nbytes())
-
-
-def _distinct_bytes(values: list[torch.Tensor]) -> int:
-    """Bytes of the memories behind ``values``, each once."""
-    return sum({value.untyped_storage()._cdata: storage_bytes(value) for value in values}.values())
-
-
-def _tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
-    shape = tuple(int(size) for size in value.shape)
-    stored = storage_bytes(value) // max(1, value.element_size())
-    dtype = str(value.dtype).removeprefix("torch.")
-    return TensorValue(shape, dtype, requires_grad=requires_grad, num_stored=stored)
-
-
 def _with_gradient_sums(node: Node, sums: int) -> Node:
     """Where a value has several users, their gradients are added: two reads and a write each."""
     moved = sums * 3 * TensorValue(node.shape, node.dtype).num_bytes
@@ -403,50 +397,13 @@ def _bytes_of(call: OpCall, saved: Saved) -> int:
     return saved.extra_bytes + sum(tensor.num_bytes for tensor in tensors if not tensor.is_parameter)
 
 
-def _values_of(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _flat_nodes(value: object) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat_nodes(item)
-
-
-def _base_name(node: fx.Node) -> tuple[str, bool]:
-    """``relu_`` as (``relu``, True): the operator's name and whether it writes to an operand."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return str(getattr(node.target, "__name__", node.target)), False
-    schema = node.target._schema
-    name = schema.name.split("::")[-1]
-    mutating = name.endswith("_") and not name.endswith("__") and name != "detach_"
-    return (name[:-1], True) if mutating else (name, False)
-
-
-def _inlined(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
-    """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
-    position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))
-    if position is None:
-        return None
-    reference = node.args[position]
-    graph = getattr(module, str(reference.target), None) if isinstance(reference, fx.Node) else None
-    if not isinstance(graph, fx.GraphModule):
-        return None
-    enabled = bool(node.args[0]) if position == 1 else None
-    return graph, list(node.args[position + 1 :]), enabled
-
-
 def _arguments(
     node: fx.Node, environment: Mapping[fx.Node, list[_Entry]]
 ) -> tuple[dict[str, _Entry], dict[str, AttributeValue]]:
     """Tensor operands and other arguments by schema name."""
     entries: dict[str, _Entry] = {}
     attributes: dict[str, AttributeValue] = {}
-    for name, value in _named_arguments(node):
+    for name, value in named_arguments(node):
         if isinstance(value, fx.Node):
             found = environment.get(value)
             if found:
@@ -457,22 +414,5 @@ def _arguments(
                 if found:
                     entries[f"{name}.{index}"] = found[0]
         elif name not in _IGNORED_ARGUMENTS:
-            attributes[name] = _attribute(value)
+            attributes[name] = attribute_value(value)
     return entries, attributes
-
-
-def _named_arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        yield from ((argument.name, value) for argument, value in zip(arguments, node.args, strict=False))
-    else:
-        yield from ((f"argument.{index}", value) for index, value in enumerate(node.args))
-    yield from node.kwargs.items()
-
-
-def _attribute(value: object) -> AttributeValue:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple) and all(item is None or isinstance(item, int) for item in value):
-        return tuple(value)
-    return str(value)

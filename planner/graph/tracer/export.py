@@ -22,8 +22,8 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.graph.assemble import GraphHeader, assemble_graph
-from planner.graph.fx_nodes import NodeBuilder
 from planner.graph.model_graph import ModelGraph, Parameter
+from planner.graph.tracer.nodes import NodeBuilder
 from planner.model_file import LoadedModel, call_model, training_batch
 from planner.parallelism import Precision
 

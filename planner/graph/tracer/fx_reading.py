@@ -1,0 +1,85 @@
+"""What an fx node says: its operator, arguments, results, and the memory behind them."""
+
+# pyright: reportPrivateUsage=false
+# torch has no public name for an operator overload, its schema, or the identity of a storage.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from planner.graph.model_graph import AttributeValue
+from planner.graph.op_call import TensorValue
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes of the memory behind ``value``."""
+    return int(value.untyped_storage().nbytes())
+
+
+def distinct_bytes(values: list[torch.Tensor]) -> int:
+    """Bytes of the memories behind ``values``, each once."""
+    return sum({value.untyped_storage()._cdata: storage_bytes(value) for value in values}.values())
+
+
+def tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
+    shape = tuple(int(size) for size in value.shape)
+    stored = storage_bytes(value) // max(1, value.element_size())
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorValue(shape, dtype, requires_grad=requires_grad, num_stored=stored)
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def flat_nodes(value: object) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flat_nodes(item)
+
+
+def base_name(node: fx.Node) -> tuple[str, bool]:
+    """``relu_`` as (``relu``, True): the operator's name and whether it writes to an operand."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return str(getattr(node.target, "__name__", node.target)), False
+    schema = node.target._schema
+    name = schema.name.split("::")[-1]
+    mutating = name.endswith("_") and not name.endswith("__") and name != "detach_"
+    return (name[:-1], True) if mutating else (name, False)
+
+
+def inlined_region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
+    """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
+    position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))
+    if position is None:
+        return None
+    reference = node.args[position]
+    graph = getattr(module, str(reference.target), None) if isinstance(reference, fx.Node) else None
+    if not isinstance(graph, fx.GraphModule):
+        return None
+    enabled = bool(node.args[0]) if position == 1 else None
+    return graph, list(node.args[position + 1 :]), enabled
+
+
+def named_arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        yield from ((argument.name, value) for argument, value in zip(arguments, node.args, strict=False))
+    else:
+        yield from ((f"argument.{index}", value) for index, value in enumerate(node.args))
+    yield from node.kwargs.items()
+
+
+def attribute_value(value: object) -> AttributeValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(item is None or isinstance(item, int) for item in value):
+        return tuple(value)
+    return str(value)
