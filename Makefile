@@ -33,7 +33,7 @@ test: lint
 
 # every file of benchmarks/ is a program of its own
 bench: setup
-	set -e; for file in benchmarks/[!_]*.py; do \
+	set -e; for file in $(wildcard benchmarks/[!_]*.py); do \
 		echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); \
 	done
 

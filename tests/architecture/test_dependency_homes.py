@@ -23,6 +23,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pynvml": ("hardware_profiles.probes",),
     "torch": (
         "planner.graph.tracer",
+        "planner.graph.fx_nodes",
         "planner.model_file",
         "planner.models",
         "planner.executor",
