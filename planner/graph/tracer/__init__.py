@@ -1,4 +1,4 @@
-"""The tracer: from a model that can be built to its graph of operators (the only part of the graph that needs torch)."""
+"""From a model that can be built to its graph of operators: the only part of the graph that needs torch."""
 
 from planner.graph.tracer.export import trace_model, traced_dtype
 

@@ -25,6 +25,7 @@ def distinct_bytes(values: list[torch.Tensor]) -> int:
 
 
 def tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
+    """Shape, dtype and stored size of a fake tensor."""
     shape = tuple(int(size) for size in value.shape)
     stored = storage_bytes(value) // max(1, value.element_size())
     dtype = str(value.dtype).removeprefix("torch.")
@@ -32,12 +33,14 @@ def tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorV
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that the operator returns."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def flat_nodes(value: object) -> Iterator[fx.Node]:
+    """All nodes in nested lists and tuples, in order."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, list | tuple):
@@ -69,6 +72,7 @@ def inlined_region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
 
 
 def named_arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
+    """Each argument with its name in the operator's schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
         yield from ((argument.name, value) for argument, value in zip(arguments, node.args, strict=False))
@@ -78,6 +82,7 @@ def named_arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
 
 
 def attribute_value(value: object) -> AttributeValue:
+    """An argument that is no tensor, as graph.json holds it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and all(item is None or isinstance(item, int) for item in value):

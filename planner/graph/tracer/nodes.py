@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -73,7 +73,6 @@ class NodeBuilder:
         self._warnings: dict[str, str] = {}
         self._owners: dict[int, int | None] = {}  # storage -> owning node
         self._writes: dict[int, _Write] = {}  # owning node -> last write
-        self._requires_grad: list[bool] = []
         self._is_tuple: set[int] = set()
 
     def nodes(self) -> tuple[Node, ...]:
@@ -81,10 +80,10 @@ class NodeBuilder:
         uses = [0] * len(self._nodes)
         for node in self._nodes:
             for operand in node.operands:
-                if isinstance(operand, int) and self._requires_grad[node.id]:
+                if isinstance(operand, int) and node.requires_grad:
                     uses[operand] += 1
         return tuple(
-            node if count < 2 or not self._requires_grad[node.id] else _with_gradient_sums(node, count - 1)
+            node if count < 2 or not node.requires_grad else _with_gradient_sums(node, count - 1)
             for node, count in zip(self._nodes, self._uses_of_values(uses), strict=True)
         )
 
@@ -126,7 +125,7 @@ class NodeBuilder:
         index = len(self._nodes)
         self._owners[storage] = index
         tensor = tensor_value(value)
-        self._append(
+        self._nodes.append(
             Node(
                 id=index,
                 op="input",
@@ -137,14 +136,9 @@ class NodeBuilder:
                 storage=index,
                 output_bytes=storage_bytes(value),
                 num_kernels=0,
-            ),
-            requires_grad=False,
+            )
         )
         return _Entry(index, tensor, index, batch_dependent=True)
-
-    def _append(self, node: Node, *, requires_grad: bool) -> None:
-        self._nodes.append(node)
-        self._requires_grad.append(requires_grad)
 
     def _add_nodes(
         self, module: fx.GraphModule, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
@@ -202,7 +196,7 @@ class NodeBuilder:
         new = len(self._nodes)
         tensor = tensor_value(value, requires_grad=entry.value.requires_grad)
         owner = self._owners.get(value.untyped_storage()._cdata, entry.owner)
-        self._append(
+        self._nodes.append(
             Node(
                 id=new,
                 op="getitem",
@@ -217,8 +211,7 @@ class NodeBuilder:
                 batch_dependent=entry.batch_dependent,
                 num_kernels=0,
                 requires_grad=tensor.requires_grad,
-            ),
-            requires_grad=tensor.requires_grad,
+            )
         )
         if isinstance(entry.source, int):
             self._edges.add((entry.source, new))
@@ -244,35 +237,24 @@ class NodeBuilder:
         saved_bytes = _bytes_of(call, saved)
         work = work_of(call, saved_bytes, is_view=is_view)
         batch_dependent = name not in _SHAPE_ONLY and any(entry.batch_dependent for entry in entries.values())
-        self._append(
+        self._nodes.append(
             Node(
                 id=new,
                 op=str(node.target),
-                op_class=work.op_class,
                 module=self._module_of(node),
                 source=self._source_of(node),
                 operands=tuple(entry.source for entry in entries.values()),
                 attributes=attributes,
                 shape=first.shape,
                 dtype=first.dtype,
-                flops=work.flops,
-                bytes_read=work.bytes_read,
-                bytes_written=work.bytes_written,
-                param_bytes_read=work.param_bytes_read,
-                backward_flops=work.backward_flops,
-                weight_gradient_flops=work.weight_gradient_flops,
-                recomputed_flops=work.recomputed_flops,
-                backward_bytes=work.backward_bytes,
-                num_kernels=work.num_kernels,
-                num_backward_kernels=work.num_backward_kernels,
                 saves=self._saved_storages(saved, entries, owner),
                 saved_extra_bytes=saved.extra_bytes,
                 storage=new if owner is None else owner,
                 batch_dependent=batch_dependent,
                 output_bytes=output_bytes,
-                requires_grad=any(output.requires_grad for output in outputs),
-            ),
-            requires_grad=any(output.requires_grad for output in outputs),
+                requires_grad=first.requires_grad,
+                **asdict(work),
+            )
         )
         self._record(new, values, owner, entries)
         if is_mutating and owner is not None:
