@@ -1,0 +1,66 @@
+"""``planner run``: trains what a plan says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from planner.errors import PlanError
+from planner.plan.schema import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to ``app``."""
+    app.command("run")(run)
+
+
+def run(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 20,
+    data: Annotated[Path | None, typer.Option(help="Text to train on, as bytes. Default: Python's own source.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="Default: 3e-4 for Adam, 0.1 for SGD.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of samples.")] = 0,
+) -> None:
+    """Trains a plan's model: starts torchrun on this machine, or joins the torchrun that started this."""
+    plan = _read_plan(plan_file)
+    from planner.executor.launch import check_machine, is_rank, launch
+    from planner.executor.mesh import check_executable
+    from planner.executor.train import RunOptions, StepReport, train
+
+    check_executable(plan)
+    if not is_rank():
+        check_machine(plan)
+        launch(plan, _arguments(plan_file, steps, data, learning_rate, seed))
+        return
+
+    def show(report: StepReport) -> None:
+        if os.environ["RANK"] == "0":
+            typer.echo(
+                f"step {report.step:>4}  loss {report.loss:.4f}  "
+                f"step time {report.step_time_s:.3f} s  {report.tokens_per_s:,.0f} tokens/s"
+            )
+
+    train(plan, RunOptions(steps, data, learning_rate, seed), show)
+
+
+def _arguments(
+    plan_file: Path, steps: int, data: Path | None, learning_rate: float | None, seed: int
+) -> list[str]:
+    """The same command for a rank."""
+    options = ["run", str(plan_file), "--steps", str(steps), "--seed", str(seed)]
+    options += [] if data is None else ["--data", str(data)]
+    return options + ([] if learning_rate is None else ["--learning-rate", repr(learning_rate)])
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}", hint="`planner search MODEL -o plan.json` writes one") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'file'}: {p['msg']}" for p in error.errors()[:10])
+        raise PlanError(f"{path} is not a plan: {problems}", hint="search again, or correct these keys") from error

@@ -1,0 +1,97 @@
+"""Training data: byte-level tokens of real text, addressed by step, data-parallel rank and position.
+
+Which samples a step sees depends on the seed and the step alone, never on the mesh: each global
+batch is split over the data-parallel ranks as ``torch.utils.data.DistributedSampler`` splits one,
+rank ``r`` of ``d`` taking the positions r, r + d, r + 2d, ... of it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from planner.errors import InputError, PlanError
+from planner.executor.mesh import RankPlace
+from planner.plan.schema import Plan
+
+NUM_BYTE_TOKENS = 256
+MAX_STANDARD_LIBRARY_BYTES = 2**23  # 8 MiB: more text than the test runs read, in well under a second
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A text as tokens, cut into samples of ``seq_len`` inputs with their next tokens as labels."""
+
+    tokens: torch.Tensor  # uint8 (num_tokens,)
+    seq_len: int
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch; the last token of each is only a label."""
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 (size, seq_len), of the whole batch of ``step``."""
+        samples = self._samples(range(step * size, (step + 1) * size))
+        whole = torch.stack([self.tokens[s * self.seq_len : (s + 1) * self.seq_len + 1] for s in samples]).long()
+        return whole[:, :-1], whole[:, 1:]
+
+    def local_batch(self, step: int, size: int, place: RankPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the batch of ``step``: (size / dp_degree, seq_len)."""
+        input_ids, labels = self.global_batch(step, size)
+        return input_ids[place.dp_rank :: place.dp_degree], labels[place.dp_rank :: place.dp_degree]
+
+    def _samples(self, positions: range) -> list[int]:
+        """Each epoch visits every sample once, in an order of its own."""
+        orders: dict[int, torch.Tensor] = {}
+        samples: list[int] = []
+        for position in positions:
+            epoch, offset = divmod(position, self.num_samples)
+            if epoch not in orders:
+                generator = torch.Generator().manual_seed(self.seed + epoch)
+                orders[epoch] = torch.randperm(self.num_samples, generator=generator)
+            samples.append(int(orders[epoch][offset]))
+        return samples
+
+
+def load_tokens(path: Path | None) -> torch.Tensor:
+    """The bytes of ``path``, or of the running Python's standard library, as uint8."""
+    if path is None:
+        return torch.frombuffer(bytearray(_standard_library()), dtype=torch.uint8)
+    try:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"cannot read {path}: {error}", hint="check the path given to --data") from error
+
+
+def open_data(plan: Plan, path: Path | None, vocab_size: int | None, seed: int) -> TokenData:
+    """The samples that ``plan`` trains on; an error where the text or the vocabulary is too small."""
+    if vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
+        raise PlanError(
+            f"the data are byte-level tokens (0 to 255), but the model's vocabulary has {vocab_size} entries",
+            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}",
+        )
+    data = TokenData(load_tokens(path), plan.training.seq_len, seed)
+    if data.num_samples < plan.training.global_batch_size:
+        raise InputError(
+            f"{path or 'the standard library'} holds {data.num_samples} samples of {data.seq_len} tokens, "
+            f"fewer than one global batch of {plan.training.global_batch_size}",
+            hint="pass a larger file with --data, or plan with a shorter sequence or a smaller batch",
+        )
+    return data
+
+
+def _standard_library() -> bytes:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    parts: list[bytes] = []
+    total = 0
+    for file in sorted(folder.glob("*.py")):
+        parts.append(file.read_bytes())
+        total += len(parts[-1])
+        if total >= MAX_STANDARD_LIBRARY_BYTES:
+            break
+    return b"\n".join(parts)

@@ -1,0 +1,61 @@
+"""Data parallelism: FSDP2's ``fully_shard`` is the one mechanism behind ZeRO stages 0 to 3.
+
+| stage | parameters                    | gradients                                | optimiser states |
+|-------|-------------------------------|------------------------------------------|------------------|
+| 0     | whole                         | whole, all-reduced once a step           | whole            |
+| 1     | sharded, gathered once a step | whole, reduce-scattered once a step      | sharded          |
+| 2     | sharded, gathered once a step | sharded, reduce-scattered a micro-batch  | sharded          |
+| 3     | gathered a unit, twice a      | sharded, reduce-scattered a micro-batch  | sharded          |
+|       | micro-batch                   |                                          |                  |
+
+With ``dp_replicate`` > 1 the sharded gradients are all-reduced over the replicas as well. Gradients
+are averaged over all data-parallel ranks, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from planner.errors import PlanError
+from planner.executor.mesh import DATA_AXES
+
+
+def apply_data_parallel(
+    module: nn.Module, sharded_units: Sequence[str], mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
+) -> None:
+    """Makes each of ``sharded_units`` present in ``module``, then ``module`` itself, an FSDP unit.
+
+    A parameter that is tied across units stays in the unit of the root, where all its users find
+    it gathered.
+    """
+    data_mesh = mesh[DATA_AXES]
+    precision = MixedPrecisionPolicy()
+    if dtype is not torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    units = {fqn: unit for fqn, unit in module.named_modules() if fqn in set(sharded_units)}
+    tied = _tied_parameters(module)
+    for fqn in sorted(units, key=lambda name: -name.count(".")):  # inner units first
+        if not any(parameter in tied for parameter in units[fqn].parameters()):
+            fully_shard(units[fqn], mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+
+
+def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool) -> None:
+    """Sets what the coming backward pass of one micro-batch reduces and what it frees."""
+    if not isinstance(module, FSDPModule):
+        raise PlanError("the module is not under FSDP", hint="call apply_data_parallel first")
+    module.set_requires_gradient_sync(last or zero_stage >= 2)
+    module.set_reshard_after_backward(last or zero_stage == 3)
+    module.set_is_last_backward(last)
+
+
+def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:
+    owners: dict[nn.Parameter, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        owners[parameter] = owners.get(parameter, 0) + 1
+    return {parameter for parameter, count in owners.items() if count > 1}

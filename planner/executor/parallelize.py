@@ -1,0 +1,149 @@
+"""Makes a plan's part of a model on this rank: the steps, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planner.executor.data_parallel import apply_data_parallel, prepare_backward
+from planner.executor.mesh import check_executable, compute_dtype, place_of
+from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
+from planner.executor.recompute import apply_recompute
+from planner.executor.sharding_rules import register_sharding_rules
+from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
+from planner.executor.stage_split import StageProgram, TiedParameter, check_stage_modules, split_trace, tied_parameters
+from planner.executor.stage_trace import TensorMeta, trace_forward
+from planner.executor.tensor_parallel import (
+    apply_tensor_parallel,
+    check_placements,
+    parameter_placements,
+    tensor_parallel_context,
+    torch_placement,
+)
+from planner.model_file import call_model
+from planner.parallelism import MeshAxis
+from planner.plan.schema import Plan
+
+Tensors = Mapping[str, torch.Tensor]
+LossFunction = Callable[[object, Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """This rank's stages of the model, and what runs one step over them."""
+
+    roots: tuple[nn.Module, ...]
+    stages: tuple[StageModule, ...]
+    schedule: Schedule | None  # None without a pipeline
+    ties: tuple[TiedGradient, ...]
+    plan: Plan
+    loss_parallel: LossParallel
+    has_loss: bool  # this rank computes the loss
+    input_name: str  # of the token ids
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank's stages."""
+        return [parameter for root in self.roots for parameter in root.parameters()]
+
+    def forward_backward(self, batch: Tensors) -> torch.Tensor:
+        """Gradients of the mean loss over this data-parallel rank's ``batch``; that loss where it is computed, else 0."""
+        with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
+            losses = self._all_microbatches(batch) if self.schedule is None else self._pipelined(self.schedule, batch)
+        for tie in self.ties:
+            tie.reduce()
+        device = self.parameters()[0].device
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+
+    def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
+        (stage,), count = self.stages, self.plan.pipeline.num_microbatches
+        chunks = {key: value.chunk(count) for key, value in batch.items()}
+        losses: list[torch.Tensor] = []
+        for index in range(count):
+            loss = stage(**{key: values[index] for key, values in chunks.items()})
+            prepare_backward(stage.root, self.plan.zero_stage, last=index == count - 1)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _pipelined(self, schedule: Schedule, batch: Tensors) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
+        schedule.step(target=target, losses=losses, return_outputs=False, **batch)
+        return [loss.detach() for loss in losses]
+
+
+def parallelize(
+    module: nn.Module, inputs: Tensors, loss_fn: LossFunction, plan: Plan, mesh: DeviceMesh
+) -> ParallelModel:
+    """Splits ``module`` as ``plan`` says and keeps this rank's part, which takes over its parameters.
+
+    ``module`` holds equal values on every rank. ``inputs`` are one micro-batch of its inputs, of
+    which only shapes and dtypes are read. Collective over ``mesh``.
+    """
+    check_executable(plan)
+    check_placements(module, plan.placements.tp, plan.mesh.tp)
+    parameter_placements(module, plan.placements.tp)
+    register_sharding_rules()
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
+    programs, ties = _programs(module, inputs, plan)
+    roots = {index: stage_root(module, programs[index], device) if programs else module for index in mine}
+    separate_ties(ties, roots)
+    for root in roots.values():
+        if plan.mesh.tp > 1:
+            apply_tensor_parallel(root, plan.placements.tp, mesh[MeshAxis.TP.value])
+        apply_recompute(root, plan.recompute)
+        apply_data_parallel(root, plan.placements.sharded_units, mesh, plan.zero_stage, compute_dtype(plan))
+    loss = LossTask(loss_fn, plan.pipeline.num_microbatches, LossParallel())
+    last = len(plan.pipeline.stages) - 1
+    stages = [
+        _stage_module(root, programs[index] if programs else None, (plan, mesh), tuple(inputs), loss if index == last else None)
+        for index, root in roots.items()
+    ]
+    schedule = build_schedule(stages, mine, plan, mesh) if programs else None
+    tied = tied_gradients(ties, roots, plan, mesh)
+    has_loss = mine[-1] == last
+    return ParallelModel(tuple(roots.values()), tuple(stages), schedule, tied, plan, loss.parallel, has_loss, next(iter(inputs)))
+
+
+def _programs(
+    module: nn.Module, inputs: Tensors, plan: Plan
+) -> tuple[tuple[StageProgram, ...], tuple[TiedParameter, ...]]:
+    """What each stage does and shares; nothing without a pipeline."""
+    if plan.mesh.pp == 1:
+        return (), ()
+    stages = [stage.modules for stage in plan.pipeline.stages]
+    check_stage_modules(module, stages)
+    meta_inputs = {key: value.to("meta") for key, value in inputs.items()}
+    opaque = frozenset(fqn for modules in stages for fqn in modules)
+    trace = trace_forward(module, opaque, meta_inputs, lambda twin: call_model(twin, meta_inputs), compute_dtype(plan))
+    programs = split_trace(module, trace, stages)
+    return programs, tied_parameters(module, programs)
+
+
+def _stage_module(
+    root: nn.Module,
+    program: StageProgram | None,
+    where: tuple[Plan, DeviceMesh],
+    input_names: Sequence[str],
+    loss: LossTask | None,
+) -> StageModule:
+    """``root`` with what it receives, sends and computes at its ends."""
+    plan, mesh = where
+    tp_mesh = mesh[MeshAxis.TP.value] if plan.mesh.tp > 1 else None
+
+    def run_whole(received: Sequence[torch.Tensor], batch: Tensors) -> object:
+        return call_model(root, {name: batch[name] for name in input_names})
+
+    def run_stage(received: Sequence[torch.Tensor], batch: Tensors) -> object:
+        return root(received, batch)
+
+    metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = ((), ())
+    if program is not None:
+        metas = tuple(program.metas[s] for s in program.inputs), tuple(program.metas[s] for s in program.outputs)
+    placement = torch_placement(plan.placements.stage_input)
+    return StageModule(root, run_whole if program is None else run_stage, metas, (tp_mesh, placement), loss)

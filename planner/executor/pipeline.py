@@ -1,0 +1,132 @@
+"""Pipeline parallelism: torch.distributed.pipelining's schedules over stages cut from any model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+
+from planner.executor.data_parallel import prepare_backward
+from planner.executor.stage_module import StageModule
+from planner.executor.stage_split import TiedParameter
+from planner.parallelism import MeshAxis, ScheduleName
+from planner.plan.schema import Plan
+
+Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients are reduced as the plan's ZeRO stage says, with a pipeline as without.
+
+    torch's own stage would keep all gradients whole until the last micro-batch.
+    """
+
+    def __init__(self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._zero_stage = plan.zero_stage
+        super().__init__(
+            module,
+            index,
+            len(plan.pipeline.stages),
+            device,
+            input_args=tuple(module.local_meta(meta).empty() for meta in module.input_metas),
+            output_args=tuple(module.local_meta(meta).empty() for meta in module.output_metas),
+            group=group,
+        )
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
+        """Sets what this micro-batch's backward reduces and frees, then runs it."""
+        assert isinstance(self.submod, StageModule)
+        prepare_backward(self.submod.root, self._zero_stage, last=last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:
+    """The plan's schedule over this rank's stages. Losses come ready scaled, so it scales nothing."""
+    group = mesh[MeshAxis.PP.value].get_group()
+    device = next(stages[0].parameters()).device
+    built = [_Stage(stage, index, plan, group, device) for stage, index in zip(stages, indices, strict=True)]
+    microbatches = plan.pipeline.num_microbatches
+    match plan.pipeline.schedule:
+        case ScheduleName.GPIPE:
+            return ScheduleGPipe(built[0], microbatches, loss_fn=_given_loss, scale_grads=False)
+        case ScheduleName.ONE_F_ONE_B:
+            return Schedule1F1B(built[0], microbatches, loss_fn=_given_loss, scale_grads=False)
+        case ScheduleName.INTERLEAVED_1F1B:
+            return ScheduleInterleaved1F1B([*built], microbatches, loss_fn=_given_loss, scale_grads=False)
+
+
+def _given_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The last stage returns the loss itself."""
+    return output
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """The local copies of one parameter that several stages hold, and the ranks that hold others."""
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup | None  # None: all copies are on this rank
+
+    def reduce(self) -> None:
+        """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal."""
+        total = torch.zeros_like(_local(self.parameters[0].detach()))
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                total += _local(parameter.grad)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(total)
+
+
+def tied_gradients(
+    ties: Sequence[TiedParameter], roots: dict[int, nn.Module], plan: Plan, mesh: DeviceMesh
+) -> tuple[TiedGradient, ...]:
+    """This rank's part in each tie. Collective: every rank creates the groups of every pipeline."""
+    pp_rank_of = {stage.index: stage.pp_rank for stage in plan.pipeline.stages}
+    pipelines = mesh.mesh.reshape(plan.mesh.pp, -1).T.tolist()
+    found: list[TiedGradient] = []
+    for tie in ties:
+        holders = sorted({pp_rank_of[stage] for stage in tie.fqns})
+        mine: dist.ProcessGroup | None = None
+        for ranks in pipelines if len(holders) > 1 else ():
+            members = [ranks[holder] for holder in holders]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine = group
+        local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
+        if local:
+            found.append(TiedGradient(local, mine))
+    return tuple(found)
+
+
+def separate_ties(ties: Sequence[TiedParameter], roots: dict[int, nn.Module]) -> None:
+    """Gives each stage on this rank its own copy of what it is tied to, as a stage elsewhere has one."""
+    for tie in ties:
+        for stage in sorted(set(tie.fqns) & set(roots))[1:]:
+            old = roots[stage].get_parameter(tie.fqns[stage])
+            new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+            _replace(roots[stage], old, new)
+
+
+def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for owner in root.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is old:
+                owner.register_parameter(name, new)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+

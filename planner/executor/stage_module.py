@@ -1,0 +1,185 @@
+"""The module that one pipeline stage runs: the user's own model with the other stages' modules left out.
+
+Its root is the user's root, so every FQN is the original one; its forward replays the stage's
+calls. Around it, ``StageModule`` turns what is received and sent between local tensors and DTensors
+and computes the loss on the last stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from planner.executor.stage_split import StageProgram, inside
+from planner.executor.stage_trace import Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
+from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def stage_root(module: nn.Module, program: StageProgram, device: torch.device) -> nn.Module:
+    """``module`` with only the modules and parameters of ``program``; modules are shared, not copied."""
+    root = _pruned(module, "", program)
+    root.forward = _replayed(root, program, device)
+    return root
+
+
+def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
+    shell = copy.copy(module)
+    shell._parameters = {n: p for n, p in module._parameters.items() if prefix + n in program.states}
+    shell._buffers = {n: b for n, b in module._buffers.items() if prefix + n in program.states}
+    shell._modules = {}
+    wanted = (*program.modules, *program.states)
+    for name, child in module._modules.items():
+        fqn = prefix + name
+        if child is None or fqn in program.modules:
+            shell._modules[name] = child
+        elif any(inside(other, fqn) for other in wanted):
+            shell._modules[name] = _pruned(child, fqn + ".", program)
+    return shell
+
+
+def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> Callable[..., object]:
+    def forward(received: Sequence[torch.Tensor], inputs: Tensors) -> object:
+        values: dict[Slot, torch.Tensor] = dict(zip(program.inputs, received, strict=True))
+
+        def decode(leaf: object) -> object:
+            match leaf:
+                case Slot():
+                    return values[leaf]
+                case InputSlot(key):
+                    return inputs[key]
+                case StateSlot(fqn):
+                    owner, _, name = fqn.rpartition(".")
+                    return getattr(root.get_submodule(owner), name)
+                case torch.device(type="meta"):
+                    return device
+                case _:
+                    return leaf
+
+        with device:
+            for call, released in zip(program.calls, program.released, strict=True):
+                result = _run(root, call, map_leaves(decode, call.args), map_leaves(decode, call.kwargs))
+                values.update(zip(call.results, tensors_in(result), strict=True))
+                for slot in released:
+                    values.pop(slot, None)
+        if program.result is not None:
+            return map_leaves(decode, program.result)
+        return tuple(values[slot] for slot in program.outputs)
+
+    return forward
+
+
+def _run(root: nn.Module, call: Call, args: object, kwargs: object) -> object:
+    assert isinstance(args, tuple)
+    assert isinstance(kwargs, dict)
+    function = root.get_submodule(call.module) if call.function is None else call.function
+    with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()):
+        return function(*args, **kwargs)
+
+
+class LossParallel:
+    """Switches torch's loss parallelism on for the rest of a step once sharded logits are seen.
+
+    The backward pass of a micro-batch, which a pipeline schedule runs later, needs it as well.
+    """
+
+    def __init__(self) -> None:
+        self._stack: contextlib.ExitStack | None = None
+        self._active = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds the forward and backward passes of one training step."""
+        with contextlib.ExitStack() as self._stack:
+            yield
+        self._stack, self._active = None, False
+
+    def look_at(self, output: object) -> None:
+        """Called with the model's output before the loss is computed."""
+        if self._stack is not None and not self._active and vocabulary_sharded(output):
+            self._stack.enter_context(loss_parallel())
+            self._active = True
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """How the last stage turns the model's output into its share of the step's loss."""
+
+    loss_fn: Callable[[object, Tensors], torch.Tensor]
+    num_microbatches: int
+    parallel: LossParallel
+
+    def __call__(self, output: object, batch: Tensors) -> torch.Tensor:
+        """The mean loss of one micro-batch divided by the number of them, as a local tensor."""
+        self.parallel.look_at(output)
+        loss = self.loss_fn(output, batch)
+        if isinstance(loss, DTensor):
+            mesh = loss.device_mesh
+            loss = redistribute(loss, mesh, Replicate()).to_local()
+        return loss / self.num_microbatches
+
+
+class StageModule(nn.Module):
+    """One stage, or the whole model: local tensors in, local tensors or the loss out."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        run: Callable[[Sequence[torch.Tensor], Tensors], object],
+        metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]],
+        boundary: tuple[DeviceMesh | None, Placement],
+        loss: LossTask | None,
+    ) -> None:
+        super().__init__()
+        self.root = root
+        self._run = run
+        self.input_metas, self.output_metas = metas
+        self._tp_mesh, self._placement = boundary
+        self._loss = loss
+
+    def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What the next stage receives, or on the last stage the loss."""
+        inputs = [self._receive(value, meta) for value, meta in zip(received, self.input_metas, strict=True)]
+        output = self._run(inputs, batch)
+        if self._loss is not None:
+            return self._loss(output, batch)
+        assert isinstance(output, tuple)
+        return tuple(self._send(value, meta) for value, meta in zip(output, self.output_metas, strict=True))
+
+    def local_meta(self, meta: TensorMeta) -> TensorMeta:
+        """``meta`` of the part that one tensor-parallel rank sends or receives."""
+        placement = self._placement_of(meta)
+        if self._tp_mesh is None or not isinstance(placement, Shard):
+            return meta
+        shape = list(meta.shape)
+        shape[placement.dim] //= self._tp_mesh.size()
+        return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
+
+    def _placement_of(self, meta: TensorMeta) -> Placement:
+        """The plan's placement where the tensor can take it."""
+        placement, mesh = self._placement, self._tp_mesh
+        if mesh is None or not isinstance(placement, Shard) or len(meta.shape) <= placement.dim:
+            return Replicate()
+        return placement if meta.shape[placement.dim] % mesh.size() == 0 else Replicate()
+
+    def _receive(self, value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+        if self._tp_mesh is None or not meta.requires_grad:
+            return value
+        return DTensor.from_local(value, self._tp_mesh, [self._placement_of(meta)], run_check=False)
+
+    def _send(self, value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+        value = value.to(meta.dtype)
+        if isinstance(value, DTensor):
+            assert self._tp_mesh is not None
+            placement = self._placement_of(meta) if meta.requires_grad else Replicate()
+            value = redistribute(value, self._tp_mesh, placement).to_local()
+        return value.contiguous()

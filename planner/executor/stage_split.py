@@ -1,0 +1,202 @@
+"""Cuts a recorded forward pass into pipeline stages: which calls, values and parameters each stage has.
+
+A call of a module that a stage lists runs on that stage. Glue runs on the stage of its latest
+operand; glue that depends on the model's inputs and constants alone (positions, rotary tables,
+masks) is repeated on every stage that needs it, and nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from planner.errors import PlanError
+from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, map_leaves
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage does: receive ``inputs`` in order, run ``calls``, send ``outputs`` in order."""
+
+    index: int
+    calls: tuple[Call, ...]
+    released: tuple[tuple[Slot, ...], ...]  # beside each call: values that nothing needs after it
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    metas: Mapping[Slot, TensorMeta]
+    result: object  # the model's output with slots, on the last stage
+    modules: tuple[str, ...]
+    states: frozenset[str]  # parameters and buffers that its glue uses
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """One tensor that several stages hold: its FQN on each of them."""
+
+    fqns: Mapping[int, str]  # by stage
+
+
+def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]) -> tuple[StageProgram, ...]:
+    """The programs of all stages. PlanError where the order of ``stages`` contradicts the flow of data."""
+    parameters = {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)}
+    placed = _assign_stages(trace, stages, parameters)
+    last = len(stages) - 1
+    produced = {slot: stage for call, stage in zip(trace.calls, placed, strict=True) for slot in call.results}
+    needed_until = dict.fromkeys(_slots(trace.output), last)
+    for call, stage in zip(trace.calls, placed, strict=True):
+        for slot in _slots((call.args, call.kwargs)) if stage is not None else ():
+            needed_until[slot] = max(needed_until.get(slot, 0), stage)
+    cuts = [
+        tuple(
+            slot
+            for slot, until in sorted(needed_until.items(), key=lambda item: item[0].number)
+            if (stage := produced[slot]) is not None and stage <= cut < until
+        )
+        for cut in range(last)
+    ]
+    boundaries = [(), *cuts, ()]
+    return tuple(
+        _program(index, trace, placed, modules, (boundaries[index], boundaries[index + 1]), index == last)
+        for index, modules in enumerate(stages)
+    )
+
+
+def tied_parameters(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[TiedParameter, ...]:
+    """Tensors that several stages hold. PlanError where a parameter is on no stage at all."""
+    holders: dict[nn.Parameter, dict[int, str]] = {}
+    homeless: list[str] = []
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        stages = {p.index for p in programs if fqn in p.states or any(inside(fqn, name) for name in p.modules)}
+        for stage in stages:
+            holders.setdefault(parameter, {}).setdefault(stage, fqn)
+    for fqn, parameter in module.named_parameters():
+        if parameter not in holders:
+            homeless.append(fqn)
+    if homeless:
+        raise PlanError(
+            f"{len(homeless)} parameters are on no pipeline stage: {', '.join(homeless[:5])}",
+            hint="list their modules in pipeline.stages[].modules",
+        )
+    return tuple(TiedParameter(stages) for stages in holders.values() if len(stages) > 1)
+
+
+def inside(fqn: str, module: str) -> bool:
+    """Whether ``fqn`` names ``module`` or something in it."""
+    return not module or fqn == module or fqn.startswith(module + ".")
+
+
+def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """PlanError that lists unknown, repeated and nested modules, and parameters of modules on no stage."""
+    known = dict(module.named_modules())
+    listed = [fqn for stage in stages for fqn in stage]
+    problems = [f"the model has no module {fqn!r}" for fqn in listed if fqn not in known]
+    problems += [f"{fqn!r} is listed {listed.count(fqn)} times" for fqn in sorted(set(listed)) if listed.count(fqn) > 1]
+    problems += [
+        f"{inner!r} is inside {outer!r}, which is listed as well"
+        for outer in listed
+        for inner in listed
+        if inner != outer and inside(inner, outer)
+    ]
+    for fqn, target in known.items():
+        holds_listed = any(inside(name, fqn) for name in listed)
+        is_listed = any(inside(fqn, name) for name in listed)
+        if not holds_listed and not is_listed and next(target.parameters(recurse=False), None) is not None:
+            problems.append(f"{fqn!r} has parameters, but is on no stage")
+    if problems:
+        raise PlanError(
+            "pipeline.stages does not fit the model: " + "; ".join(problems), hint="search again for this model, or correct it"
+        )
+
+
+def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: set[str]) -> list[int | None]:
+    """Stage of each call; None for glue that every stage may repeat for itself."""
+    owner = {fqn: index for index, modules in enumerate(stages) for fqn in modules}
+    stage_of: dict[Slot, int | None] = {}
+    placed: list[int | None] = []
+    waiting: list[int] = []  # glue over parameters alone: goes where it is first used
+    for position, call in enumerate(trace.calls):
+        operands = [stage_of[slot] for slot in _slots((call.args, call.kwargs))]
+        latest = max((stage for stage in operands if stage is not None), default=None)
+        stage = latest
+        if call.function is None:
+            stage = owner[call.module]
+            if latest is not None and latest > stage:
+                raise PlanError(
+                    f"module {call.module!r} is on stage {stage}, but needs what stage {latest} computes",
+                    hint="order the modules of pipeline.stages as the model runs them",
+                )
+        elif latest is None and _uses_state(call, parameters, waiting, trace):
+            waiting.append(position)
+        placed.append(stage)
+        stage_of.update(dict.fromkeys(call.results, stage))
+    for position in reversed(waiting):
+        results = set(trace.calls[position].results)
+        users = [
+            placed[later] if placed[later] is not None else len(stages) - 1
+            for later in range(position + 1, len(placed))
+            if results & set(_slots((trace.calls[later].args, trace.calls[later].kwargs)))
+        ]
+        placed[position] = min((user for user in users if user is not None), default=len(stages) - 1)
+    return placed
+
+
+def _uses_state(call: Call, parameters: set[str], waiting: Sequence[int], trace: Trace) -> bool:
+    leaves = tree_leaves((call.args, call.kwargs))
+    if any(isinstance(leaf, StateSlot) and leaf.fqn in parameters for leaf in leaves):
+        return True
+    earlier = {slot for position in waiting for slot in trace.calls[position].results}
+    return not earlier.isdisjoint(_slots((call.args, call.kwargs)))
+
+
+def _program(
+    index: int,
+    trace: Trace,
+    placed: Sequence[int | None],
+    modules: Sequence[str],
+    boundary: tuple[tuple[Slot, ...], tuple[Slot, ...]],
+    last: bool,
+) -> StageProgram:
+    inputs, outputs = boundary
+    needed = {*outputs, *(_slots(trace.output) if last else ())}
+    kept_at_end = frozenset(needed)
+    calls: list[Call] = []
+    released: list[tuple[Slot, ...]] = []
+    for call, stage in reversed(list(zip(trace.calls, placed, strict=True))):
+        repeated = stage is None and not needed.isdisjoint(call.results)
+        if stage == index or repeated:
+            operands = set(_slots((call.args, call.kwargs)))
+            unused = {slot for slot in call.results if slot not in needed}
+            released.append(tuple((operands - needed) | unused))
+            calls.append(call)
+            needed |= operands
+    missing = {slot for slot in needed if slot not in inputs} - {slot for call in calls for slot in call.results}
+    assert not missing, f"stage {index} lacks {missing}"
+    states = {leaf.fqn for call in calls for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, StateSlot)}
+    result = trace.output if last else None
+    states |= {leaf.fqn for leaf in tree_leaves(result) if isinstance(leaf, StateSlot)}
+    return StageProgram(
+        index=index,
+        calls=tuple(reversed(calls)),
+        released=tuple(tuple(s for s in slots if s not in kept_at_end) for slots in reversed(released)),
+        inputs=inputs,
+        outputs=outputs,
+        metas={slot: trace.metas[slot] for slot in (*inputs, *outputs)},
+        result=result,
+        modules=tuple(modules),
+        states=frozenset(states),
+    )
+
+
+def _slots(value: object) -> Iterator[Slot]:
+    found: list[Slot] = []
+
+    def look(leaf: object) -> object:
+        if isinstance(leaf, Slot):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(look, value)
+    return iter(found)

@@ -1,0 +1,227 @@
+"""Records one forward pass of a model as a list of calls that can be cut into pipeline stages.
+
+The pass runs on the meta device. Every module that a stage names is one opaque call; what the
+modules around them do between those calls ("glue") is recorded function by function, at the level
+at which the user wrote it. Replaying the calls with the original modules is the original model, so
+sharding, hooks and checkpointing of those modules still apply.
+
+Not understood, and refused or wrong only in the glue: Python side effects, values read from tensors
+(``item()``, ``if tensor``), tensors that are neither parameters nor buffers, own autograd functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.errors import PlanError
+
+Function = Callable[..., object]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor computed during the pass."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class InputSlot:
+    """An input of the model, by name or position."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """A parameter or buffer of the model that glue uses directly."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call; ``results`` are the tensors of its output in order."""
+
+    function: Function | None  # None: the module ``module``
+    module: str
+    args: tuple[object, ...]  # with slots in place of tensors, as are the keyword arguments
+    kwargs: Mapping[str, object]
+    results: tuple[Slot, ...]
+    grad_enabled: bool
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a receiver must know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device | str = "meta") -> torch.Tensor:
+        """A tensor of this kind without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward pass: the calls in order, the output with slots for tensors, and every slot's kind."""
+
+    calls: tuple[Call, ...]
+    output: object
+    metas: Mapping[Slot, TensorMeta]
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """All tensors of a nest of containers and dataclasses, in a fixed order."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found += tensors_in(getattr(leaf, field.name))
+    return found
+
+
+def map_leaves(function: Callable[[object], object], value: object) -> object:
+    """``value`` with ``function`` applied to every leaf, dataclasses included."""
+
+    def visit(leaf: object) -> object:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Slot | InputSlot | StateSlot):
+            changed = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(changed, field.name, map_leaves(function, getattr(leaf, field.name)))
+            return changed
+        return function(leaf)
+
+    return tree_map(visit, value)
+
+
+def trace_forward(
+    module: nn.Module,
+    opaque: frozenset[str],
+    inputs: Mapping[str, torch.Tensor],
+    run: Callable[[nn.Module], object],
+    dtype: torch.dtype,
+) -> Trace:
+    """Runs ``run(meta twin of module)`` and records it.
+
+    ``opaque`` are the FQNs of modules recorded as one call. ``inputs`` are meta tensors that
+    ``run`` hands to the module. ``dtype`` is what floating-point parameters are computed in.
+    """
+    twin = meta_twin(module, dtype)
+    recorder = _Recorder(twin, inputs)
+    for fqn, target in twin.named_modules():
+        if fqn in opaque:
+            target.forward = _opaque_call(recorder, fqn, target.forward)
+    with torch.device("meta"), recorder:
+        output = run(twin)
+    if not recorder.contains_all(output):
+        raise PlanError("the model's output holds a tensor that its forward did not compute", hint="return computed tensors")
+    return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
+
+
+def meta_twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of ``module`` whose parameters and buffers are on the meta device; ties are kept."""
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        computed = dtype if parameter.is_floating_point() else parameter.dtype
+        meta = torch.empty_like(parameter, dtype=computed, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(module, memo)
+
+
+class _Recorder(TorchFunctionMode):
+    """Appends a ``Call`` for every torch function that returns tensors."""
+
+    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.metas: dict[Slot, TensorMeta] = {}
+        self._paused = False
+        self._kept: list[torch.Tensor] = []  # so that no id is used twice
+        self._known: dict[int, Slot | InputSlot | StateSlot] = {}
+        for fqn, state in [*twin.named_buffers(), *twin.named_parameters()]:
+            self._know(state, StateSlot(fqn))
+        for key, value in inputs.items():
+            self._know(value, InputSlot(key))
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if not self._paused and tensors_in(result):
+            self.record(func, "", args, kwargs or {}, result)
+        return result
+
+    def record(
+        self, function: Function | None, module: str, args: tuple[object, ...], kwargs: dict[str, object], result: object
+    ) -> None:
+        """Appends one call. Every result gets a new slot, also one that was changed in place or passed through."""
+        encoded_args, encoded_kwargs = self.encode(args), self.encode(kwargs)
+        results: list[Slot] = []
+        for tensor in tensors_in(result):
+            slot = Slot(len(self.metas))
+            self._know(tensor, slot)
+            self.metas[slot] = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            results.append(slot)
+        assert isinstance(encoded_args, tuple)
+        assert isinstance(encoded_kwargs, dict)
+        self.calls.append(
+            Call(function, module, encoded_args, encoded_kwargs, tuple(results), torch.is_grad_enabled())
+        )
+
+    def call_paused(self, function: Callable[[], _T]) -> _T:
+        """Runs ``function`` without recording what happens inside."""
+        self._paused = True
+        try:
+            return function()
+        finally:
+            self._paused = False
+
+    def encode(self, value: object) -> object:
+        """``value`` with slots in place of tensors; PlanError for a tensor of unknown origin."""
+        return map_leaves(self._encode_leaf, value)
+
+    def contains_all(self, value: object) -> bool:
+        """Whether the origin of every tensor in ``value`` is known."""
+        return all(id(tensor) in self._known for tensor in tensors_in(value))
+
+    def _encode_leaf(self, leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known = self._known.get(id(leaf))
+        if known is None:
+            raise PlanError(
+                f"between its pipelined modules the model uses a tensor of shape {tuple(leaf.shape)} that is "
+                "neither a parameter nor a buffer",
+                hint="register it with register_buffer, or plan with pp = 1",
+            )
+        return known
+
+    def _know(self, tensor: torch.Tensor, slot: Slot | InputSlot | StateSlot) -> None:
+        self._kept.append(tensor)
+        self._known[id(tensor)] = slot
+
+
+def _opaque_call(recorder: _Recorder, fqn: str, forward: Function) -> Function:
+    def call(*args: object, **kwargs: object) -> object:
+        result = recorder.call_paused(lambda: forward(*args, **kwargs))
+        recorder.record(None, fqn, args, kwargs, result)
+        return result
+
+    return call

@@ -1,0 +1,183 @@
+"""Tensor parallelism on any model: parameters are DTensors on the ``tp`` axis, and so are activations.
+
+A DTensor keeps its global shape, so ``view(batch, sequence, heads, head_dim)`` in a user's code
+still holds. Plain tensors that meet DTensors (token ids, masks, rotary tables) count as replicated.
+Where a module's output is to be redistributed, a forward hook does it: that is where the
+all-reduce, reduce-scatter and all-gather of tensor and sequence parallelism happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import Partial as PartialPlacement
+from torch.distributed.tensor import Replicate as ReplicatePlacement
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._pytree import tree_map_only
+
+from planner.errors import PlanError
+from planner.parallelism import Partial, Replicate, Shard, parse_placement
+from planner.plan.schema import ModulePlacement
+
+
+def torch_placement(text: str) -> Placement:
+    """A plan's placement as torch's."""
+    match parse_placement(text):
+        case Replicate():
+            return ReplicatePlacement()
+        case Shard(dim):
+            return ShardPlacement(dim)
+        case Partial():
+            return PartialPlacement()
+
+
+def apply_tensor_parallel(module: nn.Module, placements: Sequence[ModulePlacement], tp_mesh: DeviceMesh) -> None:
+    """Replaces every parameter by a DTensor and hooks every output that ``placements`` redistribute.
+
+    ``module`` holds the same values on every rank, so nothing is sent. Entries that name modules of
+    other pipeline stages match nothing here; ``check_placements`` sees to those that match nothing
+    anywhere.
+    """
+    chosen = parameter_placements(module, placements)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter not in replaced:
+                placement = chosen.get(parameter, ReplicatePlacement())
+                sharded = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)
+                replaced[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            owner.register_parameter(name, replaced[parameter])
+    for entry in placements:
+        if entry.output is not None:
+            for _, target in _matching(module, entry.module):
+                target.register_forward_hook(_RedistributeHook(tp_mesh, torch_placement(entry.output)))
+
+
+def parameter_placements(
+    module: nn.Module, placements: Sequence[ModulePlacement]
+) -> Mapping[nn.Parameter, Placement]:
+    """Placement of each parameter that an entry names; PlanError for conflicts between tied names."""
+    chosen: dict[nn.Parameter, Placement] = {}
+    for entry in placements:
+        for fqn, target in _matching(module, entry.module):
+            for name, text in entry.parameters.items():
+                parameter = target._parameters.get(name)
+                if parameter is None:
+                    continue
+                placement = torch_placement(text)
+                if chosen.setdefault(parameter, placement) != placement:
+                    raise PlanError(
+                        f"{fqn}.{name} is placed as {text}, but it is tied to a parameter placed as {chosen[parameter]}",
+                        hint="give all names of one tensor the same placement",
+                    )
+    return chosen
+
+
+def check_placements(module: nn.Module, placements: Sequence[ModulePlacement], tp: int) -> None:
+    """PlanError that lists patterns without a module, unknown parameters and dims that tp does not divide."""
+    problems: list[str] = []
+    for entry in placements:
+        matched = _matching(module, entry.module)
+        if not matched:
+            problems.append(f"no module matches {entry.module!r}")
+        for name, text in entry.parameters.items():
+            placement = parse_placement(text)
+            owners = [(fqn, target._parameters[name]) for fqn, target in matched if target._parameters.get(name) is not None]
+            if matched and not owners:
+                problems.append(f"{entry.module!r} has no parameter {name!r}")
+            if isinstance(placement, Partial):
+                problems.append(f"{entry.module}.{name} cannot be placed as partial: parameters are sharded or replicated")
+            if isinstance(placement, Shard):
+                problems += [
+                    f"{fqn}.{name} of shape {tuple(parameter.shape)} cannot be split {tp} ways along dim {placement.dim}"
+                    for fqn, parameter in owners
+                    if parameter is not None and not _divides(tp, parameter.shape, placement.dim)
+                ]
+    if problems:
+        raise PlanError(
+            "placements.tp does not fit the model: " + "; ".join(problems), hint="search again for this model, or correct it"
+        )
+
+
+@contextlib.contextmanager
+def tensor_parallel_context(enabled: bool) -> Iterator[None]:
+    """Where forward and backward run: plain tensors beside DTensors are taken as replicated."""
+    if not enabled:
+        yield
+        return
+    with implicit_replication():
+        yield
+
+
+def vocabulary_sharded(output: object) -> bool:
+    """Whether the logits lie sharded over the last dim, so that the loss must be computed in parallel."""
+    found = False
+
+    def look(tensor: DTensor) -> DTensor:
+        nonlocal found
+        found = found or any(isinstance(p, ShardPlacement) and p.dim == tensor.ndim - 1 for p in tensor.placements)
+        return tensor
+
+    tree_map_only(DTensor, look, output)
+    return found
+
+
+def redistribute(tensor: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """``tensor`` at ``placement``; its gradient arrives whole or sharded, never as partial sums."""
+    moved = _Redistribute.apply(tensor, mesh, placement)
+    assert isinstance(moved, DTensor)
+    return moved
+
+
+class _RedistributeHook:
+    """A forward hook that brings every DTensor of a module's output to one placement."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        self._mesh = mesh
+        self._placement = placement
+
+    def __call__(self, module: nn.Module, arguments: object, output: object) -> object:
+        return tree_map_only(DTensor, self._move, output)
+
+    def _move(self, tensor: DTensor) -> torch.Tensor:
+        return redistribute(tensor, self._mesh, self._placement)
+
+
+class _Redistribute(torch.autograd.Function):
+    """Redistribution whose gradient is never partial sums: they are reduced here, once.
+
+    torch's own backward of Partial -> Replicate lets partial gradients pass. They would travel on
+    through every residual connection and reach an embedding that cannot take them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tensor: DTensor, mesh: DeviceMesh, placement: Placement
+    ) -> torch.Tensor:
+        (before,) = tensor.placements
+        ctx.gradient_placement = ReplicatePlacement() if before.is_partial() else before  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor.redistribute(mesh, [placement])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: torch.autograd.function.FunctionCtx, gradient: DTensor
+    ) -> tuple[torch.Tensor, None, None]:
+        placement: Placement = ctx.gradient_placement  # pyright: ignore[reportAttributeAccessIssue]
+        return gradient.redistribute(gradient.device_mesh, [placement]), None, None
+
+
+def _matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    components = ("[^.]+" if component == "*" else re.escape(component) for component in pattern.split("."))
+    expression = re.compile(r"\.".join(components))
+    return [(fqn, target) for fqn, target in module.named_modules() if expression.fullmatch(fqn)]
+
+
+def _divides(tp: int, shape: torch.Size, dim: int) -> bool:
+    return dim < len(shape) and shape[dim] % tp == 0

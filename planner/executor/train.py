@@ -1,0 +1,156 @@
+"""Trains what a plan says on the ranks that are already running: one process is one device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planner.errors import ModelError
+from planner.executor.data import TokenData, open_data
+from planner.executor.mesh import build_mesh, check_world_size, place_of
+from planner.executor.parallelize import ParallelModel, parallelize
+from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.parallelism import Optimizer
+from planner.plan.schema import Plan
+
+DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+_OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+    Optimizer.ADAMW: torch.optim.AdamW,
+    Optimizer.ADAM: torch.optim.Adam,
+    Optimizer.SGD: torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How long and on what to train."""
+
+    steps: int = 20
+    data: Path | None = None  # None: the standard library's source
+    learning_rate: float | None = None  # None: the optimiser's default of ours
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step, as every rank knows it."""
+
+    step: int  # from 1
+    loss: float  # mean over the global batch
+    step_time_s: float
+    tokens_per_s: float
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Joins the ranks that torchrun (or we) started; yields this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> None:
+    """Runs ``options.steps`` steps of ``plan``; ``report`` is called after each on every rank."""
+    with quiet_torch(), process_group() as device:
+        check_world_size(plan)
+        loaded = load_model(resolve_model(plan.model.source))
+        if loaded.digest != plan.model.digest and dist.get_rank() == 0:
+            _say(f"warning: {plan.model.source} has changed since the plan was made for it")
+        mesh = build_mesh(plan, device.type)
+        data = open_data(plan, options.data, loaded.vocab_size, options.seed)
+        model = parallelize(build_model(loaded, options.seed), example_batch(loaded, plan), loaded.loss_fn, plan, mesh)
+        optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
+        for step in range(options.steps):
+            report(_timed_step(model, optimizer, data, mesh, step))
+
+
+def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
+    """The model on the CPU with equal values on every rank.
+
+    Each process holds the whole model in host memory until it is sharded, which bounds the size
+    of what can be trained.
+    """
+    torch.manual_seed(seed)
+    module = loaded.build()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ModelError(f"{loaded.source.name} builds its parameters on the meta device: they have no values to train",
+                         hint="let the factory build on the current default device")  # fmt: skip
+    return module.float().train()
+
+
+def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
+    """One micro-batch of the model's inputs: token ids alone can be filled with text."""
+    inputs = loaded.example_inputs(plan.pipeline.micro_batch_size, plan.training.seq_len)
+    named = inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
+    if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
+        raise ModelError(
+            f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is int64 token ids can be run yet",
+            hint="give defaults to the other inputs of its forward",
+        )
+    return named
+
+
+def build_optimizer(
+    parameters: list[nn.Parameter], name: Optimizer, learning_rate: float | None
+) -> torch.optim.Optimizer:
+    """The plan's optimiser over this rank's shards of the trainable parameters."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    return _OPTIMIZERS[name](trainable, lr=DEFAULT_LEARNING_RATE[name] if learning_rate is None else learning_rate)
+
+
+def train_step(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor], mesh: DeviceMesh
+) -> torch.Tensor:
+    """One optimiser step on this rank's part of the global batch; the mean loss over the global batch."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = model.forward_backward(batch)
+    optimizer.step()
+    place = place_of(mesh)
+    # Every rank of the last pipeline stage has its part's loss: tp ranks the same one, so the sum counts it tp times.
+    share = loss / (place.dp_degree * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
+    dist.all_reduce(share)
+    return share
+
+
+def _timed_step(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, data: TokenData, mesh: DeviceMesh, step: int
+) -> StepReport:
+    training, device = model.plan.training, model.parameters()[0].device
+    start_s = time.perf_counter()
+    tokens, labels = data.local_batch(step, training.global_batch_size, place_of(mesh))
+    batch = {model.input_name: tokens.to(device), "labels": labels.to(device)}
+    loss = float(train_step(model, optimizer, batch, mesh))  # waits for the device
+    step_time_s = time.perf_counter() - start_s
+    tokens_per_step = training.global_batch_size * training.seq_len
+    return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Hides torch's remarks about its own internals, which no user can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+        yield
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""Plans for four ranks that the distributed tests train with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName
+from planner.plan.schema import (
+    MeshSection,
+    ModelSection,
+    PipelineSection,
+    PlacementSection,
+    Plan,
+    RecomputeRule,
+    StageSection,
+    TrainingSection,
+)
+from tests.distributed.toy_models import MODELS, SEQ_LEN, ToyModel
+
+WORLD_SIZE = 4
+GLOBAL_BATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a plan, in short."""
+
+    model: str
+    mesh: MeshSection
+    zero_stage: int = 0
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    micro_batch_size: int = 1
+    optimizer: Optimizer = Optimizer.SGD
+    precision: Precision = Precision.FP32
+    stage_input: str = field(default="replicate")
+
+    def plan(self) -> Plan:
+        """The whole plan."""
+        toy = MODELS[self.model]
+        dp = self.mesh.shape().dp
+        return Plan(
+            model=ModelSection(source=self.model, digest="", num_params=0),
+            hardware="cpu-gloo",
+            num_devices=WORLD_SIZE,
+            training=TrainingSection(
+                global_batch_size=GLOBAL_BATCH_SIZE, seq_len=SEQ_LEN, precision=self.precision, optimizer=self.optimizer
+            ),
+            mesh=self.mesh,
+            zero_stage=self.zero_stage,
+            pipeline=PipelineSection(
+                schedule=self.schedule,
+                num_microbatches=GLOBAL_BATCH_SIZE // dp // self.micro_batch_size,
+                micro_batch_size=self.micro_batch_size,
+                virtual_stages=self.virtual_stages,
+                stages=_stages(toy, self.mesh.pp, self.virtual_stages),
+            ),
+            placements=PlacementSection(
+                tp=toy.placements(self.sequence_parallel) if self.mesh.tp > 1 else (),
+                sequence_parallel=self.sequence_parallel,
+                stage_input=self.stage_input,
+                sharded_units=(*toy.before, *toy.blocks, *toy.after),
+            ),
+            recompute=() if self.recompute is Recompute.NONE else (RecomputeRule(mode=self.recompute, modules=toy.blocks),),
+        )
+
+
+def _stages(toy: ToyModel, pp: int, virtual_stages: int) -> tuple[StageSection, ...]:
+    count = pp * virtual_stages
+    size = len(toy.blocks) // count
+    modules = [list(toy.blocks[index * size : (index + 1) * size]) for index in range(count)]
+    modules[0] = [*toy.before, *modules[0]]
+    modules[-1] += toy.after
+    return tuple(StageSection(index=i, pp_rank=i % pp, modules=tuple(names)) for i, names in enumerate(modules))
+
+
+_DP4 = MeshSection(dp_shard=4)
+_DP2_TP2 = MeshSection(dp_shard=2, tp=2)
+_PP2_DP2 = MeshSection(pp=2, dp_shard=2)
+_PP2_TP2 = MeshSection(pp=2, tp=2)
+_INTERLEAVED = ScheduleName.INTERLEAVED_1F1B
+
+CASES = {
+    **{f"dp4-zero{stage}": Case("gpt", _DP4, stage) for stage in range(4)},
+    **{f"dp4-zero{stage}-tied": Case("gpt-tied", _DP4, stage, micro_batch_size=2) for stage in (1, 3)},
+    "hsdp-2x2-zero0": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 0),
+    "hsdp-2x2-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
+    "hsdp-2x2-zero3": Case("unusual", MeshSection(dp_replicate=2, dp_shard=2), 3),
+    "tp4-llama": Case("llama", MeshSection(tp=4), micro_batch_size=4),
+    "tp4-gpt-tied": Case("gpt-tied", MeshSection(tp=4), micro_batch_size=4),
+    "tp4-sp-llama": Case("llama", MeshSection(tp=4), sequence_parallel=True, micro_batch_size=4),
+    "tp2-dp2-zero0": Case("gpt", _DP2_TP2, micro_batch_size=2),
+    "tp2-dp2-zero1-sp": Case("llama", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=2),
+    "tp2-dp2-zero2-unusual": Case("unusual", _DP2_TP2, 2, micro_batch_size=4),
+    "tp2-dp2-zero3-sp-gpt-tied": Case("gpt-tied", _DP2_TP2, 3, sequence_parallel=True, micro_batch_size=4),
+    "tp2-dp2-sp-full-recompute": Case(
+        "llama", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=4
+    ),
+    "tp2-dp2-sp-selective-recompute": Case(
+        "llama", _DP2_TP2, 3, sequence_parallel=True, recompute=Recompute.SELECTIVE, micro_batch_size=4
+    ),
+    "dp4-full-recompute": Case("gpt", _DP4, 3, recompute=Recompute.FULL),
+    "dp4-selective-recompute": Case("llama", _DP4, 2, recompute=Recompute.SELECTIVE),
+    **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in range(4)},
+    "pp2-dp2-gpipe": Case("gpt", _PP2_DP2, 1, ScheduleName.GPIPE, micro_batch_size=2),
+    "pp2-dp2-tied": Case("gpt-tied", _PP2_DP2, 2, micro_batch_size=2),
+    "pp2-dp2-full-recompute": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, micro_batch_size=2),
+    "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
+    "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 2, _INTERLEAVED, 2, micro_batch_size=2),
+    "pp2-dp2-interleaved-tied": Case("gpt-tied", _PP2_DP2, 1, _INTERLEAVED, 2, micro_batch_size=2),
+    "pp2-tp2": Case("gpt", _PP2_TP2, micro_batch_size=4),
+    "pp2-tp2-tied": Case("gpt-tied", _PP2_TP2, micro_batch_size=4),
+    "pp2-tp2-unusual": Case("unusual", _PP2_TP2, micro_batch_size=4),
+    "pp2-tp2-sp": Case("llama", _PP2_TP2, sequence_parallel=True, micro_batch_size=4, stage_input="shard(1)"),
+    "pp2-tp2-interleaved-sp": Case(
+        "llama", _PP2_TP2, 0, _INTERLEAVED, 2, sequence_parallel=True, micro_batch_size=4, stage_input="shard(1)"
+    ),
+    "pp4": Case("llama", MeshSection(pp=4), micro_batch_size=4),
+    "pp4-unusual": Case("unusual", MeshSection(pp=4), micro_batch_size=4),
+    "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
+}

@@ -1,0 +1,169 @@
+"""Small models for the distributed tests, and the tensor-parallel placements that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner.models.config import FamilyConfig
+from planner.models.family import build_family
+from planner.plan.schema import ModulePlacement
+
+SEQ_LEN = 16
+VOCAB = 256
+NUM_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    """How to build one, and its modules in the order in which they run."""
+
+    build: Callable[[], nn.Module]
+    before: tuple[str, ...]
+    blocks: tuple[str, ...]
+    after: tuple[str, ...]
+    placements: Callable[[bool], tuple[ModulePlacement, ...]]  # (sequence parallel) -> placements.tp
+
+
+@dataclass
+class Output:
+    """What a Hugging Face model returns, in short; not known to torch's pytree."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class UnusualBlock(nn.Module):
+    """A layer with keyword arguments that returns a tuple."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(hidden)
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        y = self.out(attended.transpose(1, 2).flatten(-2)) * scale
+        return x + y, y
+
+
+class Backbone(nn.Module):
+    """Embedding with a parameter of its own, a mask made of a buffer, and values kept until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.positions = nn.Parameter(torch.randn(SEQ_LEN, 32) * 0.1)
+        self.register_buffer("triangle", torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril(), persistent=False)
+        self.layers = nn.ModuleList(UnusualBlock(32, 4) for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        mask = torch.zeros(length, length).masked_fill(~self.triangle[:length, :length], float("-inf"))
+        x = self.embed(input_ids) + self.positions[:length]
+        first = x
+        for layer in self.layers:
+            x, last = layer(x, mask=mask, scale=0.5)
+        return self.norm(x + 0.1 * last) + 0.1 * first  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+class Unusual(nn.Module):
+    """Returns a dataclass; its logits use the embedding's weight outside the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+
+    def forward(self, input_ids: torch.Tensor) -> Output:
+        hidden = self.backbone(input_ids)
+        return Output(logits=F.linear(hidden, self.backbone.embed.weight, self.bias), hidden=hidden)
+
+
+def _config(family: str, *, tied: bool) -> FamilyConfig:
+    fields = {"family": family, "layers": NUM_LAYERS, "hidden": 32, "heads": 8, "ffn": 64, "vocab": VOCAB, "seq_len": SEQ_LEN}
+    extra = {"kv_heads": 4, "mlp": "swiglu"} if family == "llama" else {}
+    return FamilyConfig.model_validate({**fields, **extra, "tied": tied})
+
+
+def _entries(
+    column: dict[str, bool], row: dict[str, bool], embedding: str, norms: tuple[str, ...], *, sequence_parallel: bool
+) -> list[ModulePlacement]:
+    """Column- and row-parallel linears (name -> has a bias), the vocabulary-parallel embedding, the norms."""
+    reduced = "shard(1)" if sequence_parallel else "replicate"
+    entries = [
+        ModulePlacement(module=name, parameters={"weight": "shard(0)"} | ({"bias": "shard(0)"} if bias else {}))
+        for name, bias in column.items()
+    ]
+    entries += [
+        ModulePlacement(module=name, parameters={"weight": "shard(1)"} | ({"bias": "replicate"} if bias else {}), output=reduced)
+        for name, bias in row.items()
+    ]
+    entries += [ModulePlacement(module=name, output="replicate") for name in norms]
+    return [*entries, ModulePlacement(module=embedding, parameters={"weight": "shard(0)"}, output=reduced)]
+
+
+def _llama_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    column = [f"layers.*.attention.{name}" for name in ("query", "key", "value")]
+    column += [f"layers.*.mlp.{name}" for name in ("gate", "up")]
+    row = ("layers.*.attention.output", "layers.*.mlp.down")
+    norms = ("layers.*.attention_norm", "layers.*.mlp_norm", "norm")
+    entries = _entries(
+        dict.fromkeys(column, False), dict.fromkeys(row, False), "embedding", norms, sequence_parallel=sequence_parallel
+    )
+    return (*entries, ModulePlacement(module="head", parameters={"weight": "shard(0)"}, output="shard(2)"))
+
+
+def _gpt_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    column = ("layers.*.attention.qkv", "layers.*.mlp.up")
+    row = ("layers.*.attention.output", "layers.*.mlp.down")
+    norms = ("layers.*.attention_norm", "layers.*.mlp_norm", "norm")
+    entries = _entries(
+        dict.fromkeys(column, True), dict.fromkeys(row, True), "token_embedding", norms, sequence_parallel=sequence_parallel
+    )
+    return (*entries, ModulePlacement(module="head", parameters={"weight": "shard(0)"}, output="shard(2)"))
+
+
+def _unusual_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    column = [f"backbone.layers.*.{name}" for name in ("query", "key", "value")]
+    entries = _entries(
+        dict.fromkeys(column, True),
+        {"backbone.layers.*.out": True},
+        "backbone.embed",
+        ("backbone.layers.*.norm", "backbone.norm"),
+        sequence_parallel=sequence_parallel,
+    )
+    return tuple(entries)
+
+
+def _layers(prefix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}layers.{index}" for index in range(NUM_LAYERS))
+
+
+def _family(family: str, *, tied: bool) -> ToyModel:
+    is_gpt = family == "gpt"
+    return ToyModel(
+        build=lambda: build_family(_config(family, tied=tied)),
+        before=("token_embedding", "position_embedding", "dropout") if is_gpt else ("embedding",),
+        blocks=_layers(""),
+        after=("norm", "head"),
+        placements=_gpt_placements if is_gpt else _llama_placements,
+    )
+
+
+MODELS = {
+    "gpt": _family("gpt", tied=False),
+    "gpt-tied": _family("gpt", tied=True),
+    "llama": _family("llama", tied=False),
+    "unusual": ToyModel(Unusual, ("backbone.embed",), _layers("backbone."), ("backbone.norm",), _unusual_placements),
+}

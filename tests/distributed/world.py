@@ -1,0 +1,135 @@
+"""One rank of the test world: runs every case and lets rank 0 write what came out as JSON.
+
+Started by ``conftest.py`` under torchrun's environment: ``python -m tests.distributed.world OUT``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from planner.executor.data import TokenData, load_tokens
+from planner.executor.mesh import build_mesh, place_of
+from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
+from planner.models.loss import next_token_loss
+from planner.parallelism import Optimizer
+from tests.distributed.cases import CASES, GLOBAL_BATCH_SIZE, Case
+from tests.distributed.toy_models import MODELS, SEQ_LEN
+
+LEARNING_RATE = 0.5
+NUM_LEARNING_STEPS = 50
+Parameters = dict[str, torch.Tensor]
+
+
+def main(out: Path, names: list[str]) -> None:
+    """Runs the cases ``names``, all of them if there are none."""
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, object]] = {}
+    with quiet_torch(), process_group():
+        for name in names or CASES:
+            results[name] = _guarded(name)
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps(results))
+
+
+def _guarded(name: str) -> dict[str, object]:
+    """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
+    try:
+        return _run(CASES[name])
+    except Exception:
+        sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        raise
+
+
+def _run(case: Case) -> dict[str, object]:
+    before = dict(_build(case).named_parameters(remove_duplicate=False))
+    model, losses = _train(case, steps=1)
+    gathered = _gather(model)
+    if dist.get_rank() != 0:
+        return {}
+    expected, expected_loss = _train_serially(case)
+    return {
+        "loss": losses[0],
+        "expected_loss": expected_loss,
+        "missing": sorted(set(expected) - set(gathered)),
+        "parameters": {
+            fqn: {
+                "relative_error": max(_relative(copy, expected[fqn]) for copy in copies),
+                "update_error": max(_relative(copy - before[fqn], expected[fqn] - before[fqn]) for copy in copies),
+                "update_size": float((expected[fqn] - before[fqn]).norm()),
+            }
+            for fqn, copies in gathered.items()
+        },
+    }
+
+
+def _build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[case.model].build()
+
+
+def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
+    plan = case.plan()
+    mesh = build_mesh(plan, "cpu")
+    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
+    model = parallelize(_build(case), inputs, next_token_loss, plan, mesh)
+    optimizer = build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
+    data = _data()
+    losses: list[float] = []
+    for step in range(steps):
+        tokens, labels = data.local_batch(step, GLOBAL_BATCH_SIZE, place_of(mesh))
+        losses.append(float(train_step(model, optimizer, {"input_ids": tokens, "labels": labels}, mesh)))
+    return model, losses
+
+
+def _train_serially(case: Case) -> tuple[Parameters, float]:
+    """One step on the whole batch at once, in one process, with nothing of the executor."""
+    module = _build(case)
+    tokens, labels = _data().global_batch(0, GLOBAL_BATCH_SIZE)
+    loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
+    loss.backward()
+    torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
+    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters(remove_duplicate=False)}, float(loss)
+
+
+def _gather(model: ParallelModel) -> dict[str, list[torch.Tensor]]:
+    """Whole parameters on rank 0: every copy that any rank holds, also of tied ones."""
+    mine = [(fqn, _whole(p)) for root in model.roots for fqn, p in root.named_parameters(remove_duplicate=False)]
+    parts: list[list[tuple[str, torch.Tensor]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    copies: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        for fqn, value in part or ():
+            copies.setdefault(fqn, []).append(value)
+    return copies
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((value - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _data() -> TokenData:
+    return TokenData(load_tokens(None), SEQ_LEN, seed=0)
+
+
+def _learning_rate(case: Case) -> float:
+    return LEARNING_RATE if case.optimizer is Optimizer.SGD else 3e-3
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
