@@ -77,7 +77,7 @@ def resolve_model(name: str) -> ModelSource:
     path = Path(name)
     if name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(path))
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json", hint="name a model.py, a config.json or a preset")
         return ModelSource(name, ModelKind.HUGGINGFACE, path / "config.json")

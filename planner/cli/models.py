@@ -25,24 +25,18 @@ def models(
     if as_json:
         typer.echo(json.dumps([_row(preset) for preset in presets], indent=2))
         return
-    table = Table(title="models")
-    table.add_column("name")
-    table.add_column("family")
-    for title in ("parameters", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "sequence"):
+    table = Table(title="models", padding=(0, 0))
+    table.add_column("name", no_wrap=True)
+    for title in ("params", "layers", "hidden", "heads", "FFN", "vocab", "tokens"):
         table.add_column(title, justify="right")
     for preset in presets:
         config = preset.config
-        numbers = (
-            config.layers,
-            config.hidden,
-            config.heads,
-            config.num_kv_heads,
-            config.ffn,
-            config.vocab,
-            config.seq_len,
-        )
-        size = f"{config.num_params / 1e9:,.2f} B" if config.num_params >= 1e8 else f"{config.num_params:,}"
-        table.add_row(preset.name, config.family, size, *(f"{number:,}" for number in numbers))
+        size = f"{config.num_params / 1e9:,.2f} B" if config.num_params >= 1e8 else f"{config.num_params / 1e6:,.2f} M"
+        grouped = config.num_kv_heads != config.heads
+        heads = f"{config.heads}/{config.num_kv_heads}" if grouped else str(config.heads)  # query/key
+        numbers = (config.ffn, config.vocab, config.seq_len)
+        shown = (size, str(config.layers), f"{config.hidden:,}", heads, *(f"{number:,}" for number in numbers))
+        table.add_row(preset.name, *shown)
     Console(highlight=False).print(table)
 
 

@@ -84,7 +84,7 @@ class BlockFinder:
         kinds = {child: self._kind(child) for child in children}
         counts = Counter(kinds.values())
         repeated = [child for child in children if counts[kinds[child]] > 1]
-        if not repeated or self._work(repeated) < DOMINANT_SHARE * self._work([parent]):
+        if not repeated or self._work(repeated) < DOMINANT_SHARE * self._rivals_work(parent, repeated):
             return ()
         if not self._follow_one_another(repeated):
             return ()
@@ -106,6 +106,12 @@ class BlockFinder:
         ids = [node_id for module in modules for node_id in self.tree.node_ids[module]]
         flops = sum(self.nodes[node_id].flops for node_id in ids)
         return flops or sum(self.nodes[node_id].bytes_read + self.nodes[node_id].bytes_written for node_id in ids)
+
+    def _rivals_work(self, parent: str, repeated: Sequence[str]) -> int:
+        """Work that ``repeated`` must dominate: the parent's, where they are no leaves without its leaves' (a head)."""
+        if any(not self.tree.children[child] for child in repeated):
+            return self._work([parent])
+        return self._work([child for child in self.tree.children[parent] if self.tree.children[child]])
 
     def _follow_one_another(self, modules: Sequence[str]) -> bool:
         """Whether each module depends on the one before it: a chain, not experts side by side."""

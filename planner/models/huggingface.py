@@ -21,6 +21,8 @@ from planner.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+UNMASKED_ATTENTION = "planner_sdpa"
+
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 
@@ -68,7 +70,7 @@ class HuggingFaceModel:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 try:
-                    return construct(_with_attention(config, "sdpa"))
+                    return construct(_with_attention(config, _attention_of(config)))
                 except ValueError:  # what transformers raises where a model has no such attention
                     return construct(_with_attention(config, "eager"))
         except Exception as error:
@@ -96,3 +98,24 @@ def _with_attention(config: PretrainedConfig, attention: str) -> PretrainedConfi
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     return config
+
+
+def _attention_of(config: PretrainedConfig) -> str:
+    """The attention to build with: plain SDPA, its masks left to ``is_causal`` where no layer looks at a window.
+
+    Training data has no padding and one document a row, so a full causal mask says nothing that
+    ``is_causal`` does not; transformers finds that out by reading the mask, which a trace cannot.
+    An attention function that is registered without a mask function is given no mask.
+    """
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    has_windows = bool(layer_types - {"full_attention"}) or (
+        not layer_types and getattr(text, "sliding_window", None) is not None
+    )
+    if has_windows:
+        return "sdpa"
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(UNMASKED_ATTENTION, sdpa_attention_forward)
+    return UNMASKED_ATTENTION

@@ -58,6 +58,16 @@ def base_name(node: fx.Node) -> tuple[str, bool]:
     return (name[:-1], True) if mutating else (name, False)
 
 
+def past_same_shape(value: object) -> fx.Node | None:
+    """The node behind ``value``, or behind the reshapes to its own shape that lie before it."""
+    while isinstance(value, fx.Node) and base_name(value)[0] in ("reshape", "view", "contiguous"):
+        before = value.args[0]
+        if not isinstance(before, fx.Node) or before.meta["val"].shape != value.meta["val"].shape:
+            break
+        value = before
+    return value if isinstance(value, fx.Node) else None
+
+
 def inlined_region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
     """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
     position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))

@@ -26,6 +26,7 @@ from planner.graph.tracer.fx_reading import (
     flat_nodes,
     inlined_region,
     named_arguments,
+    past_same_shape,
     storage_bytes,
     tensor_value,
     values_of,
@@ -320,11 +321,11 @@ class NodeBuilder:
         """
         if name not in ("reshape", "contiguous", "flatten", "clone", "view", "_unsafe_view"):
             return False
-        parent = node.args[0]
-        if not isinstance(parent, fx.Node) or base_name(parent)[0] not in ("transpose", "permute"):
+        parent = past_same_shape(node.args[0])
+        if parent is None or base_name(parent)[0] not in ("transpose", "permute"):
             return False
-        attention = parent.args[0]
-        if not isinstance(attention, fx.Node) or base_name(attention)[0] != "scaled_dot_product_attention":
+        attention = past_same_shape(parent.args[0])
+        if attention is None or base_name(attention)[0] != "scaled_dot_product_attention":
             return False
         before, after = attention.meta["val"].shape, parent.meta["val"].shape
         return len(before) == 4 and after == (before[0], before[2], before[1], before[3])
@@ -353,9 +354,10 @@ class NodeBuilder:
 
     def _source_of(self, node: fx.Node) -> str:
         lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-        if not lines:
+        own = [place for place in lines if "/site-packages/torch/" not in place[0]] or lines
+        if not own:
             return ""
-        file, line = lines[-1]
+        file, line = own[-1]
         if "site-packages/" in file:
             return f"{file.rpartition('site-packages/')[2]}:{line}"
         if self._folder and Path(file).is_relative_to(self._folder):

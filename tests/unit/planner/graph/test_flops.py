@@ -1,0 +1,53 @@
+"""FLOPs of the graph are those that torch.utils.flop_counter counts, forward and backward."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel
+from tests.unit.planner.graph.traced import HF_CONFIGS, ROOT, counted_flops, graph_of, loaded, loaded_from_config
+
+MODELS = ["gpt-tiny", "llama-tiny", "examples/tiny_gpt.py"]
+
+
+def assert_counts_agree(graph: ModelGraph, model: LoadedModel) -> None:
+    forward, backward = counted_flops(model, graph.batch_size, graph.seq_len)
+    assert graph.forward_flops == pytest.approx(forward, rel=1e-3)
+    assert graph.backward_flops == pytest.approx(backward, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_own_models(name: str) -> None:
+    name = str(ROOT / name) if name.endswith(".py") else name
+    assert_counts_agree(graph_of(name), loaded(name))
+
+
+@pytest.mark.parametrize("name", sorted(HF_CONFIGS))
+def test_huggingface_models(name: str, tmp_path: Path) -> None:
+    model = loaded_from_config(HF_CONFIGS[name], tmp_path)
+    assert_counts_agree(trace_model(model, 2, 32), model)
+
+
+def test_by_hand_for_gpt() -> None:
+    """Each matrix has 2 FLOPs a token and element; attention 4·s·h a token and layer; backward twice as many."""
+    graph = graph_of("gpt-tiny")
+    tokens, hidden, layers, vocab, seq_len = 2 * 32, 64, 4, 256, 32
+    matrices = layers * (3 + 1 + 4 + 4) * hidden**2 + vocab * hidden
+    assert graph.forward_flops == 2 * tokens * matrices + layers * tokens * 4 * seq_len * hidden
+    assert graph.backward_flops == 2 * graph.forward_flops
+    assert sum(n.weight_gradient_flops for n in graph.nodes) == 2 * tokens * matrices
+    assert sum(n.recomputed_flops for n in graph.nodes) == layers * tokens * 2 * seq_len * hidden
+
+
+def test_flops_grow_with_the_batch() -> None:
+    assert graph_of("llama-tiny", 4).forward_flops == 2 * graph_of("llama-tiny", 2).forward_flops
+
+
+def test_real_sizes_by_hand() -> None:
+    """Llama 3 8B: 2 FLOPs a token and matrix element, attention 4·s·heads·width; embedding is a lookup."""
+    graph = graph_of("llama3-8b", 1, 1024)
+    block = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    attention = 32 * 4 * 1024 * 1024 * 4096
+    assert graph.forward_flops == 2 * 1024 * (32 * block + 4096 * 128256) + attention

@@ -1,0 +1,81 @@
+"""graph.json: what is written comes back, what is damaged is refused by name, and reading needs no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.errors import ModelError
+from planner.graph.graph_file import read_graph, write_graph
+from tests.unit.planner.graph.traced import ROOT, graph_of
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "graph.json"
+    write_graph(graph_of("gpt-tiny"), path)
+    return path
+
+
+def test_round_trip(file: Path) -> None:
+    assert read_graph(file) == graph_of("gpt-tiny")
+    assert [p.name for p in file.parent.iterdir()] == ["graph.json"]
+
+
+def test_contract_keys(file: Path) -> None:
+    content = json.loads(file.read_text())
+    assert {"schema_version", "digest", "tier", "num_params", "num_trainable_params", "batch_size", "seq_len"} <= set(
+        content
+    )
+    assert {"forward_flops", "backward_flops", "saved_activation_bytes", "edges", "warnings"} <= set(content)
+    assert {"id", "op", "module", "shape", "dtype", "flops", "bytes_read", "bytes_written"} <= set(content["nodes"][0])
+    assert {"modules", "count"} <= set(content["blocks"][0])
+
+
+def test_reading_imports_no_torch(file: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from planner.graph.graph_file import read_graph; "
+        "from planner.model_file import resolve_model; source = resolve_model(sys.argv[1]); "
+        "assert source.kind == 'graph'; read_graph(source.path); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(file)], cwd=ROOT, check=False).returncode == 0
+
+
+def change(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 99}, "schema_version is 99"),
+        ({"colour": "red"}, "colour: Extra inputs"),
+        ({"num_params": "many"}, "num_params"),
+        ({"edges": [[3, 1]]}, "edge 3 -> 1 does not lead forward"),
+        ({"units": []}, "each node exactly once"),
+    ],
+)
+def test_foreign_files_are_refused_by_name(file: Path, changes: dict[str, object], message: str) -> None:
+    change(file, **changes)
+    with pytest.raises(ModelError, match=message):
+        read_graph(file)
+
+
+def test_all_violations_at_once(file: Path) -> None:
+    change(file, units=[], edges=[[3, 1]])
+    with pytest.raises(ModelError, match="does not lead forward.*exactly once"):
+        read_graph(file)
+
+
+def test_a_truncated_file_is_refused(file: Path) -> None:
+    file.write_text(file.read_text()[:1000])
+    with pytest.raises(ModelError, match="is not JSON"):
+        read_graph(file)
+
+
+def test_a_failed_write_leaves_the_old_file(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        write_graph(graph_of("gpt-tiny"), tmp_path / "absent" / "graph.json")
+    assert read_graph(file) == graph_of("gpt-tiny")

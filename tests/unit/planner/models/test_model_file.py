@@ -1,0 +1,191 @@
+"""MODEL in all its forms, and what is said when it is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import ModelError
+from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel, ModelKind, load_model, resolve_model
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.head = nn.Linear(width, 32)
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+"""
+
+
+def write(folder: Path, code: str, name: str = "model.py") -> str:
+    (folder / name).write_text(code)
+    return str(folder / name)
+
+
+def load(name: str) -> LoadedModel:
+    return load_model(resolve_model(name))
+
+
+def test_a_single_class_needs_no_factory(tmp_path: Path) -> None:
+    model = load(write(tmp_path, MODEL))
+    assert model.source.kind is ModelKind.PYTHON
+    assert model.vocab_size == 32
+    assert trace_model(model, 2, 8).num_params == 32 * 16 + 16 * 32 + 32
+
+
+def test_a_factory_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL + "\ndef wide():\n    return Net(64)\n\ndef build_model():\n    return Net(8)\n")
+    assert trace_model(load(path + ":wide"), 1, 8).num_params == 64 * 32 * 2 + 32
+    assert trace_model(load(path), 1, 8).num_params == 8 * 32 * 2 + 32
+
+
+def test_own_inputs_and_loss(tmp_path: Path) -> None:
+    code = MODEL + (
+        "\ndef example_inputs(batch_size, seq_len):\n"
+        "    return (torch.zeros(batch_size, seq_len, dtype=torch.int64),)\n"
+        "\ndef loss_fn(output, batch):\n    return output.float().square().mean() + batch[0].sum()\n"
+    )
+    graph = trace_model(load(write(tmp_path, code)), 2, 8)
+    assert "aten.cross_entropy_loss.default" not in {node.op for node in graph.nodes}
+
+
+def test_a_dict_of_inputs_is_passed_by_name(tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.linear = nn.Linear(4, 4)\n"
+        "    def forward(self, a, b):\n        return self.linear(a) - b\n"
+        "def example_inputs(batch_size, seq_len):\n"
+        "    return {'b': torch.zeros(batch_size, 4), 'a': torch.zeros(batch_size, seq_len, 4)}\n"
+        "def loss_fn(output, batch):\n    return (output - batch['b']).mean()\n"
+    )
+    graph = trace_model(load(write(tmp_path, code)), 1, 8)
+    linear = next(node for node in graph.nodes if node.op == "aten.linear.default")
+    assert linear.shape == (1, 8, 4)
+    assert linear.dtype == "bfloat16"
+
+
+def test_output_of_user_code_stays_off_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load(
+        write(
+            tmp_path, "print('at import')\n" + MODEL + "\ndef build_model():\n    print('building')\n    return Net()\n"
+        )
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "at import" in captured.err
+    assert "building" in captured.err
+
+
+def test_the_digest_follows_the_content_not_the_path(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first, second = write(tmp_path, MODEL), write(tmp_path / "other", MODEL)
+    assert load(first).digest == load(second).digest
+    third = write(tmp_path, MODEL + "\n# changed\n")
+    assert load(third).digest != load(second).digest
+
+
+def test_the_digest_follows_what_lies_beside(tmp_path: Path) -> None:
+    code = "from planner_test_width import WIDTH\n" + MODEL + "\ndef build_model():\n    return Net(WIDTH)\n"
+    write(tmp_path, "WIDTH = 8\n", "planner_test_width.py")
+    model = load(write(tmp_path, code))
+    (other := tmp_path / "other").mkdir()
+    write(other, "WIDTH = 9\n", "planner_test_width_two.py")
+    changed = load(write(other, code.replace("planner_test_width", "planner_test_width_two")))
+    assert model.digest != changed.digest
+    assert trace_model(changed, 1, 8).num_params == 9 * 32 * 2 + 32
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def build_model(:\n", r"model\.py:1: "),
+        ("x = 1 / 0\n", r"model\.py:1: ZeroDivisionError"),
+        ("import sys\nsys.exit(3)\n", r"model\.py:2: SystemExit"),
+        ("import a_module_that_is_not_there\n", r"model\.py:1: No module named"),
+        ("def build_model():\n    return 3\n", r"build_model\(\) returned int, not a torch\.nn\.Module"),
+        (
+            "def build_model():\n    x = 1\n    raise ValueError('no')\n",
+            r"build_model\(\) failed at model\.py:3: ValueError: no",
+        ),
+        ("def other():\n    pass\n", r"no build_model\(\) and no module that needs no arguments; it defines other"),
+        (MODEL + MODEL.replace("Net", "Web"), r"several modules that need no arguments: Net, Web"),
+        (MODEL + "\nexample_inputs = 3\n", r"example_inputs is int, not a function"),
+        (MODEL + "\ndef example_inputs(b, s):\n    return 'x'\n", r"must return a tuple or dict of tensors"),
+        (MODEL + "\ndef loss_fn(o, b):\n    return 1.0\n", r"loss_fn\(\) returned float"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_and_line(tmp_path: Path, code: str, message: str) -> None:
+    path = write(tmp_path, code)
+    with pytest.raises(ModelError, match=message):
+        trace_model(load(path), 1, 8)
+
+
+def test_a_model_that_cannot_be_traced_names_operator_and_line(tmp_path: Path) -> None:
+    code = MODEL.replace(
+        "        return self.head",
+        "        if tokens.sum() > 0:\n            tokens = tokens + 1\n        return self.head",
+    )
+    with pytest.raises(ModelError, match=r"model\.py:11 `if tokens\.sum\(\) > 0:`"):
+        trace_model(load(write(tmp_path, code)), 1, 8)
+
+
+def test_a_mismatch_of_shapes_names_operator_and_line(tmp_path: Path) -> None:
+    code = MODEL.replace("nn.Linear(width, 32)", "nn.Linear(width + 1, 32)")
+    with pytest.raises(ModelError, match=r"aten\.\S+ failed at model\.py:11"):
+        trace_model(load(write(tmp_path, code)), 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.py", "no such file"),
+        ("absent.json", "no such file"),
+        ("lama3-8b", "neither a file nor a preset"),
+        ("", "neither a file nor a preset"),
+    ],
+)
+def test_what_is_not_there(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_model(name)
+
+
+def test_a_near_preset_is_suggested() -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model("lama3-8b")
+    assert "llama3-8b" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds a JSON list"),
+        ("{", "is not JSON"),
+        ("{}", "neither a traced graph, nor a Hugging Face config"),
+        ('{"model_type": "a-model-of-no-kind"}', "transformers cannot read it"),
+        ('{"family": "gpt"}', "layers: Field required"),
+    ],
+)
+def test_foreign_json(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(write(tmp_path, content, "config.json"))
+
+
+def test_a_family_config_is_a_model(tmp_path: Path) -> None:
+    config = '{"family":"gpt","layers":2,"hidden":32,"heads":4,"ffn":64,"vocab":16,"seq_len":16}'
+    model = load(write(tmp_path, config, "mine.json"))
+    assert model.source.kind is ModelKind.PRESET
+    assert model.vocab_size == 16
+
+
+def test_building_follows_the_device_of_the_caller() -> None:
+    model = load("gpt-tiny")
+    with torch.device("meta"):
+        assert {p.device.type for p in model.build().parameters()} == {"meta"}
+    assert {p.device.type for p in model.build().parameters()} == {"cpu"}

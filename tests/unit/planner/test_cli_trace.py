@@ -1,0 +1,48 @@
+"""``planner trace``: the graph on stdout or in a file, the talk on stderr."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from planner.cli import models, trace
+from planner.errors import InputError, ModelError
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    trace.register(app)
+    models.register(app)  # a second command, so that the first is named
+    return app
+
+
+def test_json_is_all_there_is_on_stdout(app: typer.Typer, tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    result = CliRunner().invoke(app, ["trace", "gpt-tiny", "--batch-size", "2", "--json", "-o", str(file)])
+    assert result.exit_code == 0
+    graph = json.loads(result.stdout)
+    assert (graph["batch_size"], graph["seq_len"], graph["dtype"]) == (2, 64, "bfloat16")
+    assert json.loads(file.read_text()) == graph
+
+
+def test_a_graph_can_be_shown_again(app: typer.Typer, tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    CliRunner().invoke(app, ["trace", "llama-tiny", "-o", str(file), "--precision", "fp32"])
+    result = CliRunner().invoke(app, ["trace", str(file)])
+    assert result.exit_code == 0
+    assert "229,952" in result.stdout
+    assert "4 x layers.0" in result.stdout
+
+
+def test_an_unwritable_output_is_an_input_error(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "gpt-tiny", "-o", str(tmp_path / "absent" / "graph.json")])
+    assert isinstance(result.exception, InputError)
+
+
+def test_an_unknown_model_is_a_model_error(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["trace", "no-such-model"])
+    assert isinstance(result.exception, ModelError)
+    assert result.stdout == ""
