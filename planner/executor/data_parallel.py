@@ -14,7 +14,7 @@ are averaged over all data-parallel ranks, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,23 +25,33 @@ from planner.errors import PlanError
 from planner.executor.mesh import DATA_AXES
 
 
-def apply_data_parallel(
-    module: nn.Module, sharded_units: Sequence[str], mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
-) -> None:
-    """Makes each of ``sharded_units`` present in ``module``, then ``module`` itself, an FSDP unit.
+@dataclass(frozen=True)
+class ShardingUnits:
+    """What is gathered as one: the modules ``fqns``, except where ``shared`` parameters are in them.
 
-    A parameter that is tied across units stays in the unit of the root, where all its users find
-    it gathered.
+    ``shared`` are FQNs of parameters that the model also uses outside the module they belong to.
+    They, and parameters tied across modules, stay in the unit of the root, where all users find
+    them gathered.
     """
+
+    fqns: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
+
+
+def apply_data_parallel(
+    module: nn.Module, units: ShardingUnits, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
+) -> None:
+    """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit."""
     data_mesh = mesh[DATA_AXES]
     precision = MixedPrecisionPolicy()
     if dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    units = {fqn: unit for fqn, unit in module.named_modules() if fqn in set(sharded_units)}
-    tied = _tied_parameters(module)
-    for fqn in sorted(units, key=lambda name: -name.count(".")):  # inner units first
-        if not any(parameter in tied for parameter in units[fqn].parameters()):
-            fully_shard(units[fqn], mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    targets = {fqn: unit for fqn, unit in module.named_modules() if fqn in set(units.fqns)}
+    kept_in_root = _tied_parameters(module)
+    kept_in_root |= {p for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in units.shared}
+    for fqn in sorted(targets, key=lambda name: -name.count(".")):  # inner units first
+        if kept_in_root.isdisjoint(targets[fqn].parameters()):
+            fully_shard(targets[fqn], mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
     fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.executor.data_parallel import apply_data_parallel, prepare_backward
+from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.recompute import apply_recompute
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
 from planner.executor.stage_split import StageProgram, TiedParameter, check_stage_modules, split_trace, tied_parameters
-from planner.executor.stage_trace import TensorMeta, trace_forward
+from planner.executor.stage_trace import TensorMeta, Trace, trace_forward
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
     check_placements,
@@ -91,13 +91,14 @@ def parallelize(
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties = _programs(module, inputs, plan)
+    units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
     roots = {index: stage_root(module, programs[index], device) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
         if plan.mesh.tp > 1:
             apply_tensor_parallel(root, plan.placements.tp, mesh[MeshAxis.TP.value])
         apply_recompute(root, plan.recompute)
-        apply_data_parallel(root, plan.placements.sharded_units, mesh, plan.zero_stage, compute_dtype(plan))
+        apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
     loss = LossTask(loss_fn, plan.pipeline.num_microbatches, LossParallel())
     last = len(plan.pipeline.stages) - 1
     stages = [
@@ -118,11 +119,32 @@ def _programs(
         return (), ()
     stages = [stage.modules for stage in plan.pipeline.stages]
     check_stage_modules(module, stages)
-    meta_inputs = {key: value.to("meta") for key, value in inputs.items()}
-    opaque = frozenset(fqn for modules in stages for fqn in modules)
-    trace = trace_forward(module, opaque, meta_inputs, lambda twin: call_model(twin, meta_inputs), compute_dtype(plan))
+    trace = _trace(module, inputs, plan, [fqn for modules in stages for fqn in modules])
     programs = split_trace(module, trace, stages)
     return programs, tied_parameters(module, programs)
+
+
+def _shared_states(
+    module: nn.Module, inputs: Tensors, plan: Plan, programs: Sequence[StageProgram]
+) -> frozenset[str]:
+    """Parameters that are used outside their sharded unit, such as an embedding's weight in the logits.
+
+    A model that cannot be recorded (it needs none of that without a pipeline) is taken to use none so.
+    """
+    if programs:
+        return frozenset().union(*(program.states for program in programs))
+    try:
+        trace = _trace(module, inputs, plan, plan.placements.sharded_units)
+    except Exception:  # whatever the user's code raises on the meta device
+        return frozenset()
+    return frozenset(state for call in trace.calls for state in call.states)
+
+
+def _trace(module: nn.Module, inputs: Tensors, plan: Plan, opaque: Sequence[str]) -> Trace:
+    meta_inputs = {key: value.to("meta") for key, value in inputs.items()}
+    return trace_forward(
+        module, frozenset(opaque), meta_inputs, lambda twin: call_model(twin, meta_inputs), compute_dtype(plan)
+    )
 
 
 def _stage_module(

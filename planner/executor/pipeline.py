@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from planner.executor.data_parallel import prepare_backward
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
+from planner.executor.stage_trace import TensorMeta
 from planner.parallelism import MeshAxis, ScheduleName
 from planner.plan.schema import Plan
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 
 
 class _Stage(PipelineStage):
@@ -29,13 +31,15 @@ class _Stage(PipelineStage):
 
     def __init__(self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
         self._zero_stage = plan.zero_stage
+        num_stages = len(plan.pipeline.stages)
+        sent = module.output_metas if index < num_stages - 1 else (LOSS_META,)
         super().__init__(
             module,
             index,
-            len(plan.pipeline.stages),
+            num_stages,
             device,
             input_args=tuple(module.local_meta(meta).empty() for meta in module.input_metas),
-            output_args=tuple(module.local_meta(meta).empty() for meta in module.output_metas),
+            output_args=tuple(module.local_meta(meta).empty() for meta in sent),
             group=group,
         )
 

@@ -7,14 +7,13 @@ masks) is repeated on every stage that needs it, and nothing of it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
-from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, map_leaves
+from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, leaves_of, slots_in
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
     placed = _assign_stages(trace, stages, parameters)
     last = len(stages) - 1
     produced = {slot: stage for call, stage in zip(trace.calls, placed, strict=True) for slot in call.results}
-    needed_until = dict.fromkeys(_slots(trace.output), last)
+    needed_until = dict.fromkeys(slots_in(trace.output), last)
     for call, stage in zip(trace.calls, placed, strict=True):
-        for slot in _slots((call.args, call.kwargs)) if stage is not None else ():
+        for slot in call.operands if stage is not None else ():
             needed_until[slot] = max(needed_until.get(slot, 0), stage)
     cuts = [
         tuple(
@@ -118,7 +117,7 @@ def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: se
     placed: list[int | None] = []
     waiting: list[int] = []  # glue over parameters alone: goes where it is first used
     for position, call in enumerate(trace.calls):
-        operands = [stage_of[slot] for slot in _slots((call.args, call.kwargs))]
+        operands = [stage_of[slot] for slot in call.operands]
         latest = max((stage for stage in operands if stage is not None), default=None)
         stage = latest
         if call.function is None:
@@ -137,18 +136,17 @@ def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: se
         users = [
             placed[later] if placed[later] is not None else len(stages) - 1
             for later in range(position + 1, len(placed))
-            if results & set(_slots((trace.calls[later].args, trace.calls[later].kwargs)))
+            if results & set(trace.calls[later].operands)
         ]
         placed[position] = min((user for user in users if user is not None), default=len(stages) - 1)
     return placed
 
 
 def _uses_state(call: Call, parameters: set[str], waiting: Sequence[int], trace: Trace) -> bool:
-    leaves = tree_leaves((call.args, call.kwargs))
-    if any(isinstance(leaf, StateSlot) and leaf.fqn in parameters for leaf in leaves):
+    if not parameters.isdisjoint(call.states):
         return True
     earlier = {slot for position in waiting for slot in trace.calls[position].results}
-    return not earlier.isdisjoint(_slots((call.args, call.kwargs)))
+    return not earlier.isdisjoint(call.operands)
 
 
 def _program(
@@ -160,23 +158,23 @@ def _program(
     last: bool,
 ) -> StageProgram:
     inputs, outputs = boundary
-    needed = {*outputs, *(_slots(trace.output) if last else ())}
+    needed = {*outputs, *(slots_in(trace.output) if last else ())}
     kept_at_end = frozenset(needed)
     calls: list[Call] = []
     released: list[tuple[Slot, ...]] = []
     for call, stage in reversed(list(zip(trace.calls, placed, strict=True))):
         repeated = stage is None and not needed.isdisjoint(call.results)
         if stage == index or repeated:
-            operands = set(_slots((call.args, call.kwargs)))
+            operands = set(call.operands)
             unused = {slot for slot in call.results if slot not in needed}
             released.append(tuple((operands - needed) | unused))
             calls.append(call)
             needed |= operands
     missing = {slot for slot in needed if slot not in inputs} - {slot for call in calls for slot in call.results}
     assert not missing, f"stage {index} lacks {missing}"
-    states = {leaf.fqn for call in calls for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, StateSlot)}
+    states = {state for call in calls for state in call.states}
     result = trace.output if last else None
-    states |= {leaf.fqn for leaf in tree_leaves(result) if isinstance(leaf, StateSlot)}
+    states |= {leaf.fqn for leaf in leaves_of(result) if isinstance(leaf, StateSlot)}
     return StageProgram(
         index=index,
         calls=tuple(reversed(calls)),
@@ -188,15 +186,3 @@ def _program(
         modules=tuple(modules),
         states=frozenset(states),
     )
-
-
-def _slots(value: object) -> Iterator[Slot]:
-    found: list[Slot] = []
-
-    def look(leaf: object) -> object:
-        if isinstance(leaf, Slot):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(look, value)
-    return iter(found)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from planner.errors import PlanError
 
@@ -60,6 +60,16 @@ class Call:
     results: tuple[Slot, ...]
     grad_enabled: bool
 
+    @property
+    def operands(self) -> tuple[Slot, ...]:
+        """Computed tensors among the arguments."""
+        return slots_in((self.args, self.kwargs))
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """FQNs of parameters and buffers among the arguments."""
+        return tuple(leaf.fqn for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, StateSlot))
+
 
 @dataclass(frozen=True)
 class TensorMeta:
@@ -83,20 +93,30 @@ class Trace:
     metas: Mapping[Slot, TensorMeta]
 
 
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """All tensors of a nest of containers and dataclasses, in a fixed order."""
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found += tensors_in(getattr(leaf, field.name))
+def leaves_of(value: object) -> list[object]:
+    """All leaves of a nest of containers and dataclasses, in a fixed order."""
+    found: list[object] = []
+
+    def visit(leaf: object) -> object:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(visit, value)
     return found
 
 
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """All tensors in ``value``, in a fixed order."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def slots_in(value: object) -> tuple[Slot, ...]:
+    """All slots in ``value``."""
+    return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, Slot))
+
+
 def map_leaves(function: Callable[[object], object], value: object) -> object:
-    """``value`` with ``function`` applied to every leaf, dataclasses included."""
+    """``value`` with ``function`` applied to every leaf; dataclasses count as containers."""
 
     def visit(leaf: object) -> object:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Slot | InputSlot | StateSlot):

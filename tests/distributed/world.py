@@ -98,7 +98,7 @@ def _train_serially(case: Case) -> tuple[Parameters, float]:
     loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
-    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters(remove_duplicate=False)}, float(loss)
+    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters(remove_duplicate=False)}, float(loss.detach())
 
 
 def _gather(model: ParallelModel) -> dict[str, list[torch.Tensor]]:
