@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from planner.errors import ModelError
+from planner.json_file import listed, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
 from planner.models.config import FamilyConfig
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
-MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
 DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
 LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
 
@@ -133,23 +133,8 @@ def _nearest(name: str) -> str:
     return (f"nearest presets: {', '.join(near)}; " if near else "") + "`planner models` lists all presets"
 
 
-def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in ``path``; ModelError where it is none."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES:,} bytes", hint="is it a model?")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}", hint="check its permissions") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}", hint="is it damaged, or another kind of file?") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object", hint="name a config or a graph")
-    return value
-
-
 def _kind_of_json(path: Path) -> ModelKind:
-    keys = read_json_object(path).keys()
+    keys = read_object(path, ModelError).keys()
     if {"nodes", "units"} & keys:
         return ModelKind.GRAPH
     if {"model_type", "architectures"} & keys:
@@ -189,9 +174,9 @@ def _load_preset(source: ModelSource) -> LoadedModel:
         config = preset.config
     else:
         try:
-            config = FamilyConfig.model_validate(read_json_object(source.path))
+            config = FamilyConfig.model_validate(read_object(source.path, ModelError))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            problems = listed(violations_of(error))
             raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
     return LoadedModel(
         source=source,
@@ -210,7 +195,7 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
 
     if source.path is None:
         raise ModelError(f"{source.name} names no config file")
-    content = read_json_object(source.path)
+    content = read_object(source.path, ModelError)
     model = HuggingFaceModel.from_file(source.path)
     return LoadedModel(
         source=source,

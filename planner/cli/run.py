@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
-from planner.errors import PlanError
-from planner.plan.schema import Plan
+from planner.plan.plan_file import read_plan
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +24,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of samples.")] = 0,
 ) -> None:
     """Trains a plan's model: starts torchrun on this machine, or joins the torchrun that started this."""
-    plan = _read_plan(plan_file)
+    plan = read_plan(plan_file)
     from planner.executor.launch import check_machine, is_rank, launch
     from planner.executor.mesh import check_executable
     from planner.executor.train import RunOptions, StepReport, train
@@ -47,20 +45,8 @@ def run(
     train(plan, RunOptions(steps, data, learning_rate, seed), show)
 
 
-def _arguments(
-    plan_file: Path, steps: int, data: Path | None, learning_rate: float | None, seed: int
-) -> list[str]:
+def _arguments(plan_file: Path, steps: int, data: Path | None, learning_rate: float | None, seed: int) -> list[str]:
     """The same command for a rank."""
     options = ["run", str(plan_file), "--steps", str(steps), "--seed", str(seed)]
     options += [] if data is None else ["--data", str(data)]
     return options + ([] if learning_rate is None else ["--learning-rate", repr(learning_rate)])
-
-
-def _read_plan(path: Path) -> Plan:
-    try:
-        return Plan.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}", hint="`planner search MODEL -o plan.json` writes one") from error
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'file'}: {p['msg']}" for p in error.errors()[:10])
-        raise PlanError(f"{path} is not a plan: {problems}", hint="search again, or correct these keys") from error

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from planner.errors import InputError, ModelError
+from planner.errors import ModelError
 from planner.graph.graph_file import graph_json, read_graph, write_graph
 from planner.graph.model_graph import ModelGraph
 from planner.model_file import ModelKind, load_model, resolve_model
@@ -46,10 +46,7 @@ def trace(
     for warning in graph.warnings:
         talk.print(f"[yellow]warning:[/] {warning}", soft_wrap=True, markup=True)
     if output is not None:
-        try:
-            write_graph(graph, output)
-        except OSError as error:
-            raise InputError(f"cannot write {output}: {error.strerror}", hint="choose another -o FILE") from error
+        write_graph(graph, output)
         talk.print(f"wrote {output}", soft_wrap=True)
     if as_json:
         typer.echo(graph_json(graph))

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planner.errors import PlanError
-from planner.parallelism import MeshAxis, Offload, Precision, ScheduleName
-from planner.plan.schema import MeshSection, Plan
+from planner.parallelism import MeshAxis, Offload, Precision
+from planner.plan.checks import contradictions, degrees_text
+from planner.plan.schema import Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
@@ -58,28 +59,22 @@ def check_world_size(plan: Plan) -> None:
     world_size, needed = dist.get_world_size(), plan.mesh.shape().world_size
     if world_size != needed:
         raise PlanError(
-            f"the plan needs {needed} ranks ({_degrees(plan.mesh)}), but WORLD_SIZE is {world_size}",
+            f"the plan needs {needed} ranks ({degrees_text(plan)}), but WORLD_SIZE is {world_size}",
             hint=f"start torchrun with {needed} processes, or make a plan for {world_size} devices",
         )
 
 
 def check_executable(plan: Plan) -> None:
     """PlanError that lists everything in ``plan`` that is contradictory or that no executor exists for yet."""
-    problems = [*_mesh_problems(plan), *_batch_problems(plan), *_stage_problems(plan)]
+    problems = [*contradictions(plan), *_not_executed(plan)]
     if problems:
         raise PlanError(
             "this plan cannot be executed: " + "; ".join(problems), hint="correct the plan, or search again with pins"
         )
 
 
-def _degrees(mesh: MeshSection) -> str:
-    return " ".join(f"{axis.value}={mesh.shape().degree(axis)}" for axis in MeshAxis)
-
-
-def _mesh_problems(plan: Plan) -> list[str]:
+def _not_executed(plan: Plan) -> list[str]:
     problems: list[str] = []
-    if plan.mesh.shape().world_size != plan.num_devices:
-        problems.append(f"the mesh ({_degrees(plan.mesh)}) has not num_devices = {plan.num_devices} ranks")
     if plan.mesh.cp > 1:
         problems.append(f"context parallelism (cp = {plan.mesh.cp}) is not executed yet")
     if plan.mesh.ep > 1:
@@ -88,36 +83,4 @@ def _mesh_problems(plan: Plan) -> list[str]:
         problems.append(f"offload = {plan.offload.value} is not executed yet")
     if plan.training.precision not in _DTYPES:
         problems.append(f"precision = {plan.training.precision.value} is not executed yet (bf16 and fp32 are)")
-    return problems
-
-
-def _batch_problems(plan: Plan) -> list[str]:
-    pipeline, dp = plan.pipeline, plan.mesh.shape().dp
-    product = dp * pipeline.num_microbatches * pipeline.micro_batch_size
-    if product == plan.training.global_batch_size:
-        return []
-    return [
-        f"global_batch_size = {plan.training.global_batch_size} is not dp * num_microbatches * micro_batch_size = "
-        f"{dp} * {pipeline.num_microbatches} * {pipeline.micro_batch_size} = {product}"
-    ]
-
-
-def _stage_problems(plan: Plan) -> list[str]:
-    pipeline, pp = plan.pipeline, plan.mesh.pp
-    problems: list[str] = []
-    num_stages = pp * pipeline.virtual_stages
-    if [stage.index for stage in pipeline.stages] != list(range(num_stages)):
-        return [f"pipeline.stages must be stages 0 to {num_stages - 1} in order (pp = {pp}, virtual_stages = "
-                f"{pipeline.virtual_stages})"]  # fmt: skip
-    if any(stage.pp_rank != stage.index % pp for stage in pipeline.stages):
-        problems.append(f"stage i must run on pp_rank i mod pp = i mod {pp}: the schedules assume it")
-    if pp == 1:
-        return problems
-    microbatches, interleaved = pipeline.num_microbatches, pipeline.schedule is ScheduleName.INTERLEAVED_1F1B
-    if not interleaved and pipeline.virtual_stages > 1:
-        problems.append(f"{pipeline.schedule.value} has one stage a rank, not {pipeline.virtual_stages}")
-    if pipeline.schedule is ScheduleName.ONE_F_ONE_B and microbatches < pp:
-        problems.append(f"1F1B needs num_microbatches ({microbatches}) >= pp ({pp})")
-    if interleaved and microbatches % max(1, microbatches // pp):
-        problems.append(f"Interleaved1F1B needs num_microbatches ({microbatches}) in rounds of equal size over pp = {pp}")
     return problems

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from planner.errors import ModelError
 from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
-from planner.model_file import read_json_object
-
-MAX_VIOLATIONS = 20  # shown at once
+from planner.json_file import listed, read_object, violations_of, write_text
 
 
 def graph_json(graph: ModelGraph) -> str:
@@ -22,23 +18,13 @@ def graph_json(graph: ModelGraph) -> str:
 
 
 def write_graph(graph: ModelGraph, path: Path) -> None:
-    """Writes ``graph`` to ``path``, replacing what is there in one step. OSError where it cannot."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(graph_json(graph))
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Writes ``graph`` to ``path``, replacing what is there in one step."""
+    write_text(path, graph_json(graph))
 
 
 def read_graph(path: Path) -> ModelGraph:
     """The graph in ``path``; ModelError with every violation where it is none."""
-    content = read_json_object(path)
+    content = read_object(path, ModelError)
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ModelError(
@@ -48,21 +34,16 @@ def read_graph(path: Path) -> ModelGraph:
     try:
         graph = ModelGraph.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise _violations(path, [f"{_place(e['loc'])}: {e['msg']}" for e in error.errors()]) from error
+        raise _violations(path, violations_of(error)) from error
     problems = _inconsistencies(graph)
     if problems:
         raise _violations(path, problems)
     return graph
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location)) or "the file"
-
-
 def _violations(path: Path, problems: list[str]) -> ModelError:
-    more = f"; and {len(problems) - MAX_VIOLATIONS} more" if len(problems) > MAX_VIOLATIONS else ""
     return ModelError(
-        f"{path} is not a valid graph: {'; '.join(problems[:MAX_VIOLATIONS])}{more}",
+        f"{path} is not a valid graph: {listed(problems)}",
         hint="trace the model again: planner trace MODEL -o graph.json",
     )
 

@@ -1,0 +1,36 @@
+"""``planner estimate``: prices an existing plan again, without searching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli.options import AsJson, Hardware
+from planner.cli.search import show_answer
+from planner.plan.plan_file import read_plan
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``estimate`` to ``app``."""
+    app.command("estimate")(estimate)
+
+
+def estimate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    hardware: Hardware = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
+    ] = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan with its new prediction here.")
+    ] = None,
+) -> None:
+    """Price an existing plan: step time, memory and where they go."""
+    plan = read_plan(plan_file)
+    from planner.api import price_plan
+
+    answer = price_plan(plan, hardware, gpus)
+    show_answer(answer.plan, answer.notes, as_json=as_json, output=output)

@@ -1,0 +1,12 @@
+"""Options that several commands share, and how they become values of the API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Hardware = Annotated[
+    str | None, typer.Option("--hardware", metavar="NAME|FILE", help="A profile (`planner hardware list`) or its file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]

@@ -1,0 +1,152 @@
+"""``planner search``: the main job."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+
+from planner.cli.options import AsJson, Hardware
+from planner.parallelism import Offload, Optimizer, Precision, Recompute, ScheduleName
+from planner.plan.plan_file import plan_json, write_plan
+from planner.plan.schema import Plan
+from planner.render import seconds, show_plan
+
+if TYPE_CHECKING:
+    from planner.api import Answer, Request
+
+
+class Objective(StrEnum):
+    """What is minimised. On a fixed number of equal GPUs the cheapest step is the fastest one."""
+
+    TIME = "time"
+    COST = "cost"
+
+
+_PINS = "Pins (each fixes one choice)"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``search`` to ``app``."""
+    app.command("search")(search)
+
+
+def search(  # over 6 arguments: one for each option of the command line
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
+    ],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")],
+    hardware: Hardware = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per optimiser step; default: 4 Mi tokens.")
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,
+    objective: Annotated[
+        Objective, typer.Option(help="What to minimise; the same on a fixed number of equal GPUs.")
+    ] = Objective.TIME,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds; the best plan so far is kept.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", rich_help_panel=_PINS)] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel degree, sharded and replicated together.", rich_help_panel=_PINS)
+    ] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel degree.", rich_help_panel=_PINS)] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Expert-parallel degree (1: not split).", rich_help_panel=_PINS)
+    ] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PINS)] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per micro-batch.", rich_help_panel=_PINS)
+    ] = None,
+    schedule: Annotated[ScheduleName | None, typer.Option(help="Pipeline schedule.", rich_help_panel=_PINS)] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages per rank.", rich_help_panel=_PINS)
+    ] = None,
+    recompute: Annotated[
+        Recompute | None, typer.Option(help="Activation checkpointing.", rich_help_panel=_PINS)
+    ] = None,
+    offload: Annotated[Offload | None, typer.Option(help="Where optimiser states live.", rich_help_panel=_PINS)] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Split activations between blocks.",
+            rich_help_panel=_PINS,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+) -> int:
+    """Find the fastest way to split the training of MODEL over a cluster, with proof."""
+    from planner.api import Request
+    from planner.space.search_space import Pins
+
+    check_not_built(ep, offload)
+    pins = Pins(
+        tp=tp, pp=pp, dp=dp, cp=cp, zero=zero, micro_batch=micro_batch, schedule=schedule,
+        virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    request = Request(
+        model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
+        precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
+    )  # fmt: skip
+    answer = _find(request)
+    show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+    return 130 if answer.interrupted else 0
+
+
+def check_not_built(ep: int | None, offload: Offload | None) -> None:
+    """InputError for pins whose value no plan can have yet."""
+    from planner.errors import InputError
+
+    if ep not in (None, 1):
+        raise InputError(f"--ep {ep}: expert parallelism is not searched yet", hint="use --ep 1 or drop the pin")
+    if offload not in (None, Offload.NONE):
+        raise InputError(
+            f"--offload {offload}: offloading is not searched yet", hint="use --offload none or drop the pin"
+        )
+
+
+def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:
+    """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named."""
+    talk = Console(stderr=True, highlight=False)
+    for note in (*notes, *plan.warnings):
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if output is not None:
+        write_plan(plan, output)
+        talk.print(f"wrote {escape(str(output))}", soft_wrap=True)
+    if as_json:
+        typer.echo(plan_json(plan), nl=False)
+    else:
+        Console(highlight=False).print(show_plan(plan))
+
+
+def _find(request: Request) -> Answer:
+    """The search, with its progress on a terminal's stderr."""
+    from planner.api import find_plan
+
+    talk = Console(stderr=True, highlight=False)
+    if not talk.is_terminal:
+        return find_plan(request)
+    spinner = Spinner("dots", f"tracing {escape(request.model)}")
+    shown = 0.0
+    with Live(spinner, console=talk, transient=True, refresh_per_second=10):
+
+        def progress(visited: int, bound_s: float, best_s: float | None) -> None:
+            nonlocal shown
+            if time.monotonic() - shown > 0.1:
+                shown = time.monotonic()
+                best = "none yet" if best_s is None else seconds(best_s)
+                spinner.update(text=f"visited {visited} layouts, best {best}, none left below {seconds(bound_s)}")
+
+        return find_plan(request, progress)

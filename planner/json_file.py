@@ -1,0 +1,61 @@
+"""JSON files of ours and of others: written whole or not at all, read with care."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from planner.errors import InputError
+
+MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
+MAX_VIOLATIONS = 20  # shown at once
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes ``text`` to ``path``, replacing what is there in one step. InputError where it cannot."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another -o FILE") from error
+
+
+def read_object(path: Path, error_class: type[InputError]) -> dict[str, object]:
+    """The JSON object in ``path``; ``error_class`` where it is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise error_class(f"{path} is larger than {MAX_JSON_BYTES:,} bytes", hint="is it the right file?")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise error_class(f"cannot read {path}: {error.strerror}", hint="check the path and its permissions") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise error_class(f"{path} is not JSON: {error}", hint="is it damaged, or another kind of file?") from error
+    if not isinstance(value, dict):
+        raise error_class(f"{path} holds a JSON {type(value).__name__}, not an object", hint="is it the right file?")
+    return value
+
+
+def violations_of(error: ValidationError) -> list[str]:
+    """Every violation as ``key.path: what is wrong``."""
+    return [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+
+
+def listed(violations: Iterable[str]) -> str:
+    """Violations as one text, the first of many."""
+    found = list(violations)
+    more = f"; and {len(found) - MAX_VIOLATIONS} more" if len(found) > MAX_VIOLATIONS else ""
+    return "; ".join(found[:MAX_VIOLATIONS]) + more

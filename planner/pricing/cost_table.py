@@ -1,0 +1,222 @@
+"""CostTable: everything the search needs about every coarse point, as numbers only.
+
+Units of equal kind cost the same, so the table holds one column a kind. Times of many coarse points
+are computed at once; a row of the result prices one point exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.communication import latency_and_seconds_per_byte
+from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, StateBytes, state_bytes
+from costmodels.step import exposed_s, optimizer_step_s
+from costmodels.workload import CollectiveKind, GroupPlacement
+from hardware_profiles.schema import ClusterSpec
+from planner.parallelism import Recompute
+from planner.pricing.unit_costs import UnitCosts, UnitStates
+from planner.space.search_space import Choice, Training
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """What the costs of a unit depend on besides its kind."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    micro_batch_size: int
+    recompute: Recompute
+
+    @staticmethod
+    def of(choice: Choice) -> CostKey:
+        """The key of a coarse point."""
+        mesh = choice.mesh
+        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute)
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """The units of the model in order."""
+
+    kinds: tuple[int, ...]  # column of each unit
+    names: tuple[str, ...]
+    is_block: tuple[bool, ...]
+
+    @property
+    def counts(self) -> Array:
+        """How many units each column stands for."""
+        return np.bincount(self.kinds, minlength=max(self.kinds) + 1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds per micro-batch and unit kind, [points, kinds]; ``*_data_s`` are what stays exposed."""
+
+    compute_forward_s: Array
+    compute_backward_s: Array
+    recompute_s: Array
+    tensor_forward_s: Array
+    tensor_backward_s: Array
+    context_forward_s: Array
+    context_backward_s: Array
+    data_forward_s: Array
+    data_backward_s: Array
+
+    @property
+    def forward_s(self) -> Array:
+        """Forward, everything included."""
+        return self.compute_forward_s + self.tensor_forward_s + self.context_forward_s + self.data_forward_s
+
+    @property
+    def backward_s(self) -> Array:
+        """Backward, recomputation and everything else included."""
+        parts = self.compute_backward_s + self.recompute_s + self.tensor_backward_s
+        return parts + self.context_backward_s + self.data_backward_s
+
+
+@dataclass(frozen=True)
+class DataParallelTimes:
+    """Collectives over the data-parallel ranks per unit kind: one gather of parameters, one reduction of gradients."""
+
+    gather_s: Array
+    reduce_s: Array
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of every unit kind under every key, and the cluster's numbers."""
+
+    training: Training
+    cluster: ClusterSpec
+    units: UnitRow
+    costs: dict[CostKey, tuple[UnitCosts, ...]]
+    states: dict[tuple[int, bool], tuple[UnitStates, ...]]
+    flops_per_sequence: float  # forward and backward of the whole model, nothing recomputed
+    _stacked: dict[str, Array] = field(default_factory=dict[str, Array], repr=False, compare=False)
+    _index: dict[CostKey, int] = field(default_factory=dict[CostKey, int], repr=False, compare=False)
+    _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[float, float]] = field(
+        default_factory=dict[tuple[CollectiveKind, GroupPlacement], tuple[float, float]], repr=False, compare=False
+    )
+    _data: dict[tuple[object, ...], DataParallelTimes] = field(
+        default_factory=dict[tuple[object, ...], DataParallelTimes], repr=False, compare=False
+    )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one gathered parameter: the compute dtype's."""
+        return COMPUTE_BYTES[self.training.precision.value]
+
+    def column(self, name: str) -> Array:
+        """One field of ``UnitCosts`` as [keys, kinds]."""
+        if name not in self._stacked:
+            self._stacked[name] = np.array([[getattr(c, name) for c in row] for row in self.costs.values()])
+        return self._stacked[name]
+
+    def data_parallel_times(self, choice: Choice) -> DataParallelTimes:
+        """Gather and reduce time of each unit kind under the choice's mesh and ZeRO stage."""
+        key = (choice.mesh, min(choice.zero_stage, 1), choice.sequence_parallel)
+        if key not in self._data:
+            self._data[key] = self._data_parallel_times(choice)
+        return self._data[key]
+
+    def _data_parallel_times(self, choice: Choice) -> DataParallelTimes:
+        mesh, zero = choice.mesh, choice.zero_stage
+        states = self.states[mesh.tp, choice.sequence_parallel]
+        total = np.array([s.total for s in states]) * self.item_bytes
+        trainable = np.array([s.trainable for s in states]) * GRADIENT_BYTES
+        if zero == 0:
+            across = GroupPlacement(mesh.dp_replicate * mesh.cp, mesh.tp)
+            return DataParallelTimes(np.zeros(len(states)), self._line(CollectiveKind.ALL_REDUCE, across, trainable))
+        inside = GroupPlacement(mesh.dp_shard * mesh.cp, mesh.tp)
+        across = GroupPlacement(mesh.dp_replicate, mesh.tp * mesh.cp * mesh.dp_shard)
+        reduce_s = self._line(CollectiveKind.REDUCE_SCATTER, inside, trainable)
+        reduce_s = reduce_s + self._line(CollectiveKind.ALL_REDUCE, across, trainable / inside.num_ranks)
+        return DataParallelTimes(self._line(CollectiveKind.ALL_GATHER, inside, total), reduce_s)
+
+    def _line(self, kind: CollectiveKind, group: GroupPlacement, num_bytes: Array) -> Array:
+        latency_s, s_per_byte = self._line_of(kind, group)
+        return np.where(num_bytes > 0, latency_s + s_per_byte * num_bytes, 0.0)
+
+    def _line_of(self, kind: CollectiveKind, group: GroupPlacement) -> tuple[float, float]:
+        key = (kind, group)
+        if key not in self._lines:
+            self._lines[key] = latency_and_seconds_per_byte(kind, group, self.cluster)
+        return self._lines[key]
+
+    def key_rows(self, choices: list[Choice]) -> NDArray[np.intp]:
+        """Row of each choice in ``column``."""
+        if not self._index:
+            self._index.update({key: i for i, key in enumerate(self.costs)})
+        return np.array([self._index[CostKey.of(c)] for c in choices], dtype=np.intp)
+
+    def parts(self, choices: list[Choice], times: list[DataParallelTimes]) -> Parts:
+        """Time parts of many coarse points at once."""
+        rows = self.key_rows(choices)
+
+        def take(name: str) -> Array:
+            return self.column(name)[rows]
+
+        gather, reduce = np.array([t.gather_s for t in times]), np.array([t.reduce_s for t in times])
+        zero = np.array([c.zero_stage for c in choices])[:, None]
+        pipelined = np.array([c.mesh.pp > 1 for c in choices])[:, None]
+        forward, backward = take("forward_s"), take("backward_s") + take("recompute_s")
+        # ZeRO 3 gathers in forward and again in backward. Gradients are reduced every micro-batch
+        # from ZeRO 2 on, except in a pipeline, which reduces once a step.
+        in_forward = np.where(zero == 3, gather, 0.0)
+        in_backward = in_forward + np.where((zero >= 2) & ~pipelined, reduce, 0.0)
+        software = self.cluster.profile.software
+        return Parts(
+            compute_forward_s=forward,
+            compute_backward_s=take("backward_s"),
+            recompute_s=take("recompute_s"),
+            tensor_forward_s=take("tensor_forward_s"),
+            tensor_backward_s=take("tensor_backward_s"),
+            context_forward_s=take("context_forward_s"),
+            context_backward_s=take("context_backward_s"),
+            data_forward_s=np.asarray(exposed_s(in_forward, forward, software)),
+            data_backward_s=np.asarray(exposed_s(in_backward, backward, software)),
+        )
+
+    def state_bytes(self, choice: Choice, trainable: float, frozen: float) -> StateBytes:
+        """Bytes of states that one rank holds for so many elements of the tp rank's parameters."""
+        return state_bytes(
+            trainable,
+            num_frozen=frozen,
+            precision=self.training.precision.value,
+            optimizer=self.training.optimizer.value,
+            zero_stage=choice.zero_stage,
+            num_shards=num_shards(choice),
+            gradients_stay_whole=choice.mesh.pp > 1,
+        )
+
+    def optimizer_s(self, choice: Choice, trainable: float) -> float:
+        """Seconds of the optimiser step over so many elements of the tp rank's parameters."""
+        return optimizer_step_s(
+            trainable / num_shards(choice), self.training.optimizer.value, self.cluster.profile.device
+        )
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of one device."""
+        return self.cluster.profile.device.memory_bytes.value
+
+    def send_s(self, choice: Choice) -> float:
+        """One micro-batch's activations from one pipeline rank to the next."""
+        mesh = choice.mesh
+        if mesh.pp == 1:
+            return 0.0
+        num_bytes = max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
+        group = GroupPlacement(mesh.pp, mesh.world_size // mesh.pp)
+        latency_s, s_per_byte = self._line_of(CollectiveKind.SEND_RECV, group)
+        return latency_s + s_per_byte * num_bytes
+
+
+def num_shards(choice: Choice) -> int:
+    """Ranks over which ZeRO divides: those that shard data and, since their gradients agree, those of context."""
+    return choice.mesh.dp_shard * choice.mesh.cp if choice.zero_stage else 1

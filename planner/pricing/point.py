@@ -1,0 +1,319 @@
+"""One coarse point priced exactly: the stage program it poses, and its step time and memory once cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from costmodels.memory import GRADIENT_BYTES, MemoryLedger
+from costmodels.pipeline import Timeline, simulate
+from costmodels.schedule import Schedule, build_schedule, peak_in_flight
+from costmodels.step import exposed_s
+from planner.parallelism import ScheduleName
+from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts
+from planner.problems import StageProblem, stage_sums
+from planner.space.search_space import Choice
+
+# FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
+UNITS_IN_TRANSIT = 2
+# Simulated rounds of a long pipeline before its steady state is extrapolated.
+STEADY_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of the step on the rank that works longest; they sum to the step time."""
+
+    compute: float
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    data_parallel: float
+    pipeline_communication: float
+    bubble: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A coarse point with its stages: what it costs. ``starts[k]`` is the first unit of stage k."""
+
+    choice: Choice
+    starts: tuple[int, ...]
+    step_time_s: float
+    breakdown: Breakdown
+    ledgers: tuple[MemoryLedger, ...]  # per pipeline rank
+    capacity_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst rank stays within its device."""
+        return self.peak_memory_bytes <= self.capacity_bytes
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Peak of the worst rank."""
+        return max(ledger.total_bytes for ledger in self.ledgers)
+
+
+def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Micro-batches in flight at once on each rank with one stage a rank."""
+    if schedule is ScheduleName.GPIPE:
+        return (num_microbatches,) * num_ranks
+    return tuple(min(num_microbatches, num_ranks - rank) for rank in range(num_ranks))
+
+
+@lru_cache(maxsize=1024)
+def interleaved_in_flight(num_ranks: int, virtual_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Micro-batches in flight at each stage at the moment its rank holds most of them."""
+    counts = [0] * (num_ranks * virtual_stages)
+    for actions in _schedule(ScheduleName.INTERLEAVED_1F1B, num_ranks, virtual_stages, num_microbatches):
+        held: dict[int, int] = {}
+        most = 0
+        for action in actions:
+            held[action.stage] = held.get(action.stage, 0) + (1 if action.kind == "F" else -1)
+            if sum(held.values()) > most:
+                most = sum(held.values())
+                for stage, number in held.items():
+                    counts[stage] = number
+    return tuple(counts)
+
+
+def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
+    """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
+
+    The rule of interleaved pipelines: their virtual stages must be alike, or every round waits for the longest.
+    """
+    blocks = [u for u, block in enumerate(is_block) if block]
+    each, left_over = divmod(len(blocks), num_stages)
+    sizes = [each + (num_stages - 1 - left_over <= k < num_stages - 1) for k in range(num_stages)]
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size)
+    return (0, *(blocks[k] for k in starts[1:]))
+
+
+@lru_cache(maxsize=256)
+def _schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    return build_schedule(schedule.value, num_ranks, virtual_stages, num_microbatches)
+
+
+def _steady_schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    """The schedule, shortened to enough rounds to reach every rank's peak."""
+    rounds = num_microbatches // num_ranks
+    shortened = num_microbatches - max(0, rounds - STEADY_ROUNDS) * num_ranks
+    return _schedule(schedule, num_ranks, virtual_stages, shortened)
+
+
+class Point:
+    """A coarse point of ``table``; everything here is derived from the table's numbers."""
+
+    def __init__(self, table: CostTable, choice: Choice) -> None:
+        self.table, self.choice = table, choice
+        self._data = table.data_parallel_times(choice)
+        self._parts = table.parts([choice], [self._data])
+        self._costs = table.costs[CostKey.of(choice)]
+        self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
+
+    # -- the stage program --------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.choice.mesh.pp * self.choice.virtual_stages
+
+    def even_starts(self) -> tuple[int, ...]:
+        """Stages of equal numbers of blocks."""
+        return even_starts(self.table.units.is_block, self.num_stages)
+
+    def stage_problem(self) -> StageProblem:
+        """The program that cuts the units into one stage a rank."""
+        table, choice = self.table, self.choice
+        kinds = list(table.units.kinds)
+        software = table.cluster.profile.software
+        reserve = 1 + software.allocator_reserve_fraction.value
+        pp = choice.mesh.pp
+        by_kind = {
+            kind: table.state_bytes(choice, *self._elements(kind, tied_copy=pp > 1)).total * reserve
+            for kind in set(kinds)
+        }
+        outside = MemoryLedger().with_reserve(software, self._num_communicators()).total_bytes
+        return StageProblem(
+            forward_s=tuple(self._parts.forward_s[0][kinds].tolist()),
+            backward_s=tuple(self._parts.backward_s[0][kinds].tolist()),
+            static_bytes=tuple(by_kind[k] for k in kinds),
+            kept_bytes=tuple(self._costs[k].kept_bytes * reserve for k in kinds),
+            in_flight=in_flight(choice.schedule, pp, choice.num_microbatches),
+            fixed_bytes=tuple(
+                outside + sum(b for _, b in self._transient_rows(self._likely_units(r))) * reserve for r in range(pp)
+            ),
+            capacity_bytes=table.capacity_bytes,
+            num_microbatches=choice.num_microbatches,
+            send_s=table.send_s(choice),
+            windowed=choice.schedule is not ScheduleName.GPIPE,
+        )
+
+    def _likely_units(self, rank: int) -> list[int]:
+        """Units whose transient memory a rank must be ready for: the first or last unit only where it must lie."""
+        last = len(self.table.units.kinds) - 1
+        pp = self.choice.mesh.pp
+        return [u for u in range(last + 1) if (u != 0 or rank == 0) and (u != last or rank == pp - 1)] or [0]
+
+    def _elements(self, kind: int, *, tied_copy: bool) -> tuple[float, float]:
+        states = self._states[kind]
+        return states.trainable + (states.tied if tied_copy else 0.0), states.frozen
+
+    def _num_communicators(self) -> int:
+        mesh = self.choice.mesh
+        return sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.cp, mesh.tp))
+
+    def _transient_rows(self, units: list[int]) -> list[tuple[str, float]]:
+        """Memory besides states and kept activations while one of ``units`` is at work."""
+        table, choice = self.table, self.choice
+        kinds = {table.units.kinds[u] for u in units}
+        rows = [("working_set", max(self._costs[k].working_bytes for k in kinds))]
+        largest = max(self._states[k].total for k in kinds)
+        if choice.zero_stage == 3:
+            rows.append(("gathered_parameters", UNITS_IN_TRANSIT * largest * table.item_bytes))
+        if choice.mesh.dp * choice.mesh.cp > 1:
+            rows.append(("reduction_buffers", UNITS_IN_TRANSIT * largest * GRADIENT_BYTES))
+        return rows
+
+    # -- the price ------------------------------------------------------------------------------
+
+    def price(self, starts: tuple[int, ...], *, exact: bool = False) -> Priced:
+        """Simulates the schedule.
+
+        ``exact`` runs every micro-batch and parts what sending costs from the bubble; otherwise long steady
+        states are extrapolated, and the time lost to sending counts as bubble.
+        """
+        forward, backward = self._stage_times(starts)
+        makespan = self._makespan_s(forward, backward, self.table.send_s(self.choice), exact=exact)
+        send_on_path = makespan - self._makespan_s(forward, backward, 0.0, exact=True) if exact else 0.0
+        pp, m = self.choice.mesh.pp, self.choice.num_microbatches
+        busy = [sum(forward[k] + backward[k] for k in range(r, len(starts), pp)) * m for r in range(pp)]
+        slowest = max(range(pp), key=lambda r: busy[r])
+        once = [self._once_a_step_s(units) for units in self._units_of_ranks(starts)]
+        data_once = max(data for data, _ in once)
+        optimizer = max(seconds for _, seconds in once)
+        units = self._units_of_ranks(starts)[slowest]
+        kinds = [self.table.units.kinds[u] for u in units]
+        idle = makespan - busy[slowest]
+        parts = self._parts
+
+        def total(*arrays: np.ndarray) -> float:
+            return m * float(sum(array[0][kinds].sum() for array in arrays))
+
+        breakdown = Breakdown(
+            compute=total(parts.compute_forward_s, parts.compute_backward_s),
+            recompute=total(parts.recompute_s),
+            tensor_parallel=total(parts.tensor_forward_s, parts.tensor_backward_s),
+            context_parallel=total(parts.context_forward_s, parts.context_backward_s),
+            data_parallel=total(parts.data_forward_s, parts.data_backward_s) + data_once,
+            pipeline_communication=min(idle, max(0.0, send_on_path)),
+            bubble=idle - min(idle, max(0.0, send_on_path)),
+            optimizer=optimizer,
+        )
+        step = makespan + data_once + optimizer
+        return Priced(self.choice, starts, step, breakdown, self.ledgers(starts), self.table.capacity_bytes)
+
+    def timeline(self, starts: tuple[int, ...]) -> Timeline:
+        """The simulated schedule, action by action."""
+        choice = self.choice
+        schedule = _schedule(choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
+        return simulate(schedule, *self._stage_times(starts), self.table.send_s(choice))
+
+    def _stage_times(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Forward and backward seconds of each stage on one micro-batch."""
+        kinds = list(self.table.units.kinds)
+        return (
+            stage_sums(tuple(self._parts.forward_s[0][kinds].tolist()), starts),
+            stage_sums(tuple(self._parts.backward_s[0][kinds].tolist()), starts),
+        )
+
+    def _makespan_s(
+        self, forward: tuple[float, ...], backward: tuple[float, ...], send_s: float, *, exact: bool
+    ) -> float:
+        choice = self.choice
+        pp, m = choice.mesh.pp, choice.num_microbatches
+        if pp == 1:
+            return m * (forward[0] + backward[0])
+
+        def run(num_microbatches: int) -> float:
+            schedule = _schedule(choice.schedule, pp, choice.virtual_stages, num_microbatches)
+            return simulate(schedule, forward, backward, send_s).makespan_s
+
+        rounds = m // pp - STEADY_ROUNDS
+        if exact or rounds <= 1:
+            return run(m)
+        near, far = run(m - rounds * pp), run(m - (rounds - 1) * pp)
+        return near + rounds * (far - near)
+
+    def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
+        ends = (*starts[1:], len(self.table.units.kinds))
+        pp = self.choice.mesh.pp
+        ranks: list[list[int]] = [[] for _ in range(pp)]
+        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            ranks[stage % pp] += range(start, end)
+        return ranks
+
+    def _once_a_step_s(self, units: list[int]) -> tuple[float, float]:
+        """Exposed data-parallel communication that happens once a step, and the optimiser step."""
+        kinds = [self.table.units.kinds[u] for u in units]
+        trainable = sum(self._elements(k, tied_copy=False)[0] for k in kinds)
+        optimizer = self.table.optimizer_s(self.choice, trainable)
+        return once_a_step_s(self.table, self.choice, self._data, self._parts, kinds), optimizer
+
+    def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
+        """The memory of every pipeline rank at its peak, row by row."""
+        table, choice = self.table, self.choice
+        pp = choice.mesh.pp
+        software = table.cluster.profile.software
+        schedule = (
+            _steady_schedule(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches) if pp > 1 else None
+        )
+        kept = stage_sums(tuple(self._costs[k].kept_bytes for k in table.units.kinds), starts)
+        found: list[MemoryLedger] = []
+        for rank, units in enumerate(self._units_of_ranks(starts)):
+            # A tied parameter is held twice where owner and user lie on different ranks.
+            elements = [self._elements(table.units.kinds[u], tied_copy=pp > 1 and 0 not in units) for u in units]
+            states = table.state_bytes(choice, sum(t for t, _ in elements), sum(f for _, f in elements))
+            by_stage = {stage: kept[stage] for stage in range(rank, len(starts), pp)}
+            flying = peak_in_flight(schedule[rank], by_stage) if schedule else kept[0]
+            ledger = (
+                MemoryLedger()
+                .plus("parameters", states.parameters)
+                .plus("gradients", states.gradients)
+                .plus("optimizer", states.optimizer)
+                .plus("activations", flying)
+            )
+            for name, num_bytes in self._transient_rows(units):
+                ledger = ledger.plus(name, num_bytes)
+            found.append(ledger.with_reserve(software, self._num_communicators()))
+        return tuple(found)
+
+
+def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, parts: Parts, kinds: list[int]) -> float:
+    """Exposed seconds of the reductions and gathers that happen once a step on a rank that holds ``kinds``.
+
+    Reduction hides behind the backward of the last micro-batch, except for the last bucket; gathering behind
+    the forward of the first, except for the first unit. A pipeline reduces after its last backward, unhidden.
+    """
+    software = table.cluster.profile.software
+    reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
+    exposed = 0.0
+    if choice.mesh.pp > 1:
+        exposed += float(reduce.sum())
+    elif choice.zero_stage <= 1:
+        behind = float((parts.compute_backward_s + parts.recompute_s)[0][kinds].sum())
+        exposed += max(float(exposed_s(float(reduce.sum()), behind, software)), float(reduce[0]))
+    else:
+        exposed += float(reduce[0])
+    if choice.zero_stage in (1, 2):
+        behind = float(parts.compute_forward_s[0][kinds].sum())
+        exposed += max(float(exposed_s(float(gather.sum()), behind, software)), float(gather[0]))
+    elif choice.zero_stage == 3:
+        exposed += float(gather[0])
+    return exposed

@@ -1,0 +1,356 @@
+"""Tensor parallelism of one unit: builds the placement program for the solver and reads its answer.
+
+The program's operators are the unit's nodes plus one for everything that enters and one for what
+leaves. An operator's strategy is an operator rule's strategy, the placement its output is
+redistributed to where it ends a module (that is what the executor can hook), and whether its
+gradient arrives as a partial sum. Edges cost what DTensor would redistribute on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from costmodels.communication import collective_time_s
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from hardware_profiles.schema import ClusterSpec
+from planner.graph.model_graph import ModelGraph, Node, Unit
+from planner.graph.op_call import FLOATING, ITEM_BYTES
+from planner.parallelism import Partial, Placement, Replicate, Shard
+from planner.pricing.operator_time import node_time_s
+from planner.problems import PlacementProblem, PlacementSolution
+from planner.space.op_rules import OpStrategy, has_rule, is_view, op_name, strategies
+
+
+@dataclass(frozen=True)
+class PricingTarget:
+    """What is priced, and on what."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    precision: str
+
+
+@dataclass(frozen=True)
+class CommunicationTerm:
+    """One collective on the tp axis. ``num_bytes`` is for the traced batch; ``scales``: grows with the batch."""
+
+    kind: CollectiveKind
+    num_bytes: float
+    scales: bool
+    in_backward: bool
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """How the operators and parameters of one unit are placed on the tp axis."""
+
+    degree: int
+    fractions: dict[int, float]  # node id -> share of its work on one rank
+    placements: dict[int, Placement]  # node id -> placement of its output, after redistribution
+    parameters: dict[str, Placement]
+    module_outputs: dict[str, Placement]  # module FQN -> placement its output is redistributed to
+    communication: tuple[CommunicationTerm, ...]
+
+    def local_share(self, node_id: int) -> float:
+        """Share of the node's output that one rank holds."""
+        return 1 / self.degree if isinstance(self.placements.get(node_id), Shard) else 1.0
+
+    @property
+    def splits_work(self) -> bool:
+        """Whether any operator is split."""
+        return any(fraction < 1 for fraction in self.fractions.values())
+
+
+@dataclass(frozen=True)
+class _State:
+    """One strategy of one operator of the program."""
+
+    operands: tuple[Placement, ...]
+    partial_gradients: tuple[bool, ...]
+    native: Placement
+    placement: Placement
+    gradient_is_partial: bool
+    fraction: float
+    terms: tuple[CommunicationTerm, ...]
+
+
+class PlacementModel:
+    """The placement program of ``unit`` and the way back from its solution."""
+
+    def __init__(
+        self,
+        target: PricingTarget,
+        unit: Unit,
+        degree: int,
+        sequence_parallel: bool,
+        fixed: Mapping[str, Placement] | None = None,
+    ) -> None:
+        """``fixed``: placements of parameters (by any FQN) that are decided already."""
+        graph = target.graph
+        self._fixed = fixed or {}
+        self._target, self._graph, self._unit, self._degree = target, graph, unit, degree
+        self._sequence_parallel = sequence_parallel
+        self._group = GroupPlacement(degree, 1)
+        inside = set(unit.nodes)
+        self._entering = sorted(
+            {o for i in unit.nodes for o in graph.nodes[i].operands if isinstance(o, int) and o not in inside}
+        )
+        self._ids = [*self._entering, *unit.nodes]
+        self._index = {node_id: i for i, node_id in enumerate(self._ids)}
+        self._users: dict[int, list[int]] = {}
+        for node_id in unit.nodes:
+            for operand in graph.nodes[node_id].operands:
+                if isinstance(operand, int):
+                    self._users.setdefault(operand, []).append(node_id)
+        self._leaving = [i for i in unit.boundary if i in inside]
+        self._states = [
+            self._entering_states(graph.nodes[i]) if i not in inside else self._node_states(graph.nodes[i])
+            for i in self._ids
+        ]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether every operator has a strategy that respects what is fixed."""
+        return all(self._states)
+
+    def boundary_placement(self, node: Node) -> Placement:
+        """Placement of what crosses between units: split along the sequence under sequence parallelism."""
+        splittable = len(node.shape) == 3 and node.shape[1] % self._degree == 0 and node.batch_dependent
+        return Shard(1) if self._sequence_parallel and splittable and is_floating(node) else Replicate()
+
+    def problem(self) -> PlacementProblem:
+        """The program in numbers: nanoseconds for one sequence."""
+        costs = [tuple(self._state_cost_ns(i, s) for s in states) for i, states in enumerate(self._states)]
+        edges: list[tuple[int, int, tuple[tuple[int | None, ...], ...]]] = []
+        for node_id in self._unit.nodes:
+            node = self._graph.nodes[node_id]
+            for position, operand in enumerate(node.operands):
+                if isinstance(operand, int):
+                    source, target = self._index[operand], self._index[node_id]
+                    matrix = tuple(
+                        tuple(self._edge_cost_ns(operand, node, position, a, b) for b in self._states[target])
+                        for a in self._states[source]
+                    )
+                    edges.append((source, target, matrix))
+        for node_id in self._leaving:  # the next unit expects the placement agreed between units
+            source = self._index[node_id]
+            agreed = self.boundary_placement(self._graph.nodes[node_id])
+            edges.append(
+                (source, len(costs), tuple((0 if s.placement == agreed else None,) for s in self._states[source]))
+            )
+            costs.append((0,))
+        return PlacementProblem(tuple(costs), tuple(edges))
+
+    def read(self, solution: PlacementSolution) -> ShardedUnit:
+        """The placements and collectives that ``solution`` stands for."""
+        chosen = {i: self._states[k][solution.choices[k]] for i, k in self._index.items()}
+        inside = set(self._unit.nodes)
+        terms: list[CommunicationTerm] = []
+        parameters: dict[str, Placement] = {}
+        outputs: dict[str, Placement] = {}
+        for node_id, state in chosen.items():
+            terms += state.terms
+            if node_id not in inside:
+                continue
+            node = self._graph.nodes[node_id]
+            for position, operand in enumerate(node.operands):
+                if isinstance(operand, str):
+                    parameters[operand] = state.operands[position]
+                elif isinstance(operand, int):
+                    terms += self._edge_terms(operand, position, chosen[operand], state) or ()
+            if state.placement != state.native:
+                outputs[self._module_ended_by(node)] = state.placement
+        return ShardedUnit(
+            degree=self._degree,
+            fractions={i: chosen[i].fraction for i in self._unit.nodes},
+            placements={i: s.placement for i, s in chosen.items()},
+            parameters=parameters,
+            module_outputs=outputs,
+            communication=tuple(terms),
+        )
+
+    # -- states ---------------------------------------------------------------------------------
+
+    def _entering_states(self, node: Node) -> list[_State]:
+        placement = self.boundary_placement(node)
+        plain = _State((), (), placement, placement, False, 1.0, ())
+        if not self._has_gradient(node):
+            return [plain]
+        reduce = self._gradient_terms(node, placement)
+        return [plain, _State((), (), placement, placement, True, 1.0, reduce)]
+
+    def _node_states(self, node: Node) -> list[_State]:
+        states: list[_State] = []
+        rules = strategies(node, self._graph, self._degree)
+        for rule in rules if self._degree > 1 else rules[:1]:
+            if not self._respects_fixed(node, rule):
+                continue
+            rule_terms = self._parameter_gradient_terms(node, rule)
+            for placement in self._redistributions(node, rule.output):
+                forward = self._reshard_terms(node, rule.output, placement) if placement != rule.output else ()
+                for partial in (False, True) if self._has_gradient(node) and placement == Replicate() else (False,):
+                    gradient = (
+                        self._gradient_terms(node, rule.output)
+                        if partial
+                        else self._return_terms(node, rule.output, placement)
+                    )
+                    states.append(
+                        _State(
+                            rule.operands,
+                            rule.partial_gradients,
+                            rule.output,
+                            placement,
+                            partial,
+                            rule.compute_fraction,
+                            (*rule_terms, *forward, *gradient),
+                        )
+                    )
+        return states
+
+    def _respects_fixed(self, node: Node, rule: OpStrategy) -> bool:
+        return all(
+            self._fixed.get(operand, placement) == placement
+            for operand, placement in zip(node.operands, rule.operands, strict=True)
+            if isinstance(operand, str)
+        )
+
+    def _redistributions(self, node: Node, native: Placement) -> list[Placement]:
+        """Placements the output can have for its users: as it is, or what a module hook makes of it."""
+        wanted = self.boundary_placement(node)
+        if not self._ends_module(node) or not is_floating(node) or self._degree == 1:
+            return [native]
+        options = [native, Replicate(), wanted]
+        unique: list[Placement] = []
+        for option in options:
+            if option not in unique:
+                unique.append(option)
+        return unique
+
+    def _ends_module(self, node: Node) -> bool:
+        return bool(node.module) and self._module_ended_by(node) != ""
+
+    def _module_ended_by(self, node: Node) -> str:
+        """The innermost module whose output this node is: none of its users lies in that module."""
+        module = node.module
+        users = [self._graph.nodes[u].module for u in self._users.get(node.id, [])]
+        if module and not any(u == module or u.startswith(module + ".") for u in users):
+            return module
+        return ""
+
+    def _has_gradient(self, node: Node) -> bool:
+        return node.batch_dependent and is_floating(node)
+
+    # -- communication ----------------------------------------------------------------------------
+
+    def _term(
+        self, kind: CollectiveKind, num_bytes: float, *, backward: bool, scales: bool = True
+    ) -> tuple[CommunicationTerm, ...]:
+        return (CommunicationTerm(kind, num_bytes, scales, backward),)
+
+    def _reshard_terms(self, node: Node, before: Placement, after: Placement) -> tuple[CommunicationTerm, ...]:
+        """Forward cost of a redistribution."""
+        size = tensor_bytes(node)
+        if before == after or isinstance(before, Replicate):
+            return ()
+        if isinstance(before, Partial):
+            kind = CollectiveKind.REDUCE_SCATTER if isinstance(after, Shard) else CollectiveKind.ALL_REDUCE
+            return self._term(kind, size, backward=False)
+        if isinstance(after, Shard):
+            return self._term(CollectiveKind.ALL_TO_ALL, size / self._degree, backward=False)
+        return self._term(CollectiveKind.ALL_GATHER, size, backward=False)
+
+    def _return_terms(self, node: Node, before: Placement, after: Placement) -> tuple[CommunicationTerm, ...]:
+        """Backward cost of a redistribution whose gradient arrives placed like ``after``."""
+        if not self._has_gradient(node) or before == after or not isinstance(after, Shard):
+            return ()
+        size = tensor_bytes(node)
+        if isinstance(before, Shard):
+            return self._term(CollectiveKind.ALL_TO_ALL, size / self._degree, backward=True)
+        return self._term(CollectiveKind.ALL_GATHER, size, backward=True)
+
+    def _gradient_terms(self, node: Node, native: Placement) -> tuple[CommunicationTerm, ...]:
+        """Backward cost of turning a partial-sum gradient into the placement that the producer needs."""
+        kind = CollectiveKind.REDUCE_SCATTER if isinstance(native, Shard) else CollectiveKind.ALL_REDUCE
+        return self._term(kind, tensor_bytes(node), backward=True)
+
+    def _parameter_gradient_terms(self, node: Node, rule: OpStrategy) -> tuple[CommunicationTerm, ...]:
+        terms: tuple[CommunicationTerm, ...] = ()
+        trainable = {name: p for p in self._graph.parameters if p.trainable for name in (p.fqn, *p.aliases)}
+        for position, operand in enumerate(node.operands):
+            if isinstance(operand, str) and rule.partial_gradients[position] and operand in trainable:
+                size = trainable[operand].num_elements * ITEM_BYTES[self._graph.dtype]
+                terms += self._term(CollectiveKind.ALL_REDUCE, size, backward=True, scales=False)
+        return terms
+
+    def _edge_terms(
+        self, source_id: int, position: int, source: _State, target: _State
+    ) -> tuple[CommunicationTerm, ...] | None:
+        """Collectives of feeding one operand; None where DTensor would not do it."""
+        node = self._graph.nodes[source_id]
+        wanted = target.operands[position]
+        partial = target.partial_gradients[position] and self._has_gradient(node)
+        if source.placement == wanted:
+            return None if partial and not source.gradient_is_partial else ()
+        if isinstance(wanted, Partial):
+            return None
+        forward = self._reshard_terms(node, source.placement, wanted)
+        if partial:
+            return (*forward, *self._gradient_terms(node, source.placement))
+        return (*forward, *self._return_terms(node, source.placement, wanted))
+
+    def _edge_cost_ns(
+        self, source_id: int, target_node: Node, position: int, source: _State, target: _State
+    ) -> int | None:
+        terms = self._edge_terms(source_id, position, source, target)
+        if terms is None:
+            return None
+        if source.placement != target.operands[position] and not self._would_redistribute(
+            source_id, target_node, position, target
+        ):
+            return None
+        return self._terms_cost_ns(terms)
+
+    def _would_redistribute(self, source_id: int, target: Node, position: int, state: _State) -> bool:
+        """Whether DTensor brings this operand to the wanted placement by itself."""
+        if not has_rule(target):
+            return True  # gathered for an operator without a rule
+        if is_view(target) and op_name(target.op) not in {"split", "chunk", "unbind", "split_with_sizes"}:
+            return False
+        if not isinstance(state.operands[position], Shard):
+            return True
+        has_sharded_parameter = any(
+            isinstance(o, str) and isinstance(p, Shard) for o, p in zip(target.operands, state.operands, strict=True)
+        )
+        source = self._graph.nodes[source_id]
+        return has_sharded_parameter or prod(source.shape) < prod(target.shape) or not source.batch_dependent
+
+    def _terms_cost_ns(self, terms: tuple[CommunicationTerm, ...]) -> int:
+        total = 0.0
+        for term in terms:
+            size = term.num_bytes / self._graph.batch_size if term.scales else term.num_bytes
+            total += collective_time_s(Collective(term.kind, size, self._group), self._target.cluster)
+        return round(total * 1e9)
+
+    def _state_cost_ns(self, index: int, state: _State) -> int:
+        node_id = self._ids[index]
+        cost = self._terms_cost_ns(state.terms)
+        if node_id in self._entering:
+            return cost
+        node = self._graph.nodes[node_id]
+        scale = 1 / self._graph.batch_size
+        device, precision = self._target.cluster.profile.device, self._target.precision
+        forward = node_time_s(node, device, precision, fraction=state.fraction, scale=scale, backward=False)
+        backward = node_time_s(node, device, precision, fraction=state.fraction, scale=scale, backward=True)
+        return cost + round((forward + backward) * 1e9)
+
+
+def is_floating(node: Node) -> bool:
+    """Whether the output is a floating-point tensor."""
+    return node.dtype in FLOATING
+
+
+def tensor_bytes(node: Node) -> float:
+    """Size of the node's output as a tensor of its own."""
+    return prod(node.shape) * ITEM_BYTES[node.dtype]

@@ -1,0 +1,91 @@
+"""From a graph and placements to the CostTable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from planner.graph.model_graph import ModelGraph, Unit
+from planner.parallelism import Placement
+from planner.pricing.cost_table import CostKey, CostTable, UnitRow
+from planner.pricing.sharded_unit import PlacementModel, PricingTarget, ShardedUnit
+from planner.pricing.unit_costs import UnitCosts, unit_costs, unit_states
+from planner.problems import PlacementProblem, PlacementSolution
+from planner.space.search_space import Choice, Training
+
+ShardKey = tuple[int, bool]  # tensor-parallel degree, sequence parallelism
+Sharding = tuple[ShardedUnit, ...]  # one a unit kind, in the table's column order
+
+
+def unit_row(graph: ModelGraph) -> UnitRow:
+    """The units of ``graph``, kinds numbered in order of appearance."""
+    order: dict[int, int] = {}
+    for unit in graph.units:
+        order.setdefault(unit.kind, len(order))
+    return UnitRow(
+        kinds=tuple(order[u.kind] for u in graph.units),
+        names=tuple(u.name for u in graph.units),
+        is_block=tuple(u.is_block for u in graph.units),
+    )
+
+
+def representatives(graph: ModelGraph) -> list[Unit]:
+    """The first unit of each kind, in column order."""
+    seen: dict[int, Unit] = {}
+    for unit in graph.units:
+        seen.setdefault(unit.kind, unit)
+    return list(seen.values())
+
+
+def shard_units(
+    target: PricingTarget,
+    key: ShardKey,
+    fixed: Mapping[str, Placement],
+    solve: Callable[[PlacementProblem], PlacementSolution | None],
+) -> Sharding | None:
+    """Solves the placement program of every unit kind; None where one has no solution.
+
+    Goes from the last kind to the first, so that the head decides for an embedding tied to it.
+    ``fixed``: placements of parameters, by any FQN, that are decided already.
+    """
+    degree, sequence_parallel = key
+    graph = target.graph
+    aliases = {n: (p.fqn, *p.aliases) for p in graph.parameters for n in (p.fqn, *p.aliases)}
+    decided = dict(fixed)
+    found: list[ShardedUnit] = []
+    for unit in reversed(representatives(graph)):
+        model = PlacementModel(target, unit, degree, sequence_parallel, decided)
+        solution = solve(model.problem()) if model.is_possible else None
+        if solution is None:
+            return None
+        sharded = model.read(solution)
+        found.append(sharded)
+        for fqn, placement in sharded.parameters.items():
+            if len(aliases[fqn]) > 1:
+                decided.update(dict.fromkeys(aliases[fqn], placement))
+    return tuple(reversed(found))
+
+
+def build_table(
+    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], choices: Iterable[Choice]
+) -> CostTable:
+    """Prices every unit kind under every key that ``choices`` need."""
+    graph = target.graph
+    kinds = representatives(graph)
+    costs: dict[CostKey, tuple[UnitCosts, ...]] = {}
+    for key in dict.fromkeys(CostKey.of(choice) for choice in choices):
+        sharding = shardings[key.tp, key.sequence_parallel]
+        costs[key] = tuple(
+            unit_costs(target, unit, sharded, recompute=key.recompute, micro_batch_size=key.micro_batch_size, cp=key.cp)
+            for unit, sharded in zip(kinds, sharding, strict=True)
+        )
+    return CostTable(
+        training=training,
+        cluster=target.cluster,
+        units=unit_row(graph),
+        costs=costs,
+        states={
+            key: tuple(unit_states(graph, unit, sharded) for unit, sharded in zip(kinds, sharding, strict=True))
+            for key, sharding in shardings.items()
+        },
+        flops_per_sequence=(graph.forward_flops + graph.backward_flops) / graph.batch_size,
+    )

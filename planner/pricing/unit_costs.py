@@ -1,0 +1,203 @@
+"""Time and memory of one unit for one micro-batch on one rank, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.communication import latency_and_seconds_per_byte
+from costmodels.workload import CollectiveKind, GroupPlacement
+from hardware_profiles.schema import ClusterSpec
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.parallelism import Recompute, Replicate, Shard
+from planner.pricing.operator_time import node_time_s
+from planner.pricing.sharded_unit import PricingTarget, ShardedUnit, is_floating, tensor_bytes
+from planner.space.op_rules import op_name
+
+_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """One micro-batch through one unit on one rank; seconds and bytes."""
+
+    forward_s: float  # compute alone
+    backward_s: float  # compute alone, without recomputation
+    recompute_s: float  # forward work repeated in the backward pass
+    tensor_forward_s: float  # tensor-parallel collectives
+    tensor_backward_s: float
+    context_forward_s: float  # context-parallel collectives
+    context_backward_s: float
+    kept_bytes: float  # held from forward to backward
+    working_bytes: float  # held besides while this unit's backward runs
+    boundary_bytes: float  # sent where the pipeline is cut behind this unit, by one rank
+
+
+@dataclass(frozen=True)
+class UnitStates:
+    """Parameters of one unit on one rank of the tp axis, in elements."""
+
+    trainable: float
+    frozen: float
+    tied: float  # used here but owned by an earlier unit: a pipeline that parts them holds a copy
+
+    @property
+    def total(self) -> float:
+        """Elements that are gathered for this unit."""
+        return self.trainable + self.frozen
+
+
+def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStates:
+    """Elements that one tp rank holds of ``unit``."""
+    parameters = {name: p for p in graph.parameters for name in (p.fqn, *p.aliases)}
+
+    def local(fqn: str) -> float:
+        parameter = parameters[fqn]
+        names = (parameter.fqn, *parameter.aliases)
+        is_split = any(isinstance(sharded.parameters.get(n, Replicate()), Shard) for n in names)
+        return parameter.num_elements / (sharded.degree if is_split else 1)
+
+    return UnitStates(
+        trainable=sum(local(fqn) for fqn in unit.parameters if parameters[fqn].trainable),
+        frozen=sum(local(fqn) for fqn in unit.parameters if not parameters[fqn].trainable),
+        tied=sum(local(fqn) for fqn in unit.tied_parameters),
+    )
+
+
+def unit_costs(
+    target: PricingTarget, unit: Unit, sharded: ShardedUnit, *, recompute: Recompute, micro_batch_size: int, cp: int
+) -> UnitCosts:
+    """Price ``unit``, split as ``sharded`` says, for ``micro_batch_size`` sequences over ``cp`` ranks."""
+    graph, cluster = target.graph, target.cluster
+    scale = micro_batch_size / graph.batch_size / cp
+    nodes = [graph.nodes[i] for i in unit.nodes]
+    mode = recompute if unit.is_block else Recompute.NONE
+    forward = _compute_s(nodes, target, sharded, scale=scale, backward=False)
+    backward = _compute_s(nodes, target, sharded, scale=scale, backward=True)
+    tensor_forward, tensor_backward = _tensor_parallel_s(sharded, cluster, scale)
+    context_forward, context_backward = _context_parallel_s(nodes, graph, sharded, cluster, micro_batch_size, cp)
+    memory = _SavedBytes(graph, unit, sharded, scale)
+    repeated = {
+        Recompute.NONE: 0.0,
+        Recompute.SELECTIVE: _compute_s(
+            [n for n in nodes if n.op_class not in _PRODUCTS], target, sharded, scale=scale, backward=False
+        ),
+        Recompute.FULL: forward + tensor_forward + context_forward,
+    }[mode]
+    kept = memory.kept(mode)
+    return UnitCosts(
+        forward_s=forward,
+        backward_s=backward,
+        recompute_s=repeated,
+        tensor_forward_s=tensor_forward,
+        tensor_backward_s=tensor_backward,
+        context_forward_s=context_forward,
+        context_backward_s=context_backward,
+        kept_bytes=kept,
+        working_bytes=memory.kept(Recompute.NONE) - kept + memory.largest_gradient(),
+        boundary_bytes=sum(memory.local_bytes(graph.nodes[i]) for i in unit.boundary),
+    )
+
+
+def _compute_s(
+    nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, scale: float, backward: bool
+) -> float:
+    device, precision = target.cluster.profile.device, target.precision
+    return sum(
+        node_time_s(n, device, precision, fraction=sharded.fractions.get(n.id, 1.0), scale=scale, backward=backward)
+        for n in nodes
+    )
+
+
+def _tensor_parallel_s(sharded: ShardedUnit, cluster: ClusterSpec, scale: float) -> tuple[float, float]:
+    times = [0.0, 0.0]
+    group = GroupPlacement(sharded.degree, 1)
+    for term in sharded.communication:
+        latency_s, s_per_byte = latency_and_seconds_per_byte(term.kind, group, cluster)
+        times[term.in_backward] += latency_s + s_per_byte * term.num_bytes * (scale if term.scales else 1.0)
+    return times[0], times[1]
+
+
+def _context_parallel_s(
+    nodes: list[Node], graph: ModelGraph, sharded: ShardedUnit, cluster: ClusterSpec, micro_batch_size: int, cp: int
+) -> tuple[float, float]:
+    """Keys and values are gathered before attention, again in backward, and their gradients reduce-scattered."""
+    if cp == 1:
+        return 0.0, 0.0
+    group = GroupPlacement(cp, sharded.degree)
+    scale = micro_batch_size / graph.batch_size
+    forward = backward = 0.0
+    for node in nodes:
+        if node.op_class is not OpClass.ATTENTION:
+            continue
+        for operand in node.operands[1:3]:
+            if not isinstance(operand, int):
+                continue
+            size = tensor_bytes(graph.nodes[operand]) * sharded.local_share(operand) * scale
+            gather_latency_s, gather_s_per_byte = latency_and_seconds_per_byte(
+                CollectiveKind.ALL_GATHER, group, cluster
+            )
+            reduce_latency_s, reduce_s_per_byte = latency_and_seconds_per_byte(
+                CollectiveKind.REDUCE_SCATTER, group, cluster
+            )
+            gather = gather_latency_s + gather_s_per_byte * size
+            forward += gather
+            backward += gather + reduce_latency_s + reduce_s_per_byte * size
+    return forward, backward
+
+
+class _SavedBytes:
+    """What autograd keeps of one unit on one rank."""
+
+    def __init__(self, graph: ModelGraph, unit: Unit, sharded: ShardedUnit, scale: float) -> None:
+        self._graph, self._unit, self._sharded, self._scale = graph, unit, sharded, scale
+        self._inside = set(unit.nodes)
+
+    def local_bytes(self, node: Node) -> float:
+        """One rank's part of the node's output for one micro-batch."""
+        return tensor_bytes(node) * self._sharded.local_share(node.id) * (self._scale if node.batch_dependent else 1.0)
+
+    def kept(self, mode: Recompute) -> float:
+        """Bytes held from forward to backward under ``mode``."""
+        nodes = [self._graph.nodes[i] for i in self._unit.nodes]
+        entering = {
+            self._graph.nodes[o].storage
+            for n in nodes
+            for o in n.operands
+            if isinstance(o, int) and o not in self._inside and is_floating(self._graph.nodes[o])
+        }
+        if mode is Recompute.FULL:
+            return self._storages(entering)
+        if mode is Recompute.SELECTIVE:
+            products = [n for n in nodes if n.op_class in _PRODUCTS]
+            return self._storages(entering | {n.storage for n in products}) + self._extras(
+                [n for n in products if n.op_class is OpClass.ATTENTION]
+            )
+        saved = {self._graph.nodes[s].storage for n in nodes for s in n.saves}
+        return self._storages(saved) + self._extras(nodes)
+
+    def largest_gradient(self) -> float:
+        """Gradient of the largest output together with the gradients of what it was made from."""
+        largest = 0.0
+        for node_id in self._unit.nodes:
+            node = self._graph.nodes[node_id]
+            if node.op_class is OpClass.VIEW or not node.batch_dependent or not is_floating(node):
+                continue
+            inputs = [self._graph.nodes[o] for o in node.operands if isinstance(o, int)]
+            gradients = sum(self.local_bytes(i) for i in inputs if is_floating(i) and i.batch_dependent)
+            largest = max(largest, self.local_bytes(node) + gradients)
+        return largest
+
+    def _storages(self, storages: set[int]) -> float:
+        return sum(self.local_bytes(self._graph.nodes[s]) for s in storages if self._graph.nodes[s].batch_dependent)
+
+    def _extras(self, nodes: list[Node]) -> float:
+        return sum(
+            n.saved_extra_bytes * self._sharded.fractions.get(n.id, 1.0) * (self._scale if n.batch_dependent else 1.0)
+            for n in nodes
+        )
+
+
+def mixes_positions_outside_attention(graph: ModelGraph) -> bool:
+    """Whether an operator besides attention looks along the sequence, so that the sequence cannot be split."""
+    mixing = {"conv1d", "conv2d", "conv3d", "convolution", "cumsum", "fft_rfft", "flip", "roll", "scan"}
+    return any(op_name(n.op) in mixing and n.batch_dependent and is_floating(n) for n in graph.nodes)

@@ -1,0 +1,191 @@
+"""Plans as tables a person reads; the only place that formats units."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
+
+GIB = 2**30
+_PARTS = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tensor_parallel": "tensor-parallel communication",
+    "context_parallel": "context-parallel communication",
+    "data_parallel": "data-parallel communication, exposed",
+    "pipeline_communication": "pipeline communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimiser step",
+}
+
+
+def seconds(value: float) -> str:
+    """A duration with three significant digits."""
+    if value >= 1:
+        return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Bytes in GiB."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def show_plan(plan: Plan) -> RenderableType:
+    """The whole answer: the plan, where its time and memory go, and what it was compared with."""
+    parts: list[RenderableType] = [_headline(plan), _layout(plan)]
+    if plan.prediction is not None:
+        parts += [_time(plan.prediction), _memory(plan.prediction)]
+    if plan.search is not None:
+        parts += [_candidates(plan), _proof(plan)]
+    return Group(*parts)
+
+
+def degrees(mesh: MeshSection) -> str:
+    """``PP 4 · DP 8 · TP 2``: the degrees above 1."""
+    named = {
+        "PP": mesh.pp,
+        "DP": mesh.dp_replicate if mesh.dp_shard == 1 else 1,
+        "DP replicate": mesh.dp_replicate if mesh.dp_shard > 1 else 1,
+        "DP shard": mesh.dp_shard,
+        "CP": mesh.cp,
+        "TP": mesh.tp,
+        "EP": mesh.ep,
+    }
+    return " · ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one GPU"
+
+
+def _headline(plan: Plan) -> Text:
+    text = Text()
+    text.append(f"{plan.model.source}", style="bold")
+    text.append(f" ({plan.model.num_params / 1e9:.3g} B parameters) on {plan.num_devices} GPUs of {plan.hardware}\n")
+    if plan.prediction is not None:
+        p = plan.prediction
+        text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
+        text.append(
+            f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.0f} model TFLOP/s/GPU "
+            f"(MFU {p.mfu:.1%}), {gibibytes(max(p.peak_memory_bytes))} of {gibibytes(p.memory_capacity_bytes)} on the "
+            "fullest GPU"
+        )
+        if p.usd_per_step is not None:
+            text.append(f", ${p.usd_per_step:.2f} a step")
+    return text
+
+
+def _layout(plan: Plan) -> Table:
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    pipeline, training = plan.pipeline, plan.training
+    rows = [
+        ("device mesh", degrees(plan.mesh)),
+        ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.dp_replicate * plan.mesh.dp_shard > 1 else "none"),
+        (
+            "batch",
+            f"{training.global_batch_size} sequences of {training.seq_len} tokens = {pipeline.num_microbatches} "
+            f"micro-batches of {pipeline.micro_batch_size} on each data-parallel rank",
+        ),
+    ]
+    if plan.mesh.tp > 1:
+        rows.append(("sequence parallelism", "on" if plan.placements.sequence_parallel else "off"))
+    if plan.mesh.pp > 1:
+        virtual = f", {pipeline.virtual_stages} stages a rank" if pipeline.virtual_stages > 1 else ""
+        rows.append(("pipeline schedule", pipeline.schedule.value + virtual))
+        rows.append(("modules per stage", _stages(plan)))
+    rows.append(
+        ("recomputation", ", ".join(f"{r.mode.value}: {len(r.modules)} blocks" for r in plan.recompute) or "none")
+    )
+    rows.append(("offload", plan.offload.value))
+    rows.append(("precision, optimiser", f"{training.precision.value}, {training.optimizer.value}"))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+_ZERO = {
+    0: "replicas, gradients all-reduced (ZeRO 0)",
+    1: "optimiser states sharded (ZeRO 1)",
+    2: "optimiser states and gradients sharded (ZeRO 2)",
+    3: "parameters, gradients and optimiser states sharded (ZeRO 3, FSDP)",
+}
+
+
+def _stages(plan: Plan) -> str:
+    counts = [str(len(stage.modules)) for stage in plan.pipeline.stages]
+    return " ".join(counts) if len(counts) <= 32 else f"{' '.join(counts[:16])} ... {' '.join(counts[-4:])}"
+
+
+def _time(prediction: PredictionSection) -> Table:
+    table = Table(title="Where the time goes", title_justify="left")
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for name, label in _PARTS.items():
+        value = float(getattr(prediction.breakdown_s, name))
+        if value > 0:
+            table.add_row(label, seconds(value), f"{value / prediction.step_time_s:.1%}")
+    table.add_section()
+    table.add_row("step", seconds(prediction.step_time_s), "100.0%")
+    return table
+
+
+def _memory(prediction: PredictionSection) -> Table:
+    table = Table(title="Peak memory by pipeline rank", title_justify="left")
+    table.add_column("GiB")
+    ranks = list(range(len(prediction.peak_memory_bytes)))
+    shown = ranks if len(ranks) <= 4 else [0, 1, ranks[-2], ranks[-1]]
+    for rank in shown:
+        table.add_column(f"rank {rank}", justify="right")
+    if prediction.memory_breakdown_bytes:
+        for name in prediction.memory_breakdown_bytes[0]:
+            values = [prediction.memory_breakdown_bytes[rank].get(name, 0) for rank in shown]
+            table.add_row(name.replace("_", " "), *(f"{v / GIB:.2f}" for v in values))
+        table.add_section()
+    table.add_row("total", *(f"{prediction.peak_memory_bytes[rank] / GIB:.2f}" for rank in shown))
+    return table
+
+
+def _candidates(plan: Plan) -> Table:
+    search, prediction = plan.search, plan.prediction
+    assert search is not None
+    table = Table(title="Compared with", title_justify="left")
+    table.add_column("")
+    table.add_column("layout")
+    for name in ("step", "loses", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = list(search.runners_up)
+    if search.baseline is not None:
+        rows.append(search.baseline)
+    for row in rows:
+        loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
+        memory = gibibytes(row.peak_memory_bytes) + ("" if row.fits else ", too much")
+        table.add_row(row.label, _layout_text(row), seconds(row.step_time_s), loses, memory)
+    return table
+
+
+def _layout_text(row: Candidate) -> str:
+    parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {row.micro_batch_size}"]
+    if row.mesh.pp > 1:
+        parts.append(row.schedule.value + (f" x{row.virtual_stages}" if row.virtual_stages > 1 else ""))
+    if row.sequence_parallel:
+        parts.append("SP")
+    recompute = row.recompute.value if row.recompute is not None else "mixed"
+    if recompute != "none":
+        parts.append(f"recompute {recompute}")
+    return ", ".join(parts)
+
+
+def _proof(plan: Plan) -> Text:
+    search = plan.search
+    assert search is not None
+    text = Text()
+    text.append(search.status, style="bold green" if search.status == "OPTIMAL" else "bold yellow")
+    if search.status == "OPTIMAL":
+        text.append(f": none of {search.num_candidates:,} layouts is faster within the cost model")
+    else:
+        text.append(
+            f": best of those tried among {search.num_candidates:,} layouts; none can be faster than "
+            f"{seconds(search.bound_step_time_s)} (gap {search.gap:.1%})"
+        )
+    text.append(f" (searched in {seconds(search.elapsed_s)})")
+    return text

@@ -1,0 +1,30 @@
+"""The contract of a solver backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from planner.problems import (
+    DegreeProblem,
+    DegreeSolution,
+    PlacementProblem,
+    PlacementSolution,
+    StageProblem,
+    StageSolution,
+)
+
+
+class Solver(ABC):
+    """A backend. Every method returns a proved optimum or None where nothing is feasible."""
+
+    @abstractmethod
+    def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
+        """Strategies of least total cost."""
+
+    @abstractmethod
+    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
+        """Stages of least ``pipeline_bound_s`` within memory; None also when none is below ``cutoff_s``."""
+
+    @abstractmethod
+    def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:
+        """Degrees of least step time within memory."""

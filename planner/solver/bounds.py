@@ -1,0 +1,263 @@
+"""Admissible bounds of many coarse points at once: no cut into stages is faster or smaller.
+
+Let w_r be the work of pipeline rank r on one micro-batch, W their sum, m micro-batches on p ranks, c one send. With one
+stage a rank, ``problems.pipeline_bound_s`` gives for every r
+
+    GPipe          T >= W + (m - 1) w_r + 2 c (p-1)
+    1F1B, m > p    T >= (W - w_r) + (m - (p-1-r)) w_r + sum_(i>r) w_i + 2 c (p-1)
+    any            T >= sum_(i<r) w_i + m w_r, whose least maximum over the cuts is W / (1 - (1 - 1/m)^p)
+
+and some w_r is at least W / p and at least its share, rounded up, of each kind of unit. A convex combination of the
+second line whose coefficients of all w_i are equal bounds T by a multiple of W whatever the cut. A 1F1B rank r holds at
+most p - r micro-batches, so the p - r-th waits for the first to come back: T >= x + 2 c r + q (W - x + 2 c (p-1-r)),
+x = sum_(i<r) w_i, q rounds, while T >= m x / r; the least maximum of the two over x is a bound. An interleaved pipeline
+is cut evenly, so the work and memory of its ranks are known.
+
+Memory. For weights l_r that sum to 1 the worst rank holds at least sum_r l_r M_r, and a unit adds at least
+min_r l_r (states + in flight on r * kept); weights that make the terms of the average unit equal are near best.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from costmodels.memory import MemoryLedger
+from planner.parallelism import ScheduleName
+from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
+from planner.pricing.point import even_starts, in_flight, interleaved_in_flight
+from planner.pricing.unit_costs import UnitStates
+from planner.problems import StageProblem
+from planner.space.search_space import Choice
+
+CHUNK = 20_000
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds per coarse point, in the order of the choices given."""
+
+    step_time_s: Array
+    memory_bytes: Array
+
+
+def bounds(table: CostTable, choices: list[Choice]) -> Bounds:
+    """Bounds of every choice."""
+    found = Bounds(np.empty(len(choices)), np.empty(len(choices)))
+    groups: dict[tuple[ScheduleName, int, int], list[int]] = defaultdict(list)
+    for index, choice in enumerate(choices):
+        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages].append(index)
+    for members in groups.values():
+        for start in range(0, len(members), CHUNK):
+            part = members[start : start + CHUNK]
+            group = _Group(table, [choices[i] for i in part])
+            found.step_time_s[part] = group.step_time_s()
+            found.memory_bytes[part] = group.memory_bytes()
+    return found
+
+
+class _Group:
+    """Choices of one schedule, pipeline degree and number of virtual stages; arrays are [choices, kinds] or fewer."""
+
+    def __init__(self, table: CostTable, choices: list[Choice]) -> None:
+        self._table, self._choices = table, choices
+        first = choices[0]
+        self._schedule, self._pp, self._virtual = first.schedule, first.mesh.pp, first.virtual_stages
+        self._m = np.array([c.num_microbatches for c in choices], dtype=np.float64)
+        self._counts = table.units.counts
+        self._data = [table.data_parallel_times(c) for c in choices]
+        parts = table.parts(choices, self._data)
+        self._work = parts.forward_s + parts.backward_s
+        self._send = np.array([table.send_s(c) for c in choices])
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def step_time_s(self) -> Array:
+        """Pipeline, plus what comes once a step on the mean rank."""
+        counts = self._counts
+        trainable = self._elements(lambda s: s.trainable) @ counts
+        optimizer = np.array([self._table.optimizer_s(c, t) for c, t in zip(self._choices, trainable, strict=True)])
+        once = optimizer / self._pp
+        if self._pp > 1:  # what a pipeline reduces after its last backward is not hidden
+            once = once + np.array([d.reduce_s for d in self._data]) @ counts / self._pp
+        return self._pipeline_s() + once
+
+    def _pipeline_s(self) -> Array:
+        total = self._work @ self._counts
+        if self._pp == 1:
+            return self._m * total
+        if self._virtual > 1:
+            ranks, below = _even_counts(self._table.units, self._pp, self._virtual)
+            climb = 2 * self._send[:, None] * np.arange(self._pp)
+            return (self._work @ below.T + self._m[:, None] * (self._work @ ranks.T) + climb).max(axis=1)
+        p, m, send = self._pp, self._m, self._send
+        coefficient = np.array([pipeline_coefficient(self._schedule, p, c.num_microbatches) for c in self._choices])
+        best = coefficient * total + 2 * send * (p - 1)
+        blocks = np.ceil(self._counts / p)
+        most = (self._work * blocks).max(axis=1)
+        if self._schedule is ScheduleName.GPIPE:
+            return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
+        least = self._work.min(axis=1)
+        whole = np.where(m > p, total + (m - p) * most + (p - 1) * least + 2 * send * (p - 1), m * most)
+        best = np.maximum(best, whole)
+        for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
+            best = np.maximum(best, self._rounds_s(total, rank))
+        return best
+
+    def _rounds_s(self, total: Array, rank: int) -> Array:
+        """The bound by rounds of micro-batches in flight at ``rank``."""
+        p, m, send = self._pp, self._m, self._send
+        rounds = np.floor((m - 1) / (p - rank)) + 1
+        way = 2 * send * (p - 1 - rank)
+        below = (rounds * (total + way) + 2 * send * rank) / (m / rank + rounds - 1)
+        return np.where(below <= total, m * below / rank, total + 2 * send * rank + rounds * way)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def memory_bytes(self) -> Array:
+        """The worst rank's states and activations, reserve included."""
+        static = self._static_bytes()
+        kept = self._table.column("kept_bytes")[self._table.key_rows(self._choices)]
+        working = self._table.column("working_bytes")[self._table.key_rows(self._choices)].min(axis=1)
+        software = self._table.cluster.profile.software
+        outside = MemoryLedger().with_reserve(software, 0).total_bytes
+        tensors = self._interleaved_bytes(static, kept) if self._virtual > 1 else self._weighted_bytes(static, kept)
+        return (tensors + working) * (1 + software.allocator_reserve_fraction.value) + outside
+
+    def _static_bytes(self) -> Array:
+        """States of each unit kind, from the bytes of one trainable and one frozen element."""
+        per_element: dict[tuple[int, int], tuple[float, float]] = {}
+        rows: list[tuple[float, float]] = []
+        for choice in self._choices:
+            key = (choice.zero_stage, num_shards(choice))
+            if key not in per_element:
+                one = self._table.state_bytes
+                per_element[key] = (one(choice, 1.0, 0.0).total, one(choice, 0.0, 1.0).total)
+            rows.append(per_element[key])
+        each = np.array(rows)
+        trainable, frozen = self._elements(lambda s: s.trainable), self._elements(lambda s: s.frozen)
+        return each[:, :1] * trainable + each[:, 1:] * frozen
+
+    def _elements(self, take: Callable[[UnitStates], float]) -> Array:
+        by_key = {key: [take(s) for s in states] for key, states in self._table.states.items()}
+        return np.array([by_key[c.mesh.tp, c.sequence_parallel] for c in self._choices])
+
+    def _weighted_bytes(self, static: Array, kept: Array) -> Array:
+        if self._schedule is ScheduleName.GPIPE:
+            flying = np.repeat(self._m[:, None], self._pp, axis=1)
+        else:
+            flying = np.array([in_flight(self._schedule, self._pp, c.num_microbatches) for c in self._choices])
+        states, activations = static @ self._counts, kept @ self._counts
+        weights = 1 / (states[:, None] + flying * activations[:, None])
+        weights /= weights.sum(axis=1, keepdims=True)
+        # [choices, kinds]: the least that a unit of the kind can add to the weighted sum.
+        least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
+        return least @ self._counts
+
+    def _interleaved_bytes(self, static: Array, kept: Array) -> Array:
+        ranks, _ = _even_counts(self._table.units, self._pp, self._virtual)
+        worst = np.empty(len(self._choices))
+        by_rounds: dict[int, list[int]] = defaultdict(list)
+        for index, choice in enumerate(self._choices):
+            by_rounds[min(choice.num_microbatches // self._pp, MOST_ROUNDS)].append(index)
+        for rounds, members in by_rounds.items():
+            flying = _flying_counts(self._table.units, self._pp, self._virtual, rounds)
+            worst[members] = (static[members] @ ranks.T + kept[members] @ flying.T).max(axis=1)
+        return worst
+
+
+# Rounds of micro-batches after which an interleaved rank has seen its peak (warm-up is below two rounds a chunk).
+MOST_ROUNDS = 3
+
+
+@lru_cache(maxsize=4096)
+def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> float:
+    """c such that no cut makes a pipeline of one stage a rank shorter than c times W."""
+    p, m = num_ranks, num_microbatches
+    best = max(m / p, 1 / (1 - (1 - 1 / m) ** p))
+    if schedule is ScheduleName.GPIPE:
+        return max(best, (m + p - 1) / p)
+    if m > p:
+        # Weights l_r with 1 + sum_(i<r) l_i + l_r (m - p + r) = c for all r, scaled to sum 1.
+        weights: list[float] = []
+        for r in range(p):
+            weights.append((1 - sum(weights)) / (m - p + r))
+        if min(weights) >= 0:
+            best = max(best, 1 + 1 / sum(weights))
+    return best
+
+
+@lru_cache(maxsize=1024)
+def _even_counts(units: UnitRow, num_ranks: int, virtual_stages: int) -> tuple[Array, Array]:
+    """Units of each kind on each rank, and in the first stages of the ranks below it; [ranks, kinds]."""
+    stages = _stage_counts(units, num_ranks * virtual_stages)
+    ranks = stages.reshape(virtual_stages, num_ranks, -1).sum(axis=0)
+    below = np.vstack([np.zeros((1, stages.shape[1])), np.cumsum(stages[: num_ranks - 1], axis=0)])
+    return ranks, below
+
+
+@lru_cache(maxsize=1024)
+def _flying_counts(units: UnitRow, num_ranks: int, virtual_stages: int, rounds: int) -> Array:
+    """Units of each kind whose activations a rank holds when it holds most stages; [ranks, kinds]."""
+    flying = np.array(interleaved_in_flight(num_ranks, virtual_stages, rounds * num_ranks))
+    stages = _stage_counts(units, num_ranks * virtual_stages) * flying[:, None]
+    return stages.reshape(virtual_stages, num_ranks, -1).sum(axis=0)
+
+
+def _stage_counts(units: UnitRow, num_stages: int) -> Array:
+    starts = even_starts(units.is_block, num_stages)
+    ends = (*starts[1:], len(units.kinds))
+    width = max(units.kinds) + 1
+    return np.array(
+        [np.bincount(units.kinds[a:b], minlength=width) for a, b in zip(starts, ends, strict=True)], dtype=np.float64
+    )
+
+
+def shortest_bottleneck_s(problem: StageProblem) -> float | None:
+    """Least work of the busiest rank over all cuts within memory, to a thousandth; None where no cut fits.
+
+    Ranks take units greedily, which is exact for one limit on work: whatever a rank leaves, the next must take.
+    """
+    work = [0.0, *accumulate(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))]
+    needs = {
+        flying: [
+            0.0,
+            *accumulate(s + flying * k for s, k in zip(problem.static_bytes, problem.kept_bytes, strict=True)),
+        ]
+        for flying in set(problem.in_flight)
+    }
+
+    def fits(limit_s: float) -> bool:
+        at = 0
+        for flying, fixed in zip(problem.in_flight, problem.fixed_bytes, strict=True):
+            memory = needs[flying]
+            room = problem.capacity_bytes - fixed
+            by_memory = bisect_right(memory, memory[at] + room) - 1
+            by_work = bisect_right(work, work[at] + limit_s) - 1
+            at = max(at, min(by_memory, by_work))
+        return at == problem.num_units
+
+    high = work[-1]
+    if not fits(high * (1 + 1e-9)):
+        return None
+    low = high / problem.num_ranks * (1 - 1e-9)
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def bottleneck_bound_s(problem: StageProblem, bottleneck_s: float) -> float:
+    """No cut is faster than this when its busiest rank works at least ``bottleneck_s``."""
+    work = [f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True)]
+    total, p, m = sum(work), problem.num_ranks, problem.num_microbatches
+    way = 2 * problem.send_s * (p - 1)
+    if not problem.windowed:
+        return total + (m - 1) * bottleneck_s + way
+    return total + (m - p) * bottleneck_s + (p - 1) * min(work) + way if m > p else m * bottleneck_s

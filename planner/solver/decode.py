@@ -1,0 +1,206 @@
+"""From a priced coarse point to a Plan: names in place of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from costmodels.compute import peak_flops_per_s
+from planner.graph.model_graph import ModelGraph, Unit
+from planner.parallelism import Placement, Recompute, Replicate
+from planner.plan.schema import (
+    BreakdownSection,
+    Candidate,
+    MeshSection,
+    ModelSection,
+    ModulePlacement,
+    PipelineSection,
+    PlacementSection,
+    PredictionSection,
+    RecomputeRule,
+    StageSection,
+    TrainingSection,
+)
+from planner.pricing.cost_table import CostTable
+from planner.pricing.point import Priced
+from planner.pricing.sharded_unit import ShardedUnit
+from planner.pricing.table_builder import Sharding
+from planner.space.search_space import Choice
+
+
+def model_section(graph: ModelGraph) -> ModelSection:
+    """Which model the plan is for."""
+    return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params)
+
+
+def training_section(table: CostTable) -> TrainingSection:
+    """What is trained with."""
+    training = table.training
+    return TrainingSection(
+        global_batch_size=training.global_batch_size,
+        seq_len=training.seq_len,
+        precision=training.precision,
+        optimizer=training.optimizer,
+    )
+
+
+def mesh_section(choice: Choice) -> MeshSection:
+    """The degrees."""
+    return MeshSection(**asdict(choice.mesh))
+
+
+def pipeline_section(priced: Priced, graph: ModelGraph) -> PipelineSection:
+    """Stages as the modules they hold."""
+    choice, starts = priced.choice, priced.starts
+    ends = (*starts[1:], len(graph.units))
+    return PipelineSection(
+        schedule=choice.schedule,
+        num_microbatches=choice.num_microbatches,
+        micro_batch_size=choice.micro_batch_size,
+        virtual_stages=choice.virtual_stages,
+        stages=tuple(
+            StageSection(
+                index=index,
+                pp_rank=index % choice.mesh.pp,
+                modules=tuple(m for unit in graph.units[start:end] for m in unit.modules),
+            )
+            for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ),
+    )
+
+
+def placement_section(
+    choice: Choice, graph: ModelGraph, sharding: Sharding, columns: tuple[int, ...]
+) -> PlacementSection:
+    """Tensor-parallel placements by module pattern, and the modules that FSDP shards as one."""
+    patterns = _patterns(graph)
+    entries: dict[str, ModulePlacement] = {}
+    for unit, column in zip(graph.units, columns, strict=True):
+        if choice.mesh.tp > 1:
+            for entry in _module_placements(unit, graph.units, sharding[column], patterns):
+                entries.setdefault(entry.module, entry)
+    return PlacementSection(
+        tp=tuple(entries.values()),
+        sequence_parallel=choice.sequence_parallel,
+        stage_input="shard(1)" if choice.sequence_parallel else "replicate",
+        sharded_units=_sharded_units(choice, graph),
+    )
+
+
+def _patterns(graph: ModelGraph) -> Mapping[str, str]:
+    """Block name -> pattern, where every block that the pattern matches is of the same kind."""
+    kinds: dict[str, set[int]] = {}
+    for unit in graph.units:
+        if unit.is_block:
+            kinds.setdefault(_starred(unit.name), set()).add(unit.kind)
+    return {
+        u.name: _starred(u.name) if len(kinds[_starred(u.name)]) == 1 else u.name for u in graph.units if u.is_block
+    }
+
+
+def _starred(name: str) -> str:
+    return ".".join([*name.split(".")[:-1], "*"])
+
+
+def _module_placements(
+    unit: Unit, units: tuple[Unit, ...], sharded: ShardedUnit, patterns: Mapping[str, str]
+) -> list[ModulePlacement]:
+    """Entries of one unit, from the placements of the first unit of its kind."""
+    first = next(u for u in units if u.kind == unit.kind)
+
+    def renamed(fqn: str) -> str:
+        if unit.is_block and (fqn == first.name or fqn.startswith(first.name + ".")):
+            return patterns[unit.name] + fqn[len(first.name) :]
+        return fqn
+
+    parameters: dict[str, dict[str, str]] = {}
+    for fqn, placement in sharded.parameters.items():
+        module, _, name = fqn.rpartition(".")
+        if placement != Replicate():
+            parameters.setdefault(renamed(module), {})[name] = str(placement)
+    outputs: dict[str, Placement] = {renamed(m): p for m, p in sharded.module_outputs.items()}
+    return [
+        ModulePlacement(
+            module=module,
+            parameters=parameters.get(module, {}),
+            output=str(outputs[module]) if module in outputs else None,
+        )
+        for module in dict.fromkeys([*parameters, *outputs])
+    ]
+
+
+def _sharded_units(choice: Choice, graph: ModelGraph) -> tuple[str, ...]:
+    """Every block and every other module with parameters by itself.
+
+    Modules that tie parameters stay together in the root, unless a pipeline parts them.
+    """
+    tied = (
+        {name for p in graph.parameters if p.aliases for name in (p.fqn, *p.aliases)}
+        if choice.mesh.pp == 1
+        else set[str]()
+    )
+    names = [name for p in graph.parameters for name in (p.fqn, *p.aliases)]
+    found: list[str] = []
+    for unit in graph.units:
+        for module in unit.modules:
+            inside = [n for n in names if n.startswith(module + ".")]
+            if inside and not tied.intersection(inside):
+                found.append(module)
+    return tuple(found)
+
+
+def recompute_rules(choice: Choice, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
+    """Every block, where anything is recomputed."""
+    if choice.recompute is Recompute.NONE:
+        return ()
+    return (RecomputeRule(mode=choice.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
+
+
+def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
+    """What the cost models say."""
+    training, cluster = table.training, table.cluster
+    num_devices, time = cluster.num_devices, priced.step_time_s
+    tokens = training.global_batch_size * training.seq_len
+    flops_per_s = table.flops_per_sequence * training.global_batch_size / time / num_devices
+    price = cluster.profile.device.usd_per_hour
+    return PredictionSection(
+        step_time_s=time,
+        tokens_per_s_per_gpu=tokens / time / num_devices,
+        model_flops_per_gpu_per_s=flops_per_s,
+        mfu=flops_per_s / peak_flops_per_s(cluster.profile.device, training.precision.value),
+        peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in priced.ledgers),
+        memory_capacity_bytes=round(table.capacity_bytes),
+        memory_breakdown_bytes=tuple({n: round(b) for n, b in ledger.rows} for ledger in priced.ledgers),
+        breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
+        usd_per_step=None if price is None else price.value * num_devices * time / 3600,
+    )
+
+
+def candidate(label: str, priced: Priced, table: CostTable) -> Candidate:
+    """A row of the table beside the plan."""
+    choice = priced.choice
+    return Candidate(
+        label=label,
+        mesh=mesh_section(choice),
+        zero_stage=choice.zero_stage,
+        micro_batch_size=choice.micro_batch_size,
+        schedule=choice.schedule,
+        virtual_stages=choice.virtual_stages,
+        recompute=choice.recompute,
+        sequence_parallel=choice.sequence_parallel,
+        step_time_s=priced.step_time_s,
+        peak_memory_bytes=round(priced.peak_memory_bytes),
+        fits=priced.peak_memory_bytes <= table.capacity_bytes,
+    )
+
+
+def layout_text(choice: Choice) -> str:
+    """A choice in one line, with what is not at its simplest value."""
+    degrees = {name: degree for name, degree in asdict(choice.mesh).items() if degree > 1}
+    parts = [f"{name}={degree}" for name, degree in degrees.items()] or ["one GPU"]
+    parts += [
+        f"ZeRO {choice.zero_stage}",
+        f"micro-batch {choice.micro_batch_size}",
+        f"recompute {choice.recompute.value}",
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,103 @@
+"""From a plan that exists back to the numbers of the search: the inverse of ``decode``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.errors import PlanError
+from planner.graph.model_graph import ModelGraph
+from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
+from planner.plan.schema import Plan
+from planner.space.search_space import Choice
+
+
+def choice_of(plan: Plan, num_devices: int) -> Choice:
+    """The coarse point of ``plan`` with its data-parallel degree fitted to ``num_devices``."""
+    mesh = _mesh_for(plan, num_devices)
+    pipeline = plan.pipeline
+    per_rank = plan.training.global_batch_size // mesh.dp
+    if plan.training.global_batch_size % (mesh.dp * pipeline.micro_batch_size):
+        raise PlanError(
+            f"dp {mesh.dp} * micro-batch {pipeline.micro_batch_size} does not divide the global batch of "
+            f"{plan.training.global_batch_size} sequences",
+            hint="choose another --gpus, or search again",
+        )
+    modes = {rule.mode for rule in plan.recompute if rule.modules}
+    if len(modes) > 1:
+        raise PlanError(
+            f"recompute: this planner prices one mode for all blocks, the plan has {', '.join(sorted(modes))}",
+            hint="use one mode, or run the plan and measure it",
+        )
+    return Choice(
+        mesh=mesh,
+        zero_stage=plan.zero_stage,
+        micro_batch_size=pipeline.micro_batch_size,
+        num_microbatches=per_rank // pipeline.micro_batch_size,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        recompute=next(iter(modes), Recompute.NONE),
+        sequence_parallel=plan.placements.sequence_parallel,
+    )
+
+
+def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
+    mesh = plan.mesh.shape()
+    if num_devices == mesh.world_size:
+        return mesh
+    rest = mesh.world_size // mesh.dp
+    shard = mesh.dp_shard > 1
+    kept = mesh.dp_replicate if shard else mesh.dp_shard
+    if num_devices % (rest * kept):
+        raise PlanError(
+            f"{num_devices} GPUs are no multiple of the {rest * kept} that one replica of this plan takes",
+            hint=f"choose a multiple of {rest * kept}, or search again for {num_devices} GPUs",
+        )
+    degree = num_devices // (rest * kept)
+    return replace(mesh, dp_shard=degree) if shard else replace(mesh, dp_replicate=degree)
+
+
+def parameter_placements(plan: Plan, graph: ModelGraph) -> Mapping[str, Placement]:
+    """Placement of every parameter, by each of its FQNs; PlanError for an entry that names nothing."""
+    names = [name for p in graph.parameters for name in (p.fqn, *p.aliases)]
+    placements: dict[str, Placement] = dict.fromkeys(names, Replicate())
+    unknown: list[str] = []
+    for entry in plan.placements.tp:
+        pattern = entry.module.split(".")
+        for parameter, text in entry.parameters.items():
+            matched = [n for n in names if _matches(n.split("."), [*pattern, *parameter.split(".")])]
+            if not matched:
+                unknown.append(f"{entry.module}.{parameter}")
+            placements.update(dict.fromkeys(matched, parse_placement(text)))
+    if unknown:
+        raise PlanError(
+            f"placements.tp names parameters that {graph.source} does not have: {', '.join(unknown)}",
+            hint="was the plan made for another model? search again",
+        )
+    return placements
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(p in ("*", n) for n, p in zip(name, pattern, strict=True))
+
+
+def starts_of(plan: Plan, graph: ModelGraph) -> tuple[int, ...]:
+    """First unit of each stage; PlanError where the stages do not hold whole units in order."""
+    if len(plan.pipeline.stages) == 1:
+        return (0,)
+    stage_of = {module: stage.index for stage in plan.pipeline.stages for module in stage.modules}
+    stages: list[int] = []
+    for unit in graph.units:
+        found = {stage_of.get(module) for module in unit.modules}
+        if len(found) != 1 or None in found:
+            raise PlanError(
+                f"pipeline.stages: the modules of {unit.name} ({', '.join(unit.modules)}) must all lie in one stage",
+                hint="was the plan made for another model? search again",
+            )
+        stages.append(next(index for index in found if index is not None))
+    if stages != sorted(stages) or set(stages) != set(range(len(plan.pipeline.stages))):
+        raise PlanError(
+            f"pipeline.stages: stages must hold the model's pieces in order, got stages {stages}",
+            hint="reorder the modules of the stages",
+        )
+    return tuple(stages.index(stage) for stage in range(len(plan.pipeline.stages)))

@@ -1,0 +1,156 @@
+"""Best-first search over the coarse points: exact inner programs, and a stop that is a proof.
+
+Points are visited in the order of their lower bound. A visited point is cut into stages by the solver and priced by
+simulating its schedule. When the next bound is no better than the best price, no point that is left can win: the best
+is optimal within the cost model, each point cut where ``pipeline_bound_s`` is least.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.pricing.cost_table import CostTable
+from planner.pricing.point import Point, Priced
+from planner.solver.base import Solver
+from planner.solver.bounds import Bounds, bottleneck_bound_s, bounds, shortest_bottleneck_s
+from planner.space.search_space import Choice
+
+# Points cut evenly before the search proper, so that it starts with a good cut-off.
+NUM_PROBES = 100
+# A point counts as better only by more than this share: below it the simpler one stays.
+TOLERANCE = 1e-6
+
+Progress = Callable[[int, float, float | None], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found. ``best`` is None where nothing fits or nothing was found in time."""
+
+    best: Priced | None
+    ranking: tuple[Priced, ...]  # the visited points that fit, fastest first
+    bound_s: float  # no point is faster
+    is_exhausted: bool  # every point that could be better was visited: ``best`` is proved
+    interrupted: bool
+    num_candidates: int
+    num_visited: int
+    closest: Choice | None  # where nothing fits: the point of least memory
+    elapsed_s: float
+
+
+def complexity(choice: Choice) -> tuple[int, ...]:
+    """What makes a plan harder to run and to understand, most important first; smaller is simpler."""
+    mesh = choice.mesh
+    axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.tp))
+    return (axes, mesh.pp, mesh.cp, mesh.tp, choice.virtual_stages, choice.zero_stage, mesh.dp_replicate)
+
+
+class _Best:
+    """The points that were priced and fit."""
+
+    def __init__(self) -> None:
+        self.best: Priced | None = None
+        self.found: dict[Choice, Priced] = {}
+
+    def keep(self, priced: Priced | None) -> None:
+        """Takes ``priced`` in; it becomes the best only where it is faster by more than the tolerance."""
+        if priced is None:
+            return
+        known = self.found.get(priced.choice)
+        if known is None or priced.step_time_s < known.step_time_s:
+            self.found[priced.choice] = priced
+        if self.best is None or priced.step_time_s < self.best.step_time_s * (1 - TOLERANCE):
+            self.best = priced
+
+    @property
+    def time_s(self) -> float | None:
+        """Step time of the best point."""
+        return None if self.best is None else self.best.step_time_s
+
+    def beats(self, bound_s: float) -> bool:
+        """Whether no point with this bound can be better."""
+        return self.best is not None and bound_s >= self.best.step_time_s * (1 - TOLERANCE)
+
+    def ranking(self) -> tuple[Priced, ...]:
+        """Fastest first."""
+        return tuple(sorted(self.found.values(), key=lambda priced: priced.step_time_s))
+
+
+def search(
+    table: CostTable,
+    choices: Sequence[Choice],
+    solver: Solver,
+    *,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+    stop_at_first: bool = False,
+) -> Outcome:
+    """The fastest choice that fits; stops early on the time limit or Ctrl-C with what it has.
+
+    ``stop_at_first``: any choice that fits will do.
+    """
+    began = time.monotonic()
+    listed = list(choices)
+    lower = bounds(table, listed) if listed else Bounds(np.empty(0), np.empty(0))
+    fits = np.flatnonzero(lower.memory_bytes <= table.capacity_bytes).tolist()
+    order = sorted(fits, key=lambda i: (lower.step_time_s[i], complexity(listed[i])))
+    best = _Best()
+    bound_s, exhausted, interrupted, visited = float("inf"), True, False, 0
+    try:
+        for index in order[:NUM_PROBES]:
+            best.keep(probe(table, listed[index]))
+        for index in order:
+            bound_s = float(lower.step_time_s[index])
+            if best.beats(bound_s):
+                break
+            late = time_limit_s is not None and time.monotonic() - began > time_limit_s
+            if late or (stop_at_first and best.best is not None):
+                exhausted = False
+                break
+            visited += 1
+            best.keep(visit(table, listed[index], solver, best.time_s))
+            if progress is not None:
+                progress(visited, bound_s, best.time_s)
+    except KeyboardInterrupt:
+        exhausted, interrupted = False, True
+    return Outcome(
+        best=best.best,
+        ranking=best.ranking(),
+        bound_s=best.time_s if exhausted and best.time_s is not None else bound_s,
+        is_exhausted=exhausted,
+        interrupted=interrupted,
+        num_candidates=len(listed),
+        num_visited=visited,
+        closest=None if best.best or not listed else listed[int(np.argmin(lower.memory_bytes))],
+        elapsed_s=time.monotonic() - began,
+    )
+
+
+def visit(table: CostTable, choice: Choice, solver: Solver, cutoff_s: float | None) -> Priced | None:
+    """The choice cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
+    point = Point(table, choice)
+    if choice.mesh.pp == 1:
+        return within_memory(point.price((0,)))
+    if choice.virtual_stages > 1:
+        return within_memory(point.price(point.even_starts()))
+    problem = point.stage_problem()
+    bottleneck = shortest_bottleneck_s(problem)
+    if bottleneck is None or (cutoff_s is not None and bottleneck_bound_s(problem, bottleneck) >= cutoff_s):
+        return None
+    solution = solver.solve_stages(problem, cutoff_s)
+    return None if solution is None else within_memory(point.price(solution.starts))
+
+
+def probe(table: CostTable, choice: Choice) -> Priced | None:
+    """The choice cut evenly and priced, where that fits: a quick first incumbent."""
+    point = Point(table, choice)
+    return within_memory(point.price(point.even_starts()))
+
+
+def within_memory(priced: Priced) -> Priced | None:
+    """``priced`` if its worst rank fits."""
+    return priced if priced.fits else None

@@ -1,0 +1,256 @@
+"""The coarse points: every layout that the cluster, the model, the batch and the user's pins allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from planner.errors import InputError
+from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+
+MAX_MICRO_BATCH_SIZE = 64
+MAX_VIRTUAL_STAGES = 8
+MAX_CONTEXT_PARALLEL = 64
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained with; the global batch is in sequences."""
+
+    global_batch_size: int
+    seq_len: int
+    precision: Precision
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Choices fixed by the user; None leaves a choice to the solver. ``dp`` is dp_replicate * dp_shard."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    schedule: ScheduleName | None = None
+    virtual_stages: int | None = None
+    recompute: Recompute | None = None
+    sequence_parallel: bool | None = None
+    dp_replicate: int | None = None
+
+    def describe(self) -> str:
+        """``tp=4, pp=2`` for messages."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={value}" for name, value in given if value is not None)
+
+
+class Choice(NamedTuple):
+    """One coarse point: everything but stage boundaries and placements."""
+
+    mesh: MeshShape
+    zero_stage: int
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: ScheduleName
+    virtual_stages: int
+    recompute: Recompute
+    sequence_parallel: bool
+
+    @property
+    def is_plain_fsdp(self) -> bool:
+        """Fully sharded data parallelism over all devices and nothing else."""
+        mesh = self.mesh
+        return self.zero_stage == 3 and mesh.dp_shard == mesh.world_size and mesh.dp_replicate == 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the cluster allow."""
+
+    num_devices: int
+    devices_per_node: int
+    num_pipeline_units: int  # most stages the model can be cut into
+    tensor_degrees: frozenset[int]  # degrees that split at least one operator of every repeated block
+    sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
+    context_splits: bool  # attention is the only operator that mixes positions
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """All coarse points, and what they were made from."""
+
+    training: Training
+    pins: Pins
+    limits: Limits
+    choices: tuple[Choice, ...]
+
+
+def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
+    """Every allowed coarse point; InputError naming every violated rule where there is none."""
+    violations = pin_violations(training, pins, limits)
+    if violations:
+        raise InputError(
+            "these options contradict each other:\n" + "\n".join(f"  - {v}" for v in violations),
+            hint="change or drop the options named above",
+        )
+    choices = tuple(_choices(training, pins, limits))
+    if not choices:
+        raise InputError(
+            f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
+            f"on {limits.num_devices} GPUs",
+            hint="micro-batch * data-parallel degree must divide the global batch: drop a pin or change --global-batch",
+        )
+    return SearchSpace(training, pins, limits, choices)
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of ``n``, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def pin_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
+    """Each rule that the pins break by themselves, with its values."""
+    found: list[str] = []
+    n, batch = limits.num_devices, training.global_batch_size
+    product = 1
+    for name in ("pp", "dp", "cp", "tp"):
+        degree = getattr(pins, name)
+        if degree is None:
+            continue
+        product *= degree
+        if degree < 1 or n % degree:
+            allowed = ", ".join(map(str, divisors(n)))
+            found.append(f"{name}={degree} does not divide the {n} GPUs; allowed: {allowed}")
+    pinned = [name for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None]
+    if len(pinned) > 1 and not found and n % product:
+        found.append(f"{' * '.join(pinned)} = {product} does not divide the {n} GPUs")
+    if len(pinned) == 4 and product != n:
+        found.append(f"pp * dp * cp * tp = {product}, but there are {n} GPUs")
+    if pins.dp and batch % pins.dp:
+        found.append(f"dp={pins.dp} does not divide the global batch of {batch} sequences")
+    micro, dp = pins.micro_batch, pins.dp or 1
+    if micro is not None and (micro < 1 or batch % (micro * dp)):
+        found.append(f"micro-batch {micro} * dp {dp} does not divide the global batch of {batch} sequences")
+    if pins.cp and pins.cp > 1:
+        if training.seq_len % pins.cp:
+            found.append(f"cp={pins.cp} does not divide the sequence of {training.seq_len} tokens")
+        if not limits.context_splits:
+            found.append(
+                "cp > 1 needs a model in which attention alone mixes positions; this one has other such operators"
+            )
+    if pins.tp and pins.tp > 1 and pins.tp not in limits.tensor_degrees:
+        allowed = ", ".join(map(str, sorted(limits.tensor_degrees)))
+        found.append(f"tp={pins.tp} splits no operator of the model's blocks; degrees that do: {allowed}")
+    return found + _pipeline_violations(pins, limits) + _sharding_violations(training, pins, limits)
+
+
+def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
+    found: list[str] = []
+    pp, virtual = pins.pp or 1, pins.virtual_stages or 1
+    if pins.virtual_stages is not None and virtual < 1:
+        found.append(f"virtual stages must be at least 1, got {virtual}")
+    if pp * virtual > limits.num_pipeline_units:
+        found.append(f"pp {pp} * virtual stages {virtual} exceeds the {limits.num_pipeline_units} blocks of the model")
+    if pins.schedule is ScheduleName.INTERLEAVED_1F1B and (pins.pp == 1 or pins.virtual_stages == 1):
+        found.append("Interleaved1F1B needs pp > 1 and at least 2 virtual stages")
+    if virtual > 1 and pins.schedule not in (None, ScheduleName.INTERLEAVED_1F1B):
+        found.append(f"{virtual} virtual stages need the schedule Interleaved1F1B, not {pins.schedule}")
+    if virtual > 1 and pins.pp == 1:
+        found.append(f"{virtual} virtual stages need pp > 1")
+    return found
+
+
+def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
+    found: list[str] = []
+    if pins.zero is not None and pins.zero not in range(4):
+        found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
+    if pins.zero == 2 and pins.pp is not None and pins.pp > 1:
+        found.append("ZeRO 2 needs pp=1: a pipeline keeps whole gradients until its last micro-batch (use ZeRO 1 or 3)")
+    if pins.sequence_parallel and pins.tp == 1:
+        found.append("sequence parallelism needs tp > 1")
+    if pins.sequence_parallel and pins.tp and pins.tp > 1 and pins.tp not in limits.sequence_degrees:
+        allowed = ", ".join(map(str, sorted(limits.sequence_degrees))) or "none"
+        found.append(
+            f"tp={pins.tp} cannot split activations along the sequence of {training.seq_len} tokens; "
+            f"degrees that can: {allowed}"
+        )
+    return found
+
+
+def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+    for mesh in _meshes(training, pins, limits):
+        for zero in _zero_stages(mesh, pins):
+            for micro, num_micro in _micro_batches(training, pins, mesh):
+                for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
+                    for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
+                        for recompute in [pins.recompute] if pins.recompute else list(Recompute):
+                            yield Choice(mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel)
+
+
+def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:
+    n = limits.num_devices
+    for tp in _degrees(n, pins.tp, lambda d: d == 1 or (d in limits.tensor_degrees and d <= limits.devices_per_node)):
+        for pp in _degrees(n // tp, pins.pp, lambda d: d <= limits.num_pipeline_units):
+            for cp in _degrees(
+                n // tp // pp,
+                pins.cp,
+                lambda d: d == 1 or (limits.context_splits and training.seq_len % d == 0 and d <= MAX_CONTEXT_PARALLEL),
+            ):
+                dp = n // tp // pp // cp
+                if (pins.dp is not None and dp != pins.dp) or training.global_batch_size % dp:
+                    continue
+                for replicate in divisors(dp):
+                    if pins.dp_replicate is None or replicate == pins.dp_replicate:
+                        yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+
+
+def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[int]:
+    if pin is not None:
+        return [pin] if n % pin == 0 else []
+    return [d for d in divisors(n) if allowed(d)]
+
+
+def _zero_stages(mesh: MeshShape, pins: Pins) -> list[int]:
+    """Sharding needs ranks to shard over; ZeRO 2 needs gradients reduced every micro-batch, which pipelines do not."""
+    stages = [0] if mesh.dp_shard == 1 else ([1, 3] if mesh.pp > 1 else [1, 2, 3])
+    if mesh.dp == 1 and pins.zero is not None:
+        return [0]  # with one data-parallel rank every stage is the same
+    return [stage for stage in stages if pins.zero in (None, stage)]
+
+
+def _micro_batches(training: Training, pins: Pins, mesh: MeshShape) -> list[tuple[int, int]]:
+    per_rank = training.global_batch_size // mesh.dp
+    sizes = [pins.micro_batch] if pins.micro_batch else divisors(per_rank)
+    return [
+        (size, per_rank // size)
+        for size in sizes
+        if per_rank % size == 0 and (size <= MAX_MICRO_BATCH_SIZE or pins.micro_batch)
+    ]
+
+
+def _schedules(pins: Pins, limits: Limits, mesh: MeshShape, num_micro: int) -> list[tuple[ScheduleName, int]]:
+    if mesh.pp == 1:
+        return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if pins.virtual_stages in (None, 1) else []
+    found = [(ScheduleName.GPIPE, 1)]
+    if num_micro >= mesh.pp:  # torch's 1F1B needs a micro-batch for every stage
+        found.insert(0, (ScheduleName.ONE_F_ONE_B, 1))
+    if num_micro % mesh.pp == 0:  # torch's interleaved schedule works in rounds of pp micro-batches
+        most = min(MAX_VIRTUAL_STAGES, limits.num_pipeline_units // mesh.pp)
+        if pins.virtual_stages:
+            most = max(most, pins.virtual_stages)
+        found += [(ScheduleName.INTERLEAVED_1F1B, v) for v in range(2, most + 1)]
+    return [
+        (schedule, virtual)
+        for schedule, virtual in found
+        if pins.schedule in (None, schedule) and pins.virtual_stages in (None, virtual)
+    ]
+
+
+def _sequence_parallel(training: Training, pins: Pins, limits: Limits, mesh: MeshShape) -> list[bool]:
+    possible = [False]
+    if mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0:
+        possible.append(True)
+    return [flag for flag in possible if pins.sequence_parallel in (None, flag)]
