@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from planner.errors import PlannerError, PlanError
+from planner.errors import PlanError, PlannerError
 from planner.plan.schema import Plan
 
 MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: more of them only wait

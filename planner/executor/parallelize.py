@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from planner.model_file import call_model
 from planner.parallelism import MeshAxis
 from planner.plan.schema import Plan
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 LossFunction = Callable[[object, Tensors], torch.Tensor]
 
 
@@ -50,7 +50,7 @@ class ParallelModel:
         return [parameter for root in self.roots for parameter in root.parameters()]
 
     def forward_backward(self, batch: Tensors) -> torch.Tensor:
-        """Gradients of the mean loss over this data-parallel rank's ``batch``; that loss where it is computed, else 0."""
+        """Gradients of the mean loss over this data-parallel rank's ``batch``; the loss, or 0 on ranks without it."""
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(batch) if self.schedule is None else self._pipelined(self.schedule, batch)
         for tie in self.ties:
@@ -72,7 +72,8 @@ class ParallelModel:
     def _pipelined(self, schedule: Schedule, batch: Tensors) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
-        schedule.step(target=target, losses=losses, return_outputs=False, **batch)
+        options: dict[str, torch.Tensor] = {**batch, "target": target}
+        schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
         return [loss.detach() for loss in losses]
 
 
@@ -88,7 +89,11 @@ def parallelize(
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
@@ -102,13 +107,17 @@ def parallelize(
     loss = LossTask(loss_fn, plan.pipeline.num_microbatches, LossParallel())
     last = len(plan.pipeline.stages) - 1
     stages = [
-        _stage_module(root, programs[index] if programs else None, (plan, mesh), tuple(inputs), loss if index == last else None)
+        _stage_module(
+            root, programs[index] if programs else None, (plan, mesh), tuple(inputs), loss if index == last else None
+        )
         for index, root in roots.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
     tied = tied_gradients(ties, roots, plan, mesh)
     has_loss = mine[-1] == last
-    return ParallelModel(tuple(roots.values()), tuple(stages), schedule, tied, plan, loss.parallel, has_loss, next(iter(inputs)))
+    return ParallelModel(
+        tuple(roots.values()), tuple(stages), schedule, tied, plan, loss.parallel, has_loss, next(iter(inputs))
+    )
 
 
 def _programs(
@@ -124,9 +133,7 @@ def _programs(
     return programs, tied_parameters(module, programs)
 
 
-def _shared_states(
-    module: nn.Module, inputs: Tensors, plan: Plan, programs: Sequence[StageProgram]
-) -> frozenset[str]:
+def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Sequence[StageProgram]) -> frozenset[str]:
     """Parameters that are used outside their sharded unit, such as an embedding's weight in the logits.
 
     A model that cannot be recorded (it needs none of that without a pipeline) is taken to use none so.

@@ -29,7 +29,9 @@ class _Stage(PipelineStage):
     torch's own stage would keep all gradients whole until the last micro-batch.
     """
 
-    def __init__(self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._zero_stage = plan.zero_stage
         num_stages = len(plan.pipeline.stages)
         sent = module.output_metas if index < num_stages - 1 else (LOSS_META,)
@@ -106,7 +108,7 @@ def tied_gradients(
         for ranks in pipelines if len(holders) > 1 else ():
             members = [ranks[holder] for holder in holders]
             group = dist.new_group(members)
-            if dist.get_rank() in members:
+            if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
                 mine = group
         local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
         if local:
@@ -132,5 +134,3 @@ def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from planner.errors import PlanError
@@ -66,18 +68,18 @@ def _checkpointed(forward: Callable[..., object], mode: Recompute) -> Callable[.
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if mode is Recompute.FULL:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+        contexts = noop_context_fn if mode is Recompute.FULL else _selective_contexts
+        call = functools.partial(forward, *args, **kwargs)
+        return checkpoint(call, use_reentrant=False, context_fn=contexts)
 
     return run
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(
-    context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *args: object, **kwargs: object
+    context: SelectiveCheckpointContext, operator: OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from planner.executor.stage_split import StageProgram, inside
 from planner.executor.stage_trace import Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
 from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 def stage_root(module: nn.Module, program: StageProgram, device: torch.device) -> nn.Module:
@@ -34,16 +34,19 @@ def stage_root(module: nn.Module, program: StageProgram, device: torch.device) -
 
 def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     shell = copy.copy(module)
-    shell._parameters = {n: p for n, p in module._parameters.items() if prefix + n in program.states}
-    shell._buffers = {n: b for n, b in module._buffers.items() if prefix + n in program.states}
-    shell._modules = {}
+    # nn.Module has no public way to copy one without what it holds
+    state = {"_parameters": {}, "_buffers": {}, "_modules": {}}
+    for kind in ("_parameters", "_buffers"):
+        held: dict[str, object] = getattr(module, kind)
+        state[kind] = {name: value for name, value in held.items() if prefix + name in program.states}
     wanted = (*program.modules, *program.states)
-    for name, child in module._modules.items():
+    for name, child in module.named_children():
         fqn = prefix + name
-        if child is None or fqn in program.modules:
-            shell._modules[name] = child
+        if fqn in program.modules:
+            state["_modules"][name] = child
         elif any(inside(other, fqn) for other in wanted):
-            shell._modules[name] = _pruned(child, fqn + ".", program)
+            state["_modules"][name] = _pruned(child, fqn + ".", program)
+    shell.__dict__.update(state)
     return shell
 
 
@@ -97,7 +100,7 @@ class LossParallel:
         self._active = False
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         """Surrounds the forward and backward passes of one training step."""
         with contextlib.ExitStack() as self._stack:
             yield

@@ -46,8 +46,8 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
     produced = {slot: stage for call, stage in zip(trace.calls, placed, strict=True) for slot in call.results}
     needed_until = dict.fromkeys(slots_in(trace.output), last)
     for call, stage in zip(trace.calls, placed, strict=True):
-        for slot in call.operands if stage is not None else ():
-            needed_until[slot] = max(needed_until.get(slot, 0), stage)
+        if stage is not None:
+            needed_until.update({slot: max(needed_until.get(slot, 0), stage) for slot in call.operands})
     cuts = [
         tuple(
             slot
@@ -106,7 +106,8 @@ def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> N
             problems.append(f"{fqn!r} has parameters, but is on no stage")
     if problems:
         raise PlanError(
-            "pipeline.stages does not fit the model: " + "; ".join(problems), hint="search again for this model, or correct it"
+            "pipeline.stages does not fit the model: " + "; ".join(problems),
+            hint="search again for this model, or correct it",
         )
 
 

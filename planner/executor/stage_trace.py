@@ -149,7 +149,9 @@ def trace_forward(
     with torch.device("meta"), recorder:
         output = run(twin)
     if not recorder.contains_all(output):
-        raise PlanError("the model's output holds a tensor that its forward did not compute", hint="return computed tensors")
+        raise PlanError(
+            "the model's output holds a tensor that its forward did not compute", hint="return computed tensors"
+        )
     return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
 
 
@@ -189,7 +191,12 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def record(
-        self, function: Function | None, module: str, args: tuple[object, ...], kwargs: dict[str, object], result: object
+        self,
+        function: Function | None,
+        module: str,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        result: object,
     ) -> None:
         """Appends one call. Every result gets a new slot, also one that was changed in place or passed through."""
         encoded_args, encoded_kwargs = self.encode(args), self.encode(kwargs)
@@ -201,9 +208,7 @@ class _Recorder(TorchFunctionMode):
             results.append(slot)
         assert isinstance(encoded_args, tuple)
         assert isinstance(encoded_kwargs, dict)
-        self.calls.append(
-            Call(function, module, encoded_args, encoded_kwargs, tuple(results), torch.is_grad_enabled())
-        )
+        self.calls.append(Call(function, module, encoded_args, encoded_kwargs, tuple(results), torch.is_grad_enabled()))
 
     def call_paused(self, function: Callable[[], _T]) -> _T:
         """Runs ``function`` without recording what happens inside."""

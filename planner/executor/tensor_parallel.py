@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ def apply_tensor_parallel(module: nn.Module, placements: Sequence[ModulePlacemen
     chosen = parameter_placements(module, placements)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
+        for name, parameter in own_parameters(owner).items():
             if parameter not in replaced:
                 placement = chosen.get(parameter, ReplicatePlacement())
                 sharded = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)
@@ -60,21 +60,19 @@ def apply_tensor_parallel(module: nn.Module, placements: Sequence[ModulePlacemen
                 target.register_forward_hook(_RedistributeHook(tp_mesh, torch_placement(entry.output)))
 
 
-def parameter_placements(
-    module: nn.Module, placements: Sequence[ModulePlacement]
-) -> Mapping[nn.Parameter, Placement]:
+def parameter_placements(module: nn.Module, placements: Sequence[ModulePlacement]) -> Mapping[nn.Parameter, Placement]:
     """Placement of each parameter that an entry names; PlanError for conflicts between tied names."""
     chosen: dict[nn.Parameter, Placement] = {}
     for entry in placements:
         for fqn, target in _matching(module, entry.module):
             for name, text in entry.parameters.items():
-                parameter = target._parameters.get(name)
+                parameter = own_parameters(target).get(name)
                 if parameter is None:
                     continue
                 placement = torch_placement(text)
                 if chosen.setdefault(parameter, placement) != placement:
                     raise PlanError(
-                        f"{fqn}.{name} is placed as {text}, but it is tied to a parameter placed as {chosen[parameter]}",
+                        f"{fqn}.{name} is placed as {text}, but is tied to one placed as {chosen[parameter]}",
                         hint="give all names of one tensor the same placement",
                     )
     return chosen
@@ -82,32 +80,40 @@ def parameter_placements(
 
 def check_placements(module: nn.Module, placements: Sequence[ModulePlacement], tp: int) -> None:
     """PlanError that lists patterns without a module, unknown parameters and dims that tp does not divide."""
-    problems: list[str] = []
-    for entry in placements:
-        matched = _matching(module, entry.module)
-        if not matched:
-            problems.append(f"no module matches {entry.module!r}")
-        for name, text in entry.parameters.items():
-            placement = parse_placement(text)
-            owners = [(fqn, target._parameters[name]) for fqn, target in matched if target._parameters.get(name) is not None]
-            if matched and not owners:
-                problems.append(f"{entry.module!r} has no parameter {name!r}")
-            if isinstance(placement, Partial):
-                problems.append(f"{entry.module}.{name} cannot be placed as partial: parameters are sharded or replicated")
-            if isinstance(placement, Shard):
-                problems += [
-                    f"{fqn}.{name} of shape {tuple(parameter.shape)} cannot be split {tp} ways along dim {placement.dim}"
-                    for fqn, parameter in owners
-                    if parameter is not None and not _divides(tp, parameter.shape, placement.dim)
-                ]
+    problems = [problem for entry in placements for problem in _entry_problems(module, entry, tp)]
     if problems:
         raise PlanError(
-            "placements.tp does not fit the model: " + "; ".join(problems), hint="search again for this model, or correct it"
+            "placements.tp does not fit the model: " + "; ".join(problems),
+            hint="search again for this model, or correct it",
         )
 
 
+def _entry_problems(module: nn.Module, entry: ModulePlacement, tp: int) -> list[str]:
+    matched = _matching(module, entry.module)
+    problems = [] if matched else [f"no module matches {entry.module!r}"]
+    for name, text in entry.parameters.items():
+        placement = parse_placement(text)
+        owners = [(fqn, own[name]) for fqn, target in matched if name in (own := own_parameters(target))]
+        if matched and not owners:
+            problems.append(f"{entry.module!r} has no parameter {name!r}")
+        if isinstance(placement, Partial):
+            problems.append(f"{entry.module}.{name} is placed as partial: parameters are sharded or replicated")
+        if isinstance(placement, Shard):
+            problems += [
+                f"{fqn}.{name} of shape {tuple(value.shape)} cannot be split {tp} ways along dim {placement.dim}"
+                for fqn, value in owners
+                if not _divides(tp, value.shape, placement.dim)
+            ]
+    return problems
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that belong to ``module`` itself, tied or not."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
 @contextlib.contextmanager
-def tensor_parallel_context(enabled: bool) -> Iterator[None]:
+def tensor_parallel_context(enabled: bool) -> Generator[None]:
     """Where forward and backward run: plain tensors beside DTensors are taken as replicated."""
     if not enabled:
         yield

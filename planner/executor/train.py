@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.errors import ModelError
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, place_of
-from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.model_file import LoadedModel, load_model, resolve_model
 from planner.parallelism import Optimizer
 from planner.plan.schema import Plan
@@ -53,7 +53,7 @@ class StepReport:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[torch.device]:
+def process_group() -> Generator[torch.device]:
     """Joins the ranks that torchrun (or we) started; yields this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -102,7 +102,7 @@ def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
     named = inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
         raise ModelError(
-            f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is int64 token ids can be run yet",
+            f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
             hint="give defaults to the other inputs of its forward",
         )
     return named
@@ -117,7 +117,7 @@ def build_optimizer(
 
 
 def train_step(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor], mesh: DeviceMesh
+    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Tensors, mesh: DeviceMesh
 ) -> torch.Tensor:
     """One optimiser step on this rank's part of the global batch; the mean loss over the global batch."""
     optimizer.zero_grad(set_to_none=True)
@@ -144,7 +144,7 @@ def _timed_step(
 
 
 @contextlib.contextmanager
-def quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Generator[None]:
     """Hides torch's remarks about its own internals, which no user can act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")

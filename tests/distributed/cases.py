@@ -63,7 +63,9 @@ class Case:
                 stage_input=self.stage_input,
                 sharded_units=(*toy.before, *toy.blocks, *toy.after),
             ),
-            recompute=() if self.recompute is Recompute.NONE else (RecomputeRule(mode=self.recompute, modules=toy.blocks),),
+            recompute=()
+            if self.recompute is Recompute.NONE
+            else (RecomputeRule(mode=self.recompute, modules=toy.blocks),),
         )
 
 
@@ -83,15 +85,16 @@ _PP2_TP2 = MeshSection(pp=2, tp=2)
 _INTERLEAVED = ScheduleName.INTERLEAVED_1F1B
 
 CASES = {
-    **{f"dp4-zero{stage}": Case("gpt", _DP4, stage) for stage in range(4)},
+    "dp4-zero0": Case("gpt", MeshSection(dp_replicate=4)),
+    **{f"dp4-zero{stage}": Case("gpt", _DP4, stage) for stage in (1, 2, 3)},
     **{f"dp4-zero{stage}-tied": Case("gpt-tied", _DP4, stage, micro_batch_size=2) for stage in (1, 3)},
-    "hsdp-2x2-zero0": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 0),
+    "hsdp-2x2-zero1": Case("gpt", MeshSection(dp_replicate=2, dp_shard=2), 1),
     "hsdp-2x2-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
     "hsdp-2x2-zero3": Case("unusual", MeshSection(dp_replicate=2, dp_shard=2), 3),
     "tp4-llama": Case("llama", MeshSection(tp=4), micro_batch_size=4),
     "tp4-gpt-tied": Case("gpt-tied", MeshSection(tp=4), micro_batch_size=4),
     "tp4-sp-llama": Case("llama", MeshSection(tp=4), sequence_parallel=True, micro_batch_size=4),
-    "tp2-dp2-zero0": Case("gpt", _DP2_TP2, micro_batch_size=2),
+    "tp2-dp2-zero0": Case("gpt", MeshSection(dp_replicate=2, tp=2), micro_batch_size=2),
     "tp2-dp2-zero1-sp": Case("llama", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=2),
     "tp2-dp2-zero2-unusual": Case("unusual", _DP2_TP2, 2, micro_batch_size=4),
     "tp2-dp2-zero3-sp-gpt-tied": Case("gpt-tied", _DP2_TP2, 3, sequence_parallel=True, micro_batch_size=4),
@@ -103,12 +106,13 @@ CASES = {
     ),
     "dp4-full-recompute": Case("gpt", _DP4, 3, recompute=Recompute.FULL),
     "dp4-selective-recompute": Case("llama", _DP4, 2, recompute=Recompute.SELECTIVE),
-    **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in range(4)},
+    "pp2-dp2-zero0": Case("llama", MeshSection(pp=2, dp_replicate=2), micro_batch_size=2),
+    **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in (1, 3)},
     "pp2-dp2-gpipe": Case("gpt", _PP2_DP2, 1, ScheduleName.GPIPE, micro_batch_size=2),
-    "pp2-dp2-tied": Case("gpt-tied", _PP2_DP2, 2, micro_batch_size=2),
+    "pp2-dp2-tied": Case("gpt-tied", _PP2_DP2, 3, micro_batch_size=2),
     "pp2-dp2-full-recompute": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, micro_batch_size=2),
     "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
-    "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 2, _INTERLEAVED, 2, micro_batch_size=2),
+    "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 3, _INTERLEAVED, 2, micro_batch_size=2),
     "pp2-dp2-interleaved-tied": Case("gpt-tied", _PP2_DP2, 1, _INTERLEAVED, 2, micro_batch_size=2),
     "pp2-tp2": Case("gpt", _PP2_TP2, micro_batch_size=4),
     "pp2-tp2-tied": Case("gpt-tied", _PP2_TP2, micro_batch_size=4),
@@ -120,4 +124,28 @@ CASES = {
     "pp4": Case("llama", MeshSection(pp=4), micro_batch_size=4),
     "pp4-unusual": Case("unusual", MeshSection(pp=4), micro_batch_size=4),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
+}
+
+LEARNING_CASES = {
+    "pp2-dp2-learns": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2, optimizer=Optimizer.ADAMW),
+    "tp2-dp2-sp-bf16-learns": Case(
+        "llama",
+        _DP2_TP2,
+        3,
+        sequence_parallel=True,
+        recompute=Recompute.SELECTIVE,
+        micro_batch_size=4,
+        optimizer=Optimizer.ADAMW,
+        precision=Precision.BF16,
+    ),
+    "pp2-tp2-sp-bf16-learns": Case(
+        "llama",
+        _PP2_TP2,
+        sequence_parallel=True,
+        recompute=Recompute.FULL,
+        micro_batch_size=4,
+        optimizer=Optimizer.ADAMW,
+        precision=Precision.BF16,
+        stage_input="shard(1)",
+    ),
 }

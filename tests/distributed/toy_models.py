@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
@@ -49,7 +49,8 @@ class UnusualBlock(nn.Module):
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         normed = self.norm(x)
         query, key, value = (
-            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         y = self.out(attended.transpose(1, 2).flatten(-2)) * scale
@@ -63,13 +64,14 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 32)
         self.positions = nn.Parameter(torch.randn(SEQ_LEN, 32) * 0.1)
-        self.register_buffer("triangle", torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril(), persistent=False)
+        self.future: torch.Tensor
+        self.register_buffer("future", torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1), persistent=False)
         self.layers = nn.ModuleList(UnusualBlock(32, 4) for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(32)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
-        mask = torch.zeros(length, length).masked_fill(~self.triangle[:length, :length], float("-inf"))
+        mask = torch.zeros(length, length).masked_fill(self.future[:length, :length], float("-inf"))
         x = self.embed(input_ids) + self.positions[:length]
         first = x
         for layer in self.layers:
@@ -91,7 +93,15 @@ class Unusual(nn.Module):
 
 
 def _config(family: str, *, tied: bool) -> FamilyConfig:
-    fields = {"family": family, "layers": NUM_LAYERS, "hidden": 32, "heads": 8, "ffn": 64, "vocab": VOCAB, "seq_len": SEQ_LEN}
+    fields = {
+        "family": family,
+        "layers": NUM_LAYERS,
+        "hidden": 32,
+        "heads": 8,
+        "ffn": 64,
+        "vocab": VOCAB,
+        "seq_len": SEQ_LEN,
+    }
     extra = {"kv_heads": 4, "mlp": "swiglu"} if family == "llama" else {}
     return FamilyConfig.model_validate({**fields, **extra, "tied": tied})
 
@@ -106,7 +116,9 @@ def _entries(
         for name, bias in column.items()
     ]
     entries += [
-        ModulePlacement(module=name, parameters={"weight": "shard(1)"} | ({"bias": "replicate"} if bias else {}), output=reduced)
+        ModulePlacement(
+            module=name, parameters={"weight": "shard(1)"} | ({"bias": "replicate"} if bias else {}), output=reduced
+        )
         for name, bias in row.items()
     ]
     entries += [ModulePlacement(module=name, output="replicate") for name in norms]
@@ -129,7 +141,11 @@ def _gpt_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
     row = ("layers.*.attention.output", "layers.*.mlp.down")
     norms = ("layers.*.attention_norm", "layers.*.mlp_norm", "norm")
     entries = _entries(
-        dict.fromkeys(column, True), dict.fromkeys(row, True), "token_embedding", norms, sequence_parallel=sequence_parallel
+        dict.fromkeys(column, True),
+        dict.fromkeys(row, True),
+        "token_embedding",
+        norms,
+        sequence_parallel=sequence_parallel,
     )
     return (*entries, ModulePlacement(module="head", parameters={"weight": "shard(0)"}, output="shard(2)"))
 

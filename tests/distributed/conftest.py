@@ -1,0 +1,36 @@
+"""One world of four processes for all distributed tests: most of a start is importing torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases import WORLD_SIZE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+Outcome = dict[str, object]
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What every case came to, as rank 0 of the world wrote it."""
+    out = tmp_path_factory.mktemp("world") / "outcomes.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    result = subprocess.run(
+        [*launcher, "--nproc-per-node", str(WORLD_SIZE), "--module", "tests.distributed.world", str(out)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if result.returncode != 0:
+        failures = [line for line in result.stderr.splitlines() if not line.startswith(("W", "E"))]
+        pytest.fail("the world of four processes failed:\n" + "\n".join(failures[:80]), pytrace=False)
+    return json.loads(out.read_text())

@@ -1,0 +1,45 @@
+"""One SGD step under every plan gives the parameters that a single process gets, and training learns."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.cases import CASES, LEARNING_CASES
+from tests.distributed.conftest import Outcome
+
+# Relative, over the norm of each whole parameter: float32 has 1.2e-7, sums differ in order.
+PARAMETER_TOLERANCE = 1e-5
+UPDATE_TOLERANCE = 1e-4  # of the update itself, so that a wrong factor on a small update shows
+# Some gradients are zero in exact arithmetic (a key projection's bias): their rounding error is held
+# against the rounding of the parameters that a step moves, not against itself.
+ROUNDING = 1e-8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_single_process(name: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[name]
+    assert outcome["missing"] == []
+    assert outcome["loss"] == pytest.approx(outcome["expected_loss"], rel=1e-5)
+    parameters = outcome["parameters"]
+    assert isinstance(parameters, dict)
+    for fqn, found in parameters.items():
+        assert found["error"] <= PARAMETER_TOLERANCE * found["size"] + ROUNDING, (fqn, found)
+        assert found["error"] <= UPDATE_TOLERANCE * found["update_size"] + ROUNDING, (fqn, found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_is_visible(name: str, outcomes: dict[str, Outcome]) -> None:
+    """The comparison above would hold of a step that changes nothing: this one must change much."""
+    parameters = outcomes[name]["parameters"]
+    assert isinstance(parameters, dict)
+    moved = [found["update_size"] > 100 * UPDATE_TOLERANCE * ROUNDING for found in parameters.values()]
+    assert sum(moved) > 0.9 * len(moved)
+    assert max(found["update_size"] for found in parameters.values()) > 1e-2
+
+
+@pytest.mark.parametrize("name", LEARNING_CASES)
+def test_loss_falls_on_real_text(name: str, outcomes: dict[str, Outcome]) -> None:
+    losses = outcomes[name]["losses"]
+    assert isinstance(losses, list)
+    assert len(losses) == 50
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 1.0
