@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.graph.model_graph import ModelGraph, Node, Parameter
+from planner.graph.op_call import TensorValue
 from planner.graph.units import find_units
 
 
@@ -30,6 +31,7 @@ def assemble_graph(
     warnings: Sequence[str],
 ) -> ModelGraph:
     """The graph of ``nodes``, with what follows from them."""
+    nodes = with_gradient_sums(nodes)
     blocks, units = find_units(nodes, edges, parameters)
     return ModelGraph(
         source=header.source,
@@ -49,6 +51,30 @@ def assemble_graph(
         blocks=blocks,
         units=units,
         warnings=tuple(warnings),
+    )
+
+
+def with_gradient_sums(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Where a value has several users, their gradients are added: two reads and a write for each further one."""
+    uses = [0] * len(nodes)
+    for node in nodes:
+        if node.requires_grad and node.op != "getitem":  # the elements of a tuple have gradients of their own
+            for operand in node.operands:
+                if isinstance(operand, int):
+                    uses[operand] += 1
+    return tuple(
+        _with_sums(node, count - 1) if count > 1 and node.requires_grad else node
+        for node, count in zip(nodes, uses, strict=True)
+    )
+
+
+def _with_sums(node: Node, sums: int) -> Node:
+    moved = sums * 3 * TensorValue(node.shape, node.dtype).num_bytes
+    return node.model_copy(
+        update={
+            "backward_bytes": node.backward_bytes + moved,
+            "num_backward_kernels": node.num_backward_kernels + sums,
+        }
     )
 
 

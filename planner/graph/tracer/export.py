@@ -15,6 +15,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.graph.assemble import GraphHeader, assemble_graph
-from planner.graph.model_graph import ModelGraph, Parameter
+from planner.graph.model_graph import ModelGraph, Node, Parameter
+from planner.graph.tracer.folding import find_folds, shortened, unfold
 from planner.graph.tracer.nodes import NodeBuilder
 from planner.model_file import LoadedModel, call_model, training_batch
 from planner.parallelism import Precision
@@ -56,18 +58,61 @@ class TrainingStep(nn.Module):
 
 
 def trace_model(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str = "bfloat16") -> ModelGraph:
-    """The operators of one training step on ``batch_size`` sequences of ``seq_len`` tokens."""
+    """The operators of one training step on ``batch_size`` sequences of ``seq_len`` tokens.
+
+    Equal blocks are traced once where they provably repeat one another.
+    """
     model = build_on_meta(loaded, dtype)
-    exported = export_step(loaded, model, example_batch(loaded, batch_size, seq_len, dtype))
-    parameters = list_parameters(model)
+    example = example_batch(loaded, batch_size, seq_len, dtype)
+    traced = _folded(loaded, model, example) or _whole(loaded, model, example)
+    header = GraphHeader(loaded.source.name, loaded.digest, "export", batch_size, seq_len, dtype)
+    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(model), traced.warnings)
+
+
+def trace_whole(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str = "bfloat16") -> ModelGraph:
+    """As ``trace_model``, block by block, equal or not."""
+    model = build_on_meta(loaded, dtype)
+    traced = _whole(loaded, model, example_batch(loaded, batch_size, seq_len, dtype))
+    header = GraphHeader(loaded.source.name, loaded.digest, "export", batch_size, seq_len, dtype)
+    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(model), traced.warnings)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+    warnings: tuple[str, ...]
+
+
+def _whole(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) -> _Traced:
+    """The nodes of ``model`` as it is."""
+    exported = export_step(loaded, model, example)
     builder = NodeBuilder(
         module_names=frozenset(name for name, _ in model.named_modules()),
-        parameters={alias: p for p in parameters for alias in (p.fqn, *p.aliases)},
+        parameters={alias: p for p in list_parameters(model) for alias in (p.fqn, *p.aliases)},
         folder=str(loaded.source.path.resolve().parent) if loaded.source.path else "",
     )
     builder.add_program(exported)
-    header = GraphHeader(loaded.source.name, loaded.digest, "export", batch_size, seq_len, dtype)
-    return assemble_graph(header, builder.nodes(), builder.edges(), parameters, builder.warnings())
+    return _Traced(builder.nodes(), builder.edges(), builder.warnings())
+
+
+def _folded(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) -> _Traced | None:
+    """The nodes of ``model`` from a trace of its distinct blocks; None where it does not fold."""
+    folds = find_folds(model)
+    if not folds:
+        return None
+    try:
+        with shortened(model, folds):
+            traced = _whole(loaded, model, example)
+    except ModelError:
+        return None  # perhaps it counts its layers: the whole model will tell
+    nodes, edges = traced.nodes, traced.edges
+    for fold in folds:
+        unfolded = unfold(nodes, edges, fold)
+        if unfolded is None:
+            return None
+        nodes, edges = unfolded
+    return _Traced(nodes, edges, traced.warnings)
 
 
 def build_on_meta(loaded: LoadedModel, dtype: str) -> nn.Module:

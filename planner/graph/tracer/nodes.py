@@ -77,16 +77,8 @@ class NodeBuilder:
         self._is_tuple: set[int] = set()
 
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes, with the sums of gradients at values that several operators use."""
-        uses = [0] * len(self._nodes)
-        for node in self._nodes:
-            for operand in node.operands:
-                if isinstance(operand, int) and node.requires_grad:
-                    uses[operand] += 1
-        return tuple(
-            node if count < 2 or not node.requires_grad else _with_gradient_sums(node, count - 1)
-            for node, count in zip(self._nodes, self._uses_of_values(uses), strict=True)
-        )
+        """All nodes; gradients that are summed where values have several users stand apart."""
+        return tuple(self._nodes)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Producer to consumer, in order."""
@@ -106,9 +98,6 @@ class NodeBuilder:
                 if entry is not None:
                     environment[node] = [entry]
         self._add_nodes(program.graph_module, environment, grad_enabled=True)
-
-    def _uses_of_values(self, uses: list[int]) -> list[int]:
-        return [0 if index in self._is_tuple else count for index, count in enumerate(uses)]
 
     def _placeholder(self, node: fx.Node, kind: InputKind, target: str | None) -> _Entry | None:
         value = node.meta.get("val")
@@ -363,17 +352,6 @@ class NodeBuilder:
         if self._folder and Path(file).is_relative_to(self._folder):
             return f"{Path(file).relative_to(self._folder)}:{line}"
         return f"{Path(file).name}:{line}"
-
-
-def _with_gradient_sums(node: Node, sums: int) -> Node:
-    """Where a value has several users, their gradients are added: two reads and a write each."""
-    moved = sums * 3 * TensorValue(node.shape, node.dtype).num_bytes
-    return node.model_copy(
-        update={
-            "backward_bytes": node.backward_bytes + moved,
-            "num_backward_kernels": node.num_backward_kernels + sums,
-        }
-    )
 
 
 def _bytes_of(call: OpCall, saved: Saved) -> int:
