@@ -20,12 +20,18 @@ from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
 from planner.models.loss import next_token_loss
-from planner.parallelism import Optimizer
-from tests.distributed.cases import CASES, GLOBAL_BATCH_SIZE, LEARNING_CASES, Case
+from planner.parallelism import Optimizer, Precision
+from tests.distributed.cases import (
+    CASES,
+    GLOBAL_BATCH_SIZE,
+    LEARNING_CASES,
+    NUM_HALF_PRECISION_STEPS,
+    NUM_LEARNING_STEPS,
+    Case,
+)
 from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
-NUM_LEARNING_STEPS = 50
 Parameters = dict[str, torch.Tensor]
 
 
@@ -43,11 +49,16 @@ def main(out: Path, names: list[str]) -> None:
 def _guarded(name: str) -> dict[str, object]:
     """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
     try:
-        return _run(CASES[name]) if name in CASES else {"losses": _train(LEARNING_CASES[name], NUM_LEARNING_STEPS)[1]}
+        return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
     except Exception:
         sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
         sys.stderr.flush()
         raise
+
+
+def _learn(case: Case) -> dict[str, object]:
+    steps = NUM_LEARNING_STEPS if case.precision is Precision.FP32 else NUM_HALF_PRECISION_STEPS
+    return {"losses": _train(case, steps)[1]}
 
 
 def _run(case: Case) -> dict[str, object]:
