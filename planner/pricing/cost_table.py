@@ -155,9 +155,8 @@ class CostTable:
             self._index.update({key: i for i, key in enumerate(self.costs)})
         return np.array([self._index[CostKey.of(c)] for c in choices], dtype=np.intp)
 
-    def parts(self, choices: list[Choice], times: list[DataParallelTimes]) -> Parts:
-        """Time parts of many coarse points at once."""
-        rows = self.key_rows(choices)
+    def parts(self, choices: list[Choice], times: list[DataParallelTimes], rows: NDArray[np.intp]) -> Parts:
+        """Time parts of many coarse points at once; ``rows`` are their ``key_rows``."""
 
         def take(name: str) -> Array:
             return self.column(name)[rows]
@@ -195,11 +194,9 @@ class CostTable:
             gradients_stay_whole=choice.mesh.pp > 1,
         )
 
-    def optimizer_s(self, choice: Choice, trainable: float) -> float:
-        """Seconds of the optimiser step over so many elements of the tp rank's parameters."""
-        return optimizer_step_s(
-            trainable / num_shards(choice), self.training.optimizer.value, self.cluster.profile.device
-        )
+    def update_s(self, num_elements: float) -> float:
+        """Seconds of the optimiser step over so many elements on one rank."""
+        return optimizer_step_s(num_elements, self.training.optimizer.value, self.cluster.profile.device)
 
     @property
     def capacity_bytes(self) -> float:
@@ -211,10 +208,12 @@ class CostTable:
         mesh = choice.mesh
         if mesh.pp == 1:
             return 0.0
-        num_bytes = max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
-        group = GroupPlacement(mesh.pp, mesh.world_size // mesh.pp)
-        latency_s, s_per_byte = self._line_of(CollectiveKind.SEND_RECV, group)
-        return latency_s + s_per_byte * num_bytes
+        latency_s, s_per_byte = self.send_line(mesh.pp)
+        return latency_s + s_per_byte * max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
+
+    def send_line(self, pp: int) -> tuple[float, float]:
+        """Latency and seconds per byte from one pipeline rank to the next."""
+        return self._line_of(CollectiveKind.SEND_RECV, GroupPlacement(pp, self.cluster.num_devices // pp))
 
 
 def num_shards(choice: Choice) -> int:

@@ -12,14 +12,14 @@ from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import Schedule, build_schedule, peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import ScheduleName
-from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts
+from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
 from planner.problems import StageProblem, stage_sums
 from planner.space.search_space import Choice
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
 # Simulated rounds of a long pipeline before its steady state is extrapolated.
-STEADY_ROUNDS = 6
+STEADY_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Point:
     def __init__(self, table: CostTable, choice: Choice) -> None:
         self.table, self.choice = table, choice
         self._data = table.data_parallel_times(choice)
-        self._parts = table.parts([choice], [self._data])
+        self._parts = table.parts([choice], [self._data], table.key_rows([choice]))
         self._costs = table.costs[CostKey.of(choice)]
         self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
 
@@ -263,7 +263,7 @@ class Point:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
         trainable = sum(self._elements(k, tied_copy=False)[0] for k in kinds)
-        optimizer = self.table.optimizer_s(self.choice, trainable)
+        optimizer = self.table.update_s(trainable / num_shards(self.choice))
         return once_a_step_s(self.table, self.choice, self._data, self._parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:

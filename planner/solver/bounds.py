@@ -72,9 +72,11 @@ class _Group:
         self._m = np.array([c.num_microbatches for c in choices], dtype=np.float64)
         self._counts = table.units.counts
         self._data = [table.data_parallel_times(c) for c in choices]
-        parts = table.parts(choices, self._data)
+        self._rows = table.key_rows(choices)
+        parts = table.parts(choices, self._data, self._rows)
         self._work = parts.forward_s + parts.backward_s
-        self._send = np.array([table.send_s(c) for c in choices])
+        latency_s, s_per_byte = table.send_line(self._pp) if self._pp > 1 else (0.0, 0.0)
+        self._send = latency_s + s_per_byte * table.column("boundary_bytes")[self._rows].max(axis=1)
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -82,8 +84,8 @@ class _Group:
         """Pipeline, plus what comes once a step on the mean rank."""
         counts = self._counts
         trainable = self._elements(lambda s: s.trainable) @ counts
-        optimizer = np.array([self._table.optimizer_s(c, t) for c, t in zip(self._choices, trainable, strict=True)])
-        once = optimizer / self._pp
+        local, inverse = np.unique(trainable / [num_shards(c) for c in self._choices], return_inverse=True)
+        once = np.array([self._table.update_s(elements) for elements in local])[inverse] / self._pp
         if self._pp > 1:  # what a pipeline reduces after its last backward is not hidden
             once = once + np.array([d.reduce_s for d in self._data]) @ counts / self._pp
         return self._pipeline_s() + once
@@ -123,8 +125,8 @@ class _Group:
     def memory_bytes(self) -> Array:
         """The worst rank's states and activations, reserve included."""
         static = self._static_bytes()
-        kept = self._table.column("kept_bytes")[self._table.key_rows(self._choices)]
-        working = self._table.column("working_bytes")[self._table.key_rows(self._choices)].min(axis=1)
+        kept = self._table.column("kept_bytes")[self._rows]
+        working = self._table.column("working_bytes")[self._rows].min(axis=1)
         software = self._table.cluster.profile.software
         outside = MemoryLedger().with_reserve(software, 0).total_bytes
         tensors = self._interleaved_bytes(static, kept) if self._virtual > 1 else self._weighted_bytes(static, kept)

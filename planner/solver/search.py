@@ -20,7 +20,7 @@ from planner.solver.bounds import Bounds, bottleneck_bound_s, bounds, shortest_b
 from planner.space.search_space import Choice
 
 # Points cut evenly before the search proper, so that it starts with a good cut-off.
-NUM_PROBES = 100
+NUM_PROBES = 40
 # A point counts as better only by more than this share: below it the simpler one stays.
 TOLERANCE = 1e-6
 
@@ -133,24 +133,22 @@ def search(
 def visit(table: CostTable, choice: Choice, solver: Solver, cutoff_s: float | None) -> Priced | None:
     """The choice cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
     point = Point(table, choice)
-    if choice.mesh.pp == 1:
-        return within_memory(point.price((0,)))
-    if choice.virtual_stages > 1:
-        return within_memory(point.price(point.even_starts()))
+    if choice.mesh.pp == 1 or choice.virtual_stages > 1:
+        return _price_if_fits(point, point.even_starts())
     problem = point.stage_problem()
     bottleneck = shortest_bottleneck_s(problem)
     if bottleneck is None or (cutoff_s is not None and bottleneck_bound_s(problem, bottleneck) >= cutoff_s):
         return None
     solution = solver.solve_stages(problem, cutoff_s)
-    return None if solution is None else within_memory(point.price(solution.starts))
+    return None if solution is None else _price_if_fits(point, solution.starts)
 
 
 def probe(table: CostTable, choice: Choice) -> Priced | None:
     """The choice cut evenly and priced, where that fits: a quick first incumbent."""
     point = Point(table, choice)
-    return within_memory(point.price(point.even_starts()))
+    return _price_if_fits(point, point.even_starts())
 
 
-def within_memory(priced: Priced) -> Priced | None:
-    """``priced`` if its worst rank fits."""
-    return priced if priced.fits else None
+def _price_if_fits(point: Point, starts: tuple[int, ...]) -> Priced | None:
+    peak_bytes = max(ledger.total_bytes for ledger in point.ledgers(starts))
+    return point.price(starts) if peak_bytes <= point.table.capacity_bytes else None
