@@ -1,0 +1,306 @@
+"""What every solver backend must do, over one list of backends; and that they agree on random small problems."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from costmodels.pipeline import simulate
+from costmodels.schedule import build_schedule
+from planner.problems import (
+    DegreeProblem,
+    PlacementProblem,
+    StageProblem,
+    pipeline_bound_s,
+    rank_memory_bytes,
+    stage_sums,
+)
+from planner.solver.base import Solver
+from planner.solver.cp_sat import CpSatSolver
+from planner.solver.exhaustive import ExhaustiveSolver, placement_cost_ns
+
+SOLVERS: tuple[Solver, ...] = (CpSatSolver(), ExhaustiveSolver())
+NUM_RANDOM = 200
+NUM_CHUNKS = 4  # of random instances, so that a failure names few of them
+MIB = 1 << 20  # CP-SAT counts memory in these, so instances in whole MiB have one answer
+# CP-SAT rounds each unit's times to a millionth of the model's; a rank works m micro-batches of a few units.
+TICK_TOLERANCE = 1e-4
+
+every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+every_chunk = pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+
+
+def seeds(chunk: int) -> range:
+    return range(chunk, NUM_RANDOM, NUM_CHUNKS)
+
+
+# -- random instances -----------------------------------------------------------------------------
+
+
+def random_placement(seed: int) -> PlacementProblem:
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 4) for _ in range(rng.randint(2, 6))]
+    impossible = rng.choice((0.0, 0.2, 0.6))
+
+    def matrix(rows: int, columns: int) -> tuple[tuple[int | None, ...], ...]:
+        return tuple(
+            tuple(None if rng.random() < impossible else rng.choice((0, rng.randint(1, 9))) for _ in range(columns))
+            for _ in range(rows)
+        )
+
+    edges = [
+        (i, j, matrix(sizes[i], sizes[j])) for j in range(1, len(sizes)) for i in range(j) if rng.random() < 2 / (j - i)
+    ]
+    edges += edges[:1] if rng.random() < 0.2 else []  # an operand that is used twice
+    return PlacementProblem(tuple(tuple(rng.randint(0, 9) for _ in range(n)) for n in sizes), tuple(edges))
+
+
+def random_stages(seed: int) -> StageProblem:
+    rng = random.Random(seed)
+    num_units = rng.randint(2, 10)
+    num_ranks = rng.randint(1, min(4, num_units))
+    windowed = rng.random() < 0.6
+    m = rng.randint(1, num_ranks) if rng.random() < 0.4 else rng.randint(num_ranks, 12)
+    m = max(m, num_ranks) if windowed else m  # torch's 1F1B needs a micro-batch for every stage
+    alike = rng.random() < 0.3
+    forward = [1.0 if alike else rng.uniform(0.1, 4.0) for _ in range(num_units)]
+    return StageProblem(
+        forward_s=tuple(forward),
+        backward_s=tuple(f * (2.0 if alike else rng.uniform(0.5, 3.0)) for f in forward),
+        static_bytes=tuple(float(MIB * rng.randint(0, 20)) for _ in range(num_units)),
+        kept_bytes=tuple(float(MIB * rng.randint(0, 5)) for _ in range(num_units)),
+        in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
+        fixed_bytes=tuple(float(MIB * rng.randint(0, 10)) for _ in range(num_ranks)),
+        capacity_bytes=float(MIB * rng.choice((10**6, rng.randint(20, 120), rng.randint(60, 240)))),
+        num_microbatches=m,
+        send_s=rng.choice((0.0, rng.uniform(0.0, 1.5))),
+        windowed=windowed,
+    )
+
+
+def random_degrees(seed: int) -> DegreeProblem:
+    rng = random.Random(seed)
+    n = rng.choice((1, 2, 6, 8, 12, 16, 24, 30, 36))
+    degrees = [d for d in range(1, n + 1) if n % d == 0]
+    triples = [(a, b, n // a // b) for a, b in product(degrees, repeat=2) if n % (a * b) == 0]
+    kept = [t for t in triples if rng.random() < rng.choice((0.3, 1.0))]
+    foreign = [(1, 1, n + 1)] if rng.random() < 0.3 else []  # the wrong number of devices: never an answer
+    return DegreeProblem(
+        num_devices=n,
+        step_time_s={t: rng.uniform(0.1, 10.0) for t in (*kept, *foreign)},
+        memory_bytes={t: float(MIB * rng.randint(1, 100)) for t in (*kept, *foreign)},
+        capacity_bytes=float(MIB * rng.choice((0, 30, 60, 1000))),
+    )
+
+
+def stages(
+    forward: Sequence[float], num_ranks: int, *, m: int, windowed: bool = True, **changes: float | tuple[float, ...]
+) -> StageProblem:
+    """A problem without memory limits, to be narrowed by ``changes``."""
+    free = (0.0,) * len(forward)
+    return replace(
+        StageProblem(
+            forward_s=tuple(forward),
+            backward_s=tuple(2 * f for f in forward),
+            static_bytes=free,
+            kept_bytes=free,
+            in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
+            fixed_bytes=(0.0,) * num_ranks,
+            capacity_bytes=1.0,
+            num_microbatches=m,
+            send_s=0.0,
+            windowed=windowed,
+        ),
+        **changes,
+    )
+
+
+# -- known answers --------------------------------------------------------------------------------
+
+
+@every_solver
+def test_a_chain_pays_for_a_redistribution_only_where_it_is_worth_it(solver: Solver) -> None:
+    # Each operator is cheap by strategy 1; going from 0 to 1 or back costs 3.
+    change = ((0, 3), (3, 0))
+    problem = PlacementProblem(((10, 4), (5, 4), (10, 2)), ((0, 1, change), (1, 2, change)))
+    solution = solver.solve_placement(problem)
+    assert solution is not None
+    assert (solution.choices, solution.cost_ns, solution.bound_ns) == ((1, 1, 1), 10, 10)
+    torn = PlacementProblem(((10, 4), (1, 9), (10, 2)), ((0, 1, change), (1, 2, change)))
+    solution = solver.solve_placement(torn)
+    assert solution is not None
+    assert (solution.choices, solution.cost_ns) == ((1, 0, 1), 4 + 3 + 1 + 3 + 2)
+
+
+@every_solver
+def test_an_impossible_edge_is_never_taken(solver: Solver) -> None:
+    problem = PlacementProblem(((0, 9), (0, 9)), ((0, 1, ((None, None), (7, 0))),))
+    solution = solver.solve_placement(problem)
+    assert solution is not None
+    assert (solution.choices, solution.cost_ns) == ((1, 0), 9 + 7)
+    assert solver.solve_placement(replace(problem, edges=((0, 1, ((None, None), (None, None))),))) is None
+
+
+@every_solver
+def test_four_equal_layers_on_two_devices_are_halved(solver: Solver) -> None:
+    solution = solver.solve_stages(stages([1.0] * 4, 2, m=8))
+    assert solution is not None
+    assert solution.starts == (0, 2)
+    assert solution.bound_s == pytest.approx((8 + 2 - 1) * 6.0)
+
+
+@every_solver
+def test_memory_moves_a_cut(solver: Solver) -> None:
+    # The first rank of 1F1B holds two micro-batches: three units would be balanced, only one fits.
+    unbalanced = stages([1.0, 1.0, 1.0, 3.0], 2, m=4)
+    assert (solution := solver.solve_stages(unbalanced)) is not None
+    assert solution.starts == (0, 3)
+    tight = replace(unbalanced, kept_bytes=(10.0 * MIB,) * 4, capacity_bytes=30.0 * MIB)
+    assert (solution := solver.solve_stages(tight)) is not None
+    assert solution.starts == (0, 1)
+    assert solver.solve_stages(replace(tight, capacity_bytes=29.0 * MIB)) is None
+
+
+@every_solver
+def test_as_many_ranks_as_units_leave_one_cut(solver: Solver) -> None:
+    solution = solver.solve_stages(stages([3.0, 1.0, 2.0], 3, m=5, windowed=False))
+    assert solution is not None
+    assert solution.starts == (0, 1, 2)
+
+
+@every_solver
+def test_only_what_beats_the_cutoff_is_an_answer(solver: Solver) -> None:
+    problem = stages([1.0] * 4, 2, m=8)
+    assert solver.solve_stages(problem, cutoff_s=54.0) is None
+    found = solver.solve_stages(problem, cutoff_s=54.01)
+    assert found is not None
+    assert found.starts == (0, 2)
+
+
+@every_solver
+def test_degrees_multiply_to_the_devices_and_fit(solver: Solver) -> None:
+    problem = DegreeProblem(
+        num_devices=8,
+        step_time_s={(8, 1, 1): 1.0, (4, 2, 1): 2.0, (2, 2, 2): 3.0, (1, 1, 1): 0.1},
+        memory_bytes={(8, 1, 1): 90.0 * MIB, (4, 2, 1): 50.0 * MIB, (2, 2, 2): 20.0 * MIB, (1, 1, 1): 1.0 * MIB},
+        capacity_bytes=80.0 * MIB,
+    )
+    solution = solver.solve_degrees(problem)
+    assert solution is not None
+    assert (solution.degrees, solution.step_time_s) == ((4, 2, 1), 2.0)
+    assert solver.solve_degrees(replace(problem, capacity_bytes=10.0 * MIB)) is None
+    assert solver.solve_degrees(DegreeProblem(8, {}, {}, 1.0)) is None
+
+
+# -- agreement ------------------------------------------------------------------------------------
+
+
+@every_chunk
+def test_placements_agree(chunk: int) -> None:
+    for seed in seeds(chunk):
+        problem = random_placement(seed)
+        answers = [solver.solve_placement(problem) for solver in SOLVERS]
+        assert len({None if a is None else a.cost_ns for a in answers}) == 1, (seed, answers)
+        for answer in answers:
+            if answer is not None:
+                assert answer.cost_ns == answer.bound_ns == placement_cost_ns(problem, answer.choices), seed
+
+
+@every_chunk
+def test_stages_agree(chunk: int) -> None:
+    for seed in seeds(chunk):
+        problem = random_stages(seed)
+        answers = [solver.solve_stages(problem) for solver in SOLVERS]
+        assert len({a is None for a in answers}) == 1, (seed, answers)
+        for answer in answers:
+            if answer is not None:
+                assert max(rank_memory_bytes(problem, answer.starts)) <= problem.capacity_bytes, seed
+                assert answer.bound_s == pipeline_bound_s(problem, answer.starts), seed
+        times = [a.bound_s for a in answers if a is not None]
+        if times:
+            assert max(times) <= min(times) * (1 + TICK_TOLERANCE), (seed, answers)
+
+
+@every_chunk
+def test_stages_agree_under_a_cutoff(chunk: int) -> None:
+    for seed in seeds(chunk):
+        problem = random_stages(seed)
+        best = SOLVERS[1].solve_stages(problem)
+        if best is None:
+            continue
+        for solver in SOLVERS:
+            assert solver.solve_stages(problem, best.bound_s * (1 - TICK_TOLERANCE)) is None, seed
+            found = solver.solve_stages(problem, best.bound_s * (1 + 2 * TICK_TOLERANCE))
+            assert found is not None, seed
+            assert found.bound_s <= best.bound_s * (1 + TICK_TOLERANCE), seed
+
+
+@every_chunk
+def test_degrees_agree(chunk: int) -> None:
+    for seed in seeds(chunk):
+        answers = [solver.solve_degrees(random_degrees(seed)) for solver in SOLVERS]
+        assert len(set(answers)) == 1, (seed, answers)
+
+
+def test_random_instances_are_of_every_sort() -> None:
+    """The agreement above means something only where there are feasible and infeasible instances of each sort."""
+    oracle = ExhaustiveSolver()
+    problems = [random_stages(seed) for seed in range(NUM_RANDOM)]
+    sorts: dict[str, Callable[[StageProblem], bool]] = {
+        "1F1B": lambda p: p.windowed,
+        "GPipe": lambda p: not p.windowed,
+        "m < p": lambda p: p.num_microbatches < p.num_ranks,
+        "m > p": lambda p: p.num_microbatches > p.num_ranks > 1,
+        "infeasible": lambda p: oracle.solve_stages(p) is None,
+        "feasible": lambda p: oracle.solve_stages(p) is not None,
+        "bound by memory": lambda p: (
+            (found := oracle.solve_stages(p)) is not None
+            and found != oracle.solve_stages(replace(p, capacity_bytes=1e18))
+        ),
+    }
+    for name, belongs in sorts.items():
+        assert sum(map(belongs, problems)) >= 10, name
+    solved = [oracle.solve_placement(random_placement(seed)) for seed in range(NUM_RANDOM)]
+    assert 10 <= sum(answer is None for answer in solved) <= NUM_RANDOM - 50
+    degrees = [oracle.solve_degrees(random_degrees(seed)) for seed in range(NUM_RANDOM)]
+    assert 10 <= sum(answer is None for answer in degrees) <= NUM_RANDOM - 50
+
+
+# -- the formula that the programs minimise ---------------------------------------------------------
+
+
+def makespan_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
+    """What the schedule itself takes, simulated action by action."""
+    schedule = build_schedule("1F1B" if problem.windowed else "GPipe", problem.num_ranks, 1, problem.num_microbatches)
+    forward, backward = stage_sums(problem.forward_s, starts), stage_sums(problem.backward_s, starts)
+    return simulate(schedule, forward, backward, problem.send_s).makespan_s
+
+
+@every_chunk
+def test_the_bound_never_exceeds_the_simulated_schedule(chunk: int) -> None:
+    for seed in range(chunk, 4 * NUM_RANDOM, NUM_CHUNKS):
+        problem = random_stages(seed)
+        rng = random.Random(seed)
+        starts = (0, *sorted(rng.sample(range(1, problem.num_units), problem.num_ranks - 1)))
+        bound, simulated = pipeline_bound_s(problem, starts), makespan_s(problem, starts)
+        assert bound <= simulated * (1 + 1e-9), (seed, starts)
+
+
+@pytest.mark.parametrize("windowed", [True, False])
+@pytest.mark.parametrize(("num_ranks", "m"), [(1, 3), (2, 2), (2, 9), (4, 4), (4, 5), (4, 16), (7, 8)])
+def test_the_bound_is_exact_for_equal_stages_and_free_sends(num_ranks: int, m: int, windowed: bool) -> None:
+    problem = stages([1.5] * num_ranks, num_ranks, m=m, windowed=windowed)
+    starts = tuple(range(num_ranks))
+    expected = (m + num_ranks - 1) * 4.5
+    assert pipeline_bound_s(problem, starts) == pytest.approx(expected)
+    assert makespan_s(problem, starts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_gpipe_is_exact_with_fewer_micro_batches_than_ranks(num_ranks: int) -> None:
+    problem = stages([1.0] * num_ranks, num_ranks, m=1, windowed=False, send_s=0.25)
+    starts = tuple(range(num_ranks))
+    assert pipeline_bound_s(problem, starts) == pytest.approx(3.0 * num_ranks + 0.5 * (num_ranks - 1))
+    assert makespan_s(problem, starts) == pytest.approx(pipeline_bound_s(problem, starts))
