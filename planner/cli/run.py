@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def run(
 ) -> None:
     """Trains a plan's model: starts torchrun on this machine, or joins the torchrun that started this."""
     plan = read_plan(plan_file)
-    from planner.executor.launch import check_machine, is_rank, launch
+    from planner.executor.launch import check_machine, is_rank, launch, only_the_cause
     from planner.executor.mesh import check_executable
     from planner.executor.train import RunOptions, StepReport, train
 
@@ -42,11 +43,13 @@ def run(
                 f"step time {report.step_time_s:.3f} s  {report.tokens_per_s:,.0f} tokens/s"
             )
 
-    train(plan, RunOptions(steps, data, learning_rate, seed), show)
+    with only_the_cause():
+        train(plan, RunOptions(steps, data, learning_rate, seed), show)
 
 
 def _arguments(plan_file: Path, steps: int, data: Path | None, learning_rate: float | None, seed: int) -> list[str]:
     """The same command for a rank."""
     options = ["run", str(plan_file), "--steps", str(steps), "--seed", str(seed)]
+    options += ["--debug"] if "--debug" in sys.argv else []  # a global option, read before the command's own
     options += [] if data is None else ["--data", str(data)]
     return options + ([] if learning_rate is None else ["--learning-rate", repr(learning_rate)])

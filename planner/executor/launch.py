@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 
 import torch
+import torch.distributed as dist
 
-from planner.errors import PlanError, PlannerError
+from planner.errors import InputError, PlanError, PlannerError
 from planner.plan.schema import Plan
 
 MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: more of them only wait
 MIN_CPU_RANKS = 16  # small plans may be tried on any machine
+GRACE_S = 3.0  # the launcher stops all ranks within a fraction of it
 RANK_COMMAND = "from planner.cli.main import main; main()"
 
 
@@ -52,6 +56,7 @@ def check_machine(plan: Plan) -> None:
 
 def launch(plan: Plan, arguments: Sequence[str]) -> None:
     """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -68,11 +73,39 @@ def launch(plan: Plan, arguments: Sequence[str]) -> None:
         monitor_interval=0.1,
         start_method="spawn",
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
     if not torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share the cores
     try:
-        elastic_launch(config, sys.executable)("-c", RANK_COMMAND, *arguments)
+        with _no_logging():  # ranks tell their own errors
+            elastic_launch(config, sys.executable)("-c", RANK_COMMAND, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RankError(rank, failure.exitcode) from None
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+
+
+@contextlib.contextmanager
+def only_the_cause() -> Generator[None]:
+    """Surrounds the work of a rank, so that one error is told once.
+
+    A rank whose peers are gone, or which found an error in the input that rank 0 finds as well,
+    waits for the launcher to stop it; it speaks only where nothing does.
+    """
+    try:
+        yield
+    except Exception as error:
+        lost_peers = isinstance(error.__cause__ or error, dist.DistError) or "Connection closed by peer" in str(error)
+        if lost_peers or (isinstance(error, InputError) and os.environ.get("RANK") != "0"):
+            time.sleep(GRACE_S)
+        raise
+
+
+@contextlib.contextmanager
+def _no_logging() -> Generator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

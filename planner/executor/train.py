@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.errors import ModelError
+from planner.errors import ModelError, PlannerError
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
@@ -79,7 +79,9 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         model = parallelize(build_model(loaded, options.seed), example_batch(loaded, plan), loaded.loss_fn, plan, mesh)
         optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
         for step in range(options.steps):
-            report(_timed_step(model, optimizer, data, mesh, step))
+            with _told_by_rank(step):
+                outcome = _timed_step(model, optimizer, data, mesh, step)
+            report(outcome)
 
 
 def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
@@ -141,6 +143,22 @@ def _timed_step(
     step_time_s = time.perf_counter() - start_s
     tokens_per_step = training.global_batch_size * training.seq_len
     return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
+
+
+@contextlib.contextmanager
+def _told_by_rank(step: int) -> Generator[None]:
+    """What goes wrong inside a step, in the user's model or in torch, with the rank it happened on."""
+    rank = dist.get_rank()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        hint = "plan with a smaller micro-batch, recomputation or more sharding"
+        raise PlannerError(f"rank {rank} is out of device memory in step {step + 1}: {error}", hint=hint) from error
+    except PlannerError:
+        raise
+    except Exception as error:
+        text = f"rank {rank} failed in step {step + 1}: {type(error).__name__}: {error}"
+        raise PlannerError(text, hint="run again with --debug to see where") from error
 
 
 @contextlib.contextmanager

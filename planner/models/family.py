@@ -14,5 +14,5 @@ def build_family(config: FamilyConfig) -> nn.Module:
     match config.family:
         case "gpt":
             return GPT(config)
-        case "llama":
+        case "llama" | "moe":
             return Llama(config)

@@ -9,7 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 from planner.models.config import MlpType
 
 
-def _activate(x: torch.Tensor, kind: MlpType) -> torch.Tensor:
+def activate(x: torch.Tensor, kind: MlpType) -> torch.Tensor:
+    """The non-linearity of ``kind``; of the gated ones that of the gate."""
     match kind:
         case MlpType.GELU | MlpType.GEGLU:
             return F.gelu(x)
@@ -34,5 +35,5 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: (..., hidden); the same shape comes back."""
         if self.gate is None:
-            return self.down(_activate(self.up(x), self.kind))
-        return self.down(_activate(self.gate(x), self.kind) * self.up(x))
+            return self.down(activate(self.up(x), self.kind))
+        return self.down(activate(self.gate(x), self.kind) * self.up(x))

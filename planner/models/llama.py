@@ -1,4 +1,4 @@
-"""A Llama class decoder: rotary positions, RMSNorm, grouped-query attention, gated feed-forward."""
+"""A Llama class decoder: rotary positions, RMSNorm, grouped-query or latent attention, dense or sparse layers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from planner.models.config import FamilyConfig
 from planner.models.feed_forward import FeedForward
-
-
-def rotary_tables(seq_len: int, head_dim: int, theta: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, each (sequence, head_dim), in the dtype and on the device of ``like``."""
-    exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(seq_len, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, theta**-exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turns ``x`` (batch, heads, sequence, head_dim) by its positions' angles."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+from planner.models.latent_attention import LatentAttention
+from planner.models.moe import MixtureOfExperts
+from planner.models.rotary import rotary_tables, rotate
 
 
 class Attention(nn.Module):
@@ -35,12 +23,14 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden, self.kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(config.hidden, self.kv_heads * self.head_dim, bias=False)
         self.output = nn.Linear(self.heads * self.head_dim, config.hidden, bias=False)
+        self.query_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """``x``: (batch, sequence, hidden); the same shape comes back."""
         batch, seq_len, _ = x.shape
-        query = self.query(x).view(batch, seq_len, self.heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
+        query = self.query_norm(self.query(x).view(batch, seq_len, self.heads, self.head_dim)).transpose(1, 2)
+        key = self.key_norm(self.key(x).view(batch, seq_len, self.kv_heads, self.head_dim)).transpose(1, 2)
         value = self.value(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(
             rotate(query, cosine, sine),
@@ -55,12 +45,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: FamilyConfig) -> None:
+    def __init__(self, config: FamilyConfig, *, sparse: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = LatentAttention(config) if config.latent_attention else Attention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = FeedForward(config.hidden, config.ffn, config.mlp, bias=False)
+        self.mlp = (
+            MixtureOfExperts(config) if sparse else FeedForward(config.hidden, config.ffn, config.mlp, bias=False)
+        )
 
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """``x``: (batch, sequence, hidden); the same shape comes back."""
@@ -73,9 +65,12 @@ class Llama(nn.Module):
 
     def __init__(self, config: FamilyConfig) -> None:
         super().__init__()
-        self.head_dim, self.rope_theta = config.size_per_head, config.rope_theta
+        self.rotary_dim, self.rope_theta = config.rotary_dim, config.rope_theta
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            Block(config, sparse=config.experts is not None and index >= config.dense_layers)
+            for index in range(config.layers)
+        )
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.apply(_initialise)
@@ -85,7 +80,7 @@ class Llama(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids``: int64 (batch, sequence); logits (batch, sequence, vocab)."""
         x = self.embedding(input_ids)
-        cosine, sine = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, x)
+        cosine, sine = rotary_tables(input_ids.shape[1], self.rotary_dim, self.rope_theta, x)
         for layer in self.layers:
             x = layer(x, cosine, sine)
         return self.head(self.norm(x))

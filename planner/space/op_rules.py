@@ -274,10 +274,11 @@ def _carry(dim_in: int, dim_out: int, num_operands: int, degree: int) -> OpStrat
 
 
 def _view(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
-    """A split dim survives where it is the outermost of the dims it is merged with or cut into."""
+    """A split dim survives where it leads the dims it is merged with or cut into; partial sums stay so."""
     if not operands:
         return []
-    found: list[OpStrategy] = []
+    rest = (Replicate(),) * (len(operands) - 1)
+    found = [OpStrategy((Partial(), *rest), Partial(), 1.0, (False,) * len(operands))]
     for dim_in, dim_out in leading_dims(operands[0].shape, node.shape):
         if dim_in >= 1 and _splits(operands[0].shape, dim_in, degree) and _splits(node.shape, dim_out, degree):
             found.append(_carry(dim_in, dim_out, len(operands), degree))
