@@ -60,7 +60,7 @@ class Priced:
 
 def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
     """Micro-batches in flight at once on each rank with one stage a rank."""
-    if schedule is ScheduleName.GPIPE:
+    if schedule is ScheduleName.GPIPE and num_ranks > 1:  # without a pipeline each micro-batch is finished at once
         return (num_microbatches,) * num_ranks
     return tuple(min(num_microbatches, num_ranks - rank) for rank in range(num_ranks))
 
@@ -100,11 +100,11 @@ def _schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_m
     return build_schedule(schedule.value, num_ranks, virtual_stages, num_microbatches)
 
 
-def _steady_schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule, shortened to enough rounds to reach every rank's peak."""
+def _steady_interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    """The interleaved schedule, shortened to enough rounds to reach every rank's peak."""
     rounds = num_microbatches // num_ranks
     shortened = num_microbatches - max(0, rounds - STEADY_ROUNDS) * num_ranks
-    return _schedule(schedule, num_ranks, virtual_stages, shortened)
+    return _schedule(ScheduleName.INTERLEAVED_1F1B, num_ranks, virtual_stages, shortened)
 
 
 class Point:
@@ -271,28 +271,34 @@ class Point:
         table, choice = self.table, self.choice
         pp = choice.mesh.pp
         software = table.cluster.profile.software
-        schedule = (
-            _steady_schedule(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches) if pp > 1 else None
-        )
         kept = stage_sums(tuple(self._costs[k].kept_bytes for k in table.units.kinds), starts)
+        flying = self._activation_bytes(kept)
         found: list[MemoryLedger] = []
         for rank, units in enumerate(self._units_of_ranks(starts)):
             # A tied parameter is held twice where owner and user lie on different ranks.
             elements = [self._elements(table.units.kinds[u], tied_copy=pp > 1 and 0 not in units) for u in units]
             states = table.state_bytes(choice, sum(t for t, _ in elements), sum(f for _, f in elements))
-            by_stage = {stage: kept[stage] for stage in range(rank, len(starts), pp)}
-            flying = peak_in_flight(schedule[rank], by_stage) if schedule else kept[0]
             ledger = (
                 MemoryLedger()
                 .plus("parameters", states.parameters)
                 .plus("gradients", states.gradients)
                 .plus("optimizer", states.optimizer)
-                .plus("activations", flying)
+                .plus("activations", flying[rank])
             )
             for name, num_bytes in self._transient_rows(units):
                 ledger = ledger.plus(name, num_bytes)
             found.append(ledger.with_reserve(software, self._num_communicators()))
         return tuple(found)
+
+    def _activation_bytes(self, kept: tuple[float, ...]) -> list[float]:
+        """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage."""
+        choice = self.choice
+        pp = choice.mesh.pp
+        if choice.virtual_stages == 1:
+            flying = in_flight(choice.schedule, pp, choice.num_microbatches)
+            return [number * num_bytes for number, num_bytes in zip(flying, kept, strict=True)]
+        schedule = _steady_interleaved(pp, choice.virtual_stages, choice.num_microbatches)
+        return [peak_in_flight(schedule[rank], {k: kept[k] for k in range(rank, len(kept), pp)}) for rank in range(pp)]
 
 
 def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, parts: Parts, kinds: list[int]) -> float:

@@ -151,7 +151,7 @@ class _Group:
         return np.array([by_key[c.mesh.tp, c.sequence_parallel] for c in self._choices])
 
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
-        if self._schedule is ScheduleName.GPIPE:
+        if self._schedule is ScheduleName.GPIPE and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
             flying = np.array([in_flight(self._schedule, self._pp, c.num_microbatches) for c in self._choices])

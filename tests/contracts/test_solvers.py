@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -20,11 +19,11 @@ from planner.problems import (
 from planner.solver.base import Solver
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver, placement_cost_ns
+from tests.random_problems import MIB, random_degrees, random_placement, random_stages
 
 SOLVERS: tuple[Solver, ...] = (CpSatSolver(), ExhaustiveSolver())
 NUM_RANDOM = 200
 NUM_CHUNKS = 4  # of random instances, so that a failure names few of them
-MIB = 1 << 20  # CP-SAT counts memory in these, so instances in whole MiB have one answer
 # CP-SAT rounds each unit's times to a millionth of the model's; a rank works m micro-batches of a few units.
 TICK_TOLERANCE = 1e-4
 
@@ -34,65 +33,6 @@ every_chunk = pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 
 def seeds(chunk: int) -> range:
     return range(chunk, NUM_RANDOM, NUM_CHUNKS)
-
-
-# -- random instances -----------------------------------------------------------------------------
-
-
-def random_placement(seed: int) -> PlacementProblem:
-    rng = random.Random(seed)
-    sizes = [rng.randint(1, 4) for _ in range(rng.randint(2, 6))]
-    impossible = rng.choice((0.0, 0.2, 0.6))
-
-    def matrix(rows: int, columns: int) -> tuple[tuple[int | None, ...], ...]:
-        return tuple(
-            tuple(None if rng.random() < impossible else rng.choice((0, rng.randint(1, 9))) for _ in range(columns))
-            for _ in range(rows)
-        )
-
-    edges = [
-        (i, j, matrix(sizes[i], sizes[j])) for j in range(1, len(sizes)) for i in range(j) if rng.random() < 2 / (j - i)
-    ]
-    edges += edges[:1] if rng.random() < 0.2 else []  # an operand that is used twice
-    return PlacementProblem(tuple(tuple(rng.randint(0, 9) for _ in range(n)) for n in sizes), tuple(edges))
-
-
-def random_stages(seed: int) -> StageProblem:
-    rng = random.Random(seed)
-    num_units = rng.randint(2, 10)
-    num_ranks = rng.randint(1, min(4, num_units))
-    windowed = rng.random() < 0.6
-    m = rng.randint(1, num_ranks) if rng.random() < 0.4 else rng.randint(num_ranks, 12)
-    m = max(m, num_ranks) if windowed else m  # torch's 1F1B needs a micro-batch for every stage
-    alike = rng.random() < 0.3
-    forward = [1.0 if alike else rng.uniform(0.1, 4.0) for _ in range(num_units)]
-    return StageProblem(
-        forward_s=tuple(forward),
-        backward_s=tuple(f * (2.0 if alike else rng.uniform(0.5, 3.0)) for f in forward),
-        static_bytes=tuple(float(MIB * rng.randint(0, 20)) for _ in range(num_units)),
-        kept_bytes=tuple(float(MIB * rng.randint(0, 5)) for _ in range(num_units)),
-        in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
-        fixed_bytes=tuple(float(MIB * rng.randint(0, 10)) for _ in range(num_ranks)),
-        capacity_bytes=float(MIB * rng.choice((10**6, rng.randint(20, 120), rng.randint(60, 240)))),
-        num_microbatches=m,
-        send_s=rng.choice((0.0, rng.uniform(0.0, 1.5))),
-        windowed=windowed,
-    )
-
-
-def random_degrees(seed: int) -> DegreeProblem:
-    rng = random.Random(seed)
-    n = rng.choice((1, 2, 6, 8, 12, 16, 24, 30, 36))
-    degrees = [d for d in range(1, n + 1) if n % d == 0]
-    triples = [(a, b, n // a // b) for a, b in product(degrees, repeat=2) if n % (a * b) == 0]
-    kept = [t for t in triples if rng.random() < rng.choice((0.3, 1.0))]
-    foreign = [(1, 1, n + 1)] if rng.random() < 0.3 else []  # the wrong number of devices: never an answer
-    return DegreeProblem(
-        num_devices=n,
-        step_time_s={t: rng.uniform(0.1, 10.0) for t in (*kept, *foreign)},
-        memory_bytes={t: float(MIB * rng.randint(1, 100)) for t in (*kept, *foreign)},
-        capacity_bytes=float(MIB * rng.choice((0, 30, 60, 1000))),
-    )
 
 
 def stages(

@@ -1,0 +1,111 @@
+"""Bounds of coarse points and of stage programs: never above what a cut really costs."""
+
+import random
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from planner.parallelism import ScheduleName
+from planner.pricing.point import Point
+from planner.problems import StageProblem, pipeline_bound_s, rank_memory_bytes, stage_sums
+from planner.solver.bounds import bottleneck_bound_s, bounds, pipeline_coefficient, shortest_bottleneck_s
+from planner.solver.search import visit
+from planner.space.search_space import Pins
+from tests.planning import problem_of
+from tests.random_problems import random_stages
+
+SAMPLE = 150
+ROUNDING = 1 + 1e-9
+
+PROBLEMS = [
+    ("gpt2-1.5b", 8, {"batch": 64}),
+    ("llama3-8b", 16, {"batch": 64, "seq_len": 2048}),
+    ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
+    ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=ScheduleName.GPIPE)}),
+    ("llama3-8b", 32, {"batch": 256, "seq_len": 2048, "pins": Pins(pp=8)}),
+]
+
+
+@pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS)
+def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    choices = list(problem.space.choices)
+    lower = bounds(problem.table, choices)
+    sample = random.Random(0).sample(range(len(choices)), min(SAMPLE, len(choices)))
+    for index in sample:
+        point = Point(problem.table, choices[index])
+        cut = visit(problem.table, choices[index], problem.solver, None)
+        for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
+            priced = point.price(starts)
+            assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
+            assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
+
+
+def test_bounds_are_of_use() -> None:
+    """Half of the points must be bounded to within a quarter of their price, or best-first would visit them all."""
+    problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
+    choices = list(problem.space.choices)
+    lower = bounds(problem.table, choices)
+    ratios = []
+    for index in random.Random(1).sample(range(len(choices)), SAMPLE):
+        cut = visit(problem.table, choices[index], problem.solver, None)
+        if cut is not None:
+            ratios.append((lower.step_time_s[index] / cut.step_time_s, lower.memory_bytes[index] / cut.peak_memory_bytes))
+    time, memory = np.median(np.array(ratios), axis=0)
+    assert time > 0.75
+    assert memory > 0.6
+
+
+def test_bounds_do_not_depend_on_the_company() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=64)
+    choices = list(problem.space.choices)[::97]
+    together = bounds(problem.table, choices)
+    for index, choice in enumerate(choices):
+        alone = bounds(problem.table, [choice])
+        assert alone.step_time_s[0] == pytest.approx(together.step_time_s[index], rel=1e-12)
+        assert alone.memory_bytes[0] == pytest.approx(together.memory_bytes[index], rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B])
+@pytest.mark.parametrize(("num_ranks", "m"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (5, 40), (16, 16), (16, 17), (8, 2)])
+def test_equal_stages_are_never_shorter_than_the_coefficient(schedule: ScheduleName, num_ranks: int, m: int) -> None:
+    # Equal stages take (m + p - 1) / p times the work of all stages; unequal ones must not fall below the coefficient.
+    coefficient = pipeline_coefficient(schedule, num_ranks, m)
+    assert m / num_ranks <= coefficient <= (m + num_ranks - 1) / num_ranks + 1e-12
+    rng = random.Random(m)
+    for _ in range(50):
+        work = tuple(rng.uniform(0.0, 1.0) ** 3 for _ in range(num_ranks))
+        problem = _stages(work, m, windowed=schedule is ScheduleName.ONE_F_ONE_B)
+        assert pipeline_bound_s(problem, tuple(range(num_ranks))) >= coefficient * sum(work) / ROUNDING
+
+
+def _stages(work: tuple[float, ...], m: int, *, windowed: bool) -> StageProblem:
+    zero = (0.0,) * len(work)
+    half = tuple(w / 2 for w in work)
+    return StageProblem(half, half, zero, zero, (1,) * len(work), zero, 1.0, m, 0.0, windowed)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_bottleneck_is_that_of_the_best_cut(seed: int) -> None:
+    problem = random_stages(seed)
+    work = tuple(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))
+    cuts = [(0, *inner) for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1)]
+    fitting = [cut for cut in cuts if max(rank_memory_bytes(problem, cut)) <= problem.capacity_bytes]
+    found = shortest_bottleneck_s(problem)
+    if not fitting:
+        return  # greedy ranks may be empty, which no cut allows: a bound may exist, and is of no harm
+    assert found is not None
+    least = min(max(stage_sums(work, cut)) for cut in fitting)
+    assert found <= least * ROUNDING
+    assert bottleneck_bound_s(problem, found) <= min(pipeline_bound_s(problem, cut) for cut in fitting) * ROUNDING
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 5))
+def test_the_bottleneck_is_tight_without_memory(seed: int) -> None:
+    problem = random_stages(seed)
+    roomy = StageProblem(**{**vars(problem), "capacity_bytes": 1e18})
+    work = tuple(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))
+    cuts = [(0, *inner) for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1)]
+    found = shortest_bottleneck_s(roomy)
+    assert found == pytest.approx(min(max(stage_sums(work, cut)) for cut in cuts), rel=2e-3)
