@@ -187,7 +187,7 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
 PRODUCT_RULES: Mapping[str, ProductRule] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "dot"), _matmul),
-    "_grouped_mm": _grouped_matmul,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped_matmul),
     "einsum": _einsum,
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     "scaled_dot_product_attention": _attention,

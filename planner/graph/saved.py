@@ -183,7 +183,21 @@ def _max(call: OpCall) -> Saved:
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
-        ("linear", "matmul", "mm", "bmm", "mv", "dot", "mul", "einsum", "bilinear", "_grouped_mm"), _product
+        (
+            "linear",
+            "matmul",
+            "mm",
+            "bmm",
+            "mv",
+            "dot",
+            "mul",
+            "einsum",
+            "bilinear",
+            "_grouped_mm",
+            "grouped_mm",
+            "grouped_mm_fallback",
+        ),
+        _product,
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d"), _product),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addcmul"), _matmul_with_bias),
