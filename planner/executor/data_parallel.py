@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from planner.errors import PlanError
 from planner.executor.mesh import DATA_AXES
+from planner.parallelism import MeshAxis
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def apply_data_parallel(
     module: nn.Module, units: ShardingUnits, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
 ) -> None:
     """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit."""
-    data_mesh = mesh[DATA_AXES]
+    replicas = mesh[MeshAxis.DP_REPLICATE.value].size()
+    data_mesh = mesh[DATA_AXES] if replicas > 1 else mesh[MeshAxis.DP_SHARD.value]
     precision = MixedPrecisionPolicy()
     if dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -55,13 +57,18 @@ def apply_data_parallel(
     fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
 
 
-def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool) -> None:
-    """Sets what the coming backward pass of one micro-batch reduces and what it frees."""
+def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool, pipelined: bool) -> None:
+    """Sets what the coming backward pass of one micro-batch reduces and what it frees.
+
+    FSDP forgets in which order units ran forward after what it holds to be the last backward. In a
+    pipeline other micro-batches are still under way then; without one, a stale order would make it
+    gather a unit too many.
+    """
     if not isinstance(module, FSDPModule):
         raise PlanError("the module is not under FSDP", hint="call apply_data_parallel first")
     module.set_requires_gradient_sync(last or zero_stage >= 2)
     module.set_reshard_after_backward(last or zero_stage == 3)
-    module.set_is_last_backward(last)
+    module.set_is_last_backward(last or not pipelined)
 
 
 def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:

@@ -64,7 +64,7 @@ class ParallelModel:
         losses: list[torch.Tensor] = []
         for index in range(count):
             loss = stage(**{key: values[index] for key, values in chunks.items()})
-            prepare_backward(stage.root, self.plan.zero_stage, last=index == count - 1)
+            prepare_backward(stage.root, self.plan.zero_stage, last=index == count - 1, pipelined=False)
             loss.backward()
             losses.append(loss.detach())
         return losses

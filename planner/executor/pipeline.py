@@ -50,7 +50,7 @@ class _Stage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
         """Sets what this micro-batch's backward reduces and frees, then runs it."""
         assert isinstance(self.submod, StageModule)
-        prepare_backward(self.submod.root, self._zero_stage, last=last_backward)
+        prepare_backward(self.submod.root, self._zero_stage, last=last_backward, pipelined=True)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
