@@ -11,6 +11,7 @@ ranks of the group inside one domain of tier t-1 (g_0 = 1), whose links the grou
     all-to-all      max over tiers of S · (share of peers reached over tier t) / b_t + Σ_t peers_t · latency_t
     send-recv       S / (a sender's own share of the slowest hop between neighbours) + its latency
 
+A tier's latency and efficiency are those of the collective itself where the profile has measured it by itself.
 k = 2 for all-reduce, 1 for all-gather and reduce-scatter; each collective adds one kernel launch. "Hierarchical" is
 reduce inside the node, all-reduce across, broadcast inside, pipelined in chunks so that the slowest phase counts
 alone; only for all-reduce. The faster algorithm is taken, as NCCL takes it.
@@ -27,7 +28,7 @@ from itertools import pairwise
 from math import ceil, log2
 
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec, EfficiencyAtScale, NetworkTier
+from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtScale, NetworkTier
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.
 TREE_BANDWIDTH_FRACTION = 0.9
@@ -89,8 +90,11 @@ def num_domains_spanned(group: GroupPlacement, domain_devices: int) -> int:
     return min(group.num_ranks, aligned if run % domain_devices == 0 else aligned + 1)
 
 
-def tiers_used(group: GroupPlacement, cluster: ClusterSpec) -> tuple[TierUse, ...]:
-    """The tiers that ``group`` crosses, innermost first; ValueError where the profile's tiers do not reach."""
+def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind | None = None) -> tuple[TierUse, ...]:
+    """The tiers that ``group`` crosses, innermost first; ValueError where the profile's tiers do not reach.
+
+    With the numbers measured for ``kind`` by itself where the profile has them.
+    """
     if group.num_ranks < 1 or group.stride < 1:
         raise ValueError(f"a group needs at least 1 rank and a stride of at least 1, got {group}")
     num_devices = max(cluster.num_devices, group.num_ranks * group.stride)
@@ -106,7 +110,10 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec) -> tuple[TierUse, ..
     for tier in cluster.profile.tiers:
         outer = min(inner, spanned(tier.num_devices))
         if outer < inner:
-            uses.append(_use(cluster, tier, group, (inner, outer), num_nodes))
+            rate = None if kind is None else tier.collectives.get(kind.value)
+            uses.append(
+                _use(cluster, tier if rate is None else _with_rate(tier, rate), group, (inner, outer), num_nodes)
+            )
         inner = outer
     if inner > 1:
         raise ValueError(
@@ -130,6 +137,12 @@ def fraction_at_scale(points: tuple[EfficiencyAtScale, ...], num_nodes: int) -> 
     return known[-1][1]
 
 
+def _with_rate(tier: NetworkTier, rate: CollectiveRate) -> NetworkTier:
+    """``tier`` as one kind of collective finds it."""
+    own = {"latency_s": rate.latency_s, "efficiency": rate.efficiency}
+    return tier.model_copy(update={**own, "all_to_all_efficiency": None, "all_reduce_efficiency": None})
+
+
 def _use(
     cluster: ClusterSpec, tier: NetworkTier, group: GroupPlacement, domains: tuple[int, int], num_nodes: int
 ) -> TierUse:
@@ -143,7 +156,7 @@ def _use(
     senders = min(group.stride, node)  # of one node, each towards its neighbour `stride` devices further
     links_per_sender = min(max(1.0, links_per_device), tier.links_per_node / senders)
     return TierUse(
-        is_innermost=tier is cluster.profile.tiers[0],
+        is_innermost=tier.name == cluster.profile.tiers[0].name,
         latency_s=tier.latency_s.value,
         bytes_per_s=wire * links_per_device * tier.efficiency.value,
         all_reduce_bytes_per_s=wire * links_per_device * all_reduce.value,
@@ -156,7 +169,7 @@ def _use(
 
 
 def _lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) -> tuple[Line, ...]:
-    uses = tiers_used(group, cluster)
+    uses = tiers_used(group, cluster, kind)
     if not uses:
         return ()
     launch_s = cluster.profile.device.kernel_launch_s.value

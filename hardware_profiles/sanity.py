@@ -67,6 +67,11 @@ def _value_ranges(profile: ClusterProfile) -> Iterator[str]:
             yield f"{place}: {quantity.value:g} is above {LARGEST_VALUE:g}; values are in base units (bytes, s, FLOP/s)"
 
 
+def _measured(*known: Quantity) -> bool:
+    """Whether all were measured: then what looks contradictory is how the machine is."""
+    return all(quantity.tag == "measured" for quantity in known)
+
+
 def _positive(place: str, quantity: Quantity | None) -> Iterator[str]:
     if quantity is not None and quantity.value <= 0:
         yield f"{place}: must be above 0, is {quantity.value:g}"
@@ -92,7 +97,7 @@ def _device(device: DeviceProfile) -> Iterator[str]:
     for wide, narrow in (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp8")):
         if wide in device.peak_flops_per_s and narrow in device.peak_flops_per_s:
             slow, fast = device.peak_flops_per_s[wide].value, device.peak_flops_per_s[narrow].value
-            if fast < slow:
+            if fast < slow and not _measured(device.peak_flops_per_s[wide], device.peak_flops_per_s[narrow]):
                 yield f"device.peak_flops_per_s: {narrow} ({fast:g}) is below {wide} ({slow:g})"
     for op_class in REQUIRED_EFFICIENCIES:
         if op_class not in device.efficiency:
@@ -124,7 +129,7 @@ def _tiers(profile: ClusterProfile) -> Iterator[str]:
             )
         per_node = outer.bandwidth_bytes_per_s.value * outer.links_per_node
         inner_per_node = inner.bandwidth_bytes_per_s.value * inner.links_per_node
-        if per_node > inner_per_node:
+        if per_node > inner_per_node and not _measured(inner.bandwidth_bytes_per_s, outer.bandwidth_bytes_per_s):
             yield f"{place}: {per_node:g} bytes/s a node exceed the {inner_per_node:g} of the tier inside, {inner.name}"
 
 
@@ -133,6 +138,10 @@ def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]
     yield from _share(f"{place}.efficiency", tier.efficiency)
     yield from _share(f"{place}.all_to_all_efficiency", tier.all_to_all_efficiency)
     yield from _share(f"{place}.all_reduce_efficiency", tier.all_reduce_efficiency)
+    for name, rate in tier.collectives.items():
+        yield from _share(f"{place}.collectives.{name}.efficiency", rate.efficiency)
+        if rate.latency_s.value > LONGEST_LATENCY_S:
+            yield (f"{place}.collectives.{name}.latency_s: {rate.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s")
     if tier.latency_s.value > LONGEST_LATENCY_S:
         yield f"{place}.latency_s: {tier.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
     if tier.num_devices is not None and tier.num_devices < 1:

@@ -15,6 +15,7 @@ SCHEMA_VERSION = 1
 
 Tag = Literal["measured", "published", "datasheet"]
 OpClassName = Literal["gemm", "grouped_gemm", "attention", "convolution", "memory_bound"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
@@ -79,6 +80,14 @@ class EfficiencyAtScale(_Value):
     fraction: Quantity
 
 
+class CollectiveRate(_Value):
+    """What one kind of collective reaches on one tier, where it was measured by itself."""
+
+    latency_s: Quantity  # of one step between two devices
+    efficiency: Quantity  # fraction of the tier's bandwidth at large sizes, all groups of the axis at work
+    residual_spread: Annotated[float, Field(ge=0)] = 0.15
+
+
 class NetworkTier(_Value):
     """One level of the network, innermost first in ``ClusterProfile.tiers``.
 
@@ -99,6 +108,7 @@ class NetworkTier(_Value):
     efficiency_at_scale: tuple[EfficiencyAtScale, ...] = ()
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     residual_spread: Annotated[float, Field(ge=0)] = 0.15
+    collectives: dict[CollectiveName, CollectiveRate] = {}  # where known, in place of the tier's own numbers
 
 
 class SoftwareProfile(_Value):
@@ -124,6 +134,7 @@ class ClusterProfile(_Value):
     node: NodeProfile
     tiers: tuple[NetworkTier, ...]
     software: SoftwareProfile
+    notes: tuple[str, ...] = ()  # what stood out when the cluster was measured, in words
 
 
 class ClusterSpec(_Value):

@@ -233,7 +233,7 @@ def shard_for_degrees(
 def limits_of(graph: ModelGraph, cluster: ClusterSpec, shardings: Mapping[ShardKey, Sharding]) -> Limits:
     """What this model on this cluster allows."""
     has_attention = any(node.op_class is OpClass.ATTENTION for node in graph.nodes)
-    splitting = {key for key, sharding in shardings.items() if key[0] > 1 and any(s.splits_work for s in sharding)}
+    splitting = {key for key, sharding in shardings.items() if key[0] > 1 and any(s.splits_weights for s in sharding)}
     return Limits(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,

@@ -114,11 +114,16 @@ def call_model(module: nn.Module, inputs: Batch) -> object:
 
 
 def training_batch(inputs: Batch) -> Batch:
-    """``inputs`` with ``labels`` beside them, of the same shape, where the inputs are tokens alone."""
+    """``inputs`` with the ``labels`` that the default loss wants: one for each token, or for each image."""
     import torch
 
-    if isinstance(inputs, dict) and "labels" not in inputs and "input_ids" in inputs:
-        return {**inputs, "labels": torch.zeros_like(inputs["input_ids"])}
+    if not isinstance(inputs, dict) or "labels" in inputs:
+        return inputs
+    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if tokens is not None:
+        return {**inputs, "labels": torch.zeros_like(tokens)}
+    if "pixel_values" in inputs:
+        return {**inputs, "labels": torch.zeros(inputs["pixel_values"].shape[0], dtype=torch.int64)}
     return inputs
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _PARTS = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -28,9 +28,17 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
-def gibibytes(num_bytes: float) -> str:
-    """Bytes in GiB."""
-    return f"{num_bytes / GIB:.1f} GiB"
+def size(num_bytes: float) -> str:
+    """Bytes in GiB, or MiB below one."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+
+
+def count(value: float) -> str:
+    """A large number with three significant digits: 8.03 B."""
+    for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g} {name}"
+    return f"{value:.0f}"
 
 
 def show_plan(plan: Plan) -> RenderableType:
@@ -60,13 +68,13 @@ def degrees(mesh: MeshSection) -> str:
 def _headline(plan: Plan) -> Text:
     text = Text()
     text.append(f"{plan.model.source}", style="bold")
-    text.append(f" ({plan.model.num_params / 1e9:.3g} B parameters) on {plan.num_devices} GPUs of {plan.hardware}\n")
+    text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}\n")
     if plan.prediction is not None:
         p = plan.prediction
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
         text.append(
-            f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.0f} model TFLOP/s/GPU "
-            f"(MFU {p.mfu:.1%}), {gibibytes(max(p.peak_memory_bytes))} of {gibibytes(p.memory_capacity_bytes)} on the "
+            f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
+            f"(MFU {p.mfu:.1%}), {size(max(p.peak_memory_bytes))} of {size(p.memory_capacity_bytes)} on the "
             "fullest GPU"
         )
         if p.usd_per_step is not None:
@@ -82,8 +90,8 @@ def _layout(plan: Plan) -> Table:
         ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.dp_replicate * plan.mesh.dp_shard > 1 else "none"),
         (
             "batch",
-            f"{training.global_batch_size} sequences of {training.seq_len} tokens = {pipeline.num_microbatches} "
-            f"micro-batches of {pipeline.micro_batch_size} on each data-parallel rank",
+            f"{training.global_batch_size} sequences of {training.seq_len} tokens; each data-parallel rank runs "
+            f"{pipeline.num_microbatches} x {pipeline.micro_batch_size} of them",
         ),
     ]
     if plan.mesh.tp > 1:
@@ -131,7 +139,8 @@ def _time(prediction: PredictionSection) -> Table:
 
 def _memory(prediction: PredictionSection) -> Table:
     table = Table(title="Peak memory by pipeline rank", title_justify="left")
-    table.add_column("GiB")
+    scale, unit = (GIB, "GiB") if max(prediction.peak_memory_bytes) >= GIB else (MIB, "MiB")
+    table.add_column(unit)
     ranks = list(range(len(prediction.peak_memory_bytes)))
     shown = ranks if len(ranks) <= 4 else [0, 1, ranks[-2], ranks[-1]]
     for rank in shown:
@@ -139,9 +148,10 @@ def _memory(prediction: PredictionSection) -> Table:
     if prediction.memory_breakdown_bytes:
         for name in prediction.memory_breakdown_bytes[0]:
             values = [prediction.memory_breakdown_bytes[rank].get(name, 0) for rank in shown]
-            table.add_row(name.replace("_", " "), *(f"{v / GIB:.2f}" for v in values))
+            if any(values):
+                table.add_row(name.replace("_", " "), *(f"{v / scale:.2f}" for v in values))
         table.add_section()
-    table.add_row("total", *(f"{prediction.peak_memory_bytes[rank] / GIB:.2f}" for rank in shown))
+    table.add_row("total", *(f"{prediction.peak_memory_bytes[rank] / scale:.2f}" for rank in shown))
     return table
 
 
@@ -158,7 +168,7 @@ def _candidates(plan: Plan) -> Table:
         rows.append(search.baseline)
     for row in rows:
         loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
-        memory = gibibytes(row.peak_memory_bytes) + ("" if row.fits else ", too much")
+        memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")
         table.add_row(row.label, _layout_text(row), seconds(row.step_time_s), loses, memory)
     return table
 

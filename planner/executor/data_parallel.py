@@ -8,8 +8,10 @@
 | 3     | gathered a unit, twice a      | sharded, reduce-scattered a micro-batch  | sharded          |
 |       | micro-batch                   |                                          |                  |
 
-With ``dp_replicate`` > 1 the sharded gradients are all-reduced over the replicas as well. Gradients
-are averaged over all data-parallel ranks, in float32.
+With ``dp_replicate`` > 1 the sharded gradients are all-reduced over the replicas as well, once a
+step. Gradients are averaged over all data-parallel ranks, in float32. "Gathered once a step" means a
+whole copy of the parameters beside the shards, in the compute dtype, which each unit's last
+backward pass frees. FSDP makes that copy also where the shard is already whole.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool, pipeline
     if not isinstance(module, FSDPModule):
         raise PlanError("the module is not under FSDP", hint="call apply_data_parallel first")
     module.set_requires_gradient_sync(last or zero_stage >= 2)
+    module.set_requires_all_reduce(last)  # over the replicas, of what is already reduced over the shards
     module.set_reshard_after_backward(last or zero_stage == 3)
     module.set_is_last_backward(last or not pipelined)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 UNMASKED_ATTENTION = "planner_sdpa"
+DEFAULT_IMAGE_SIZE = 224  # as in ImageNet training
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -67,12 +68,13 @@ class HuggingFaceModel:
         config = copy.deepcopy(self.config)
         config.use_cache = False
         construct = self._constructor()
+        kinds = _attention_kinds(config)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                try:
-                    return construct(_with_attention(config, _attention_of(config)))
-                except ValueError:  # what transformers raises where a model has no such attention
-                    return construct(_with_attention(config, "eager"))
+                for kind in kinds[:-1]:
+                    with contextlib.suppress(ValueError, KeyError):  # what a model without such an attention raises
+                        return construct(_with_attention(config, kind))
+                return construct(_with_attention(config, kinds[-1]))
         except Exception as error:
             raise ModelError(
                 f"{self.path}: transformers cannot build this model: {type(error).__name__}: {error}",
@@ -80,8 +82,13 @@ class HuggingFaceModel:
             ) from error
 
     def example_inputs(self, batch_size: int, seq_len: int) -> Batch:
-        """``input_ids``, int64 (batch_size, seq_len)."""
-        return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+        """Tokens, int64 (batch_size, seq_len); images or sound of the config's size where the model takes those."""
+        main = getattr(self._constructor(), "main_input_name", "input_ids")
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+        inputs = {main: tokens if main == "input_ids" else _media(self.config, main, batch_size)}
+        if getattr(self.config, "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = tokens.clone()
+        return inputs
 
     def _constructor(self) -> Callable[[PretrainedConfig], nn.Module]:
         """The class that the config names, or else the causal language model of its type."""
@@ -100,8 +107,23 @@ def _with_attention(config: PretrainedConfig, attention: str) -> PretrainedConfi
     return config
 
 
-def _attention_of(config: PretrainedConfig) -> str:
-    """The attention to build with: plain SDPA, its masks left to ``is_causal`` where no layer looks at a window.
+def _media(config: PretrainedConfig, name: str, batch_size: int) -> torch.Tensor:
+    """An input that is no text: pixels (batch, channels, height, width), or sound (batch, mel bins, frames)."""
+    vision = getattr(config, "vision_config", config)
+    if name == "pixel_values":
+        size = getattr(vision, "image_size", None) or DEFAULT_IMAGE_SIZE
+        height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+        return torch.zeros(batch_size, getattr(vision, "num_channels", 3), height, width)
+    if name == "input_features" and hasattr(config, "max_source_positions"):
+        # Whisper's second convolution halves the number of frames.
+        return torch.zeros(batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+    raise ModelError(
+        f"no example of the input {name!r} of model_type {config.model_type!r}", hint="wrap it in a model.py"
+    )
+
+
+def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:
+    """The attentions to build with, best first: SDPA, its masks left to ``is_causal`` where no layer looks at a window.
 
     Training data has no padding and one document a row, so a full causal mask says nothing that
     ``is_causal`` does not; transformers finds that out by reading the mask, which a trace cannot.
@@ -113,9 +135,9 @@ def _attention_of(config: PretrainedConfig) -> str:
         not layer_types and getattr(text, "sliding_window", None) is not None
     )
     if has_windows:
-        return "sdpa"
+        return "sdpa", "eager"
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(UNMASKED_ATTENTION, sdpa_attention_forward)
-    return UNMASKED_ATTENTION
+    return UNMASKED_ATTENTION, "sdpa", "eager"

@@ -15,7 +15,7 @@ from math import prod
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
-from planner.graph.model_graph import ModelGraph, Node, Unit
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.op_call import FLOATING, ITEM_BYTES
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.pricing.operator_time import node_time_s
@@ -58,9 +58,9 @@ class ShardedUnit:
         return 1 / self.degree if isinstance(self.placements.get(node_id), Shard) else 1.0
 
     @property
-    def splits_work(self) -> bool:
-        """Whether any operator is split."""
-        return any(fraction < 1 for fraction in self.fractions.values())
+    def splits_weights(self) -> bool:
+        """Whether any parameter is split."""
+        return any(isinstance(placement, Shard) for placement in self.parameters.values())
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,7 @@ class PlacementModel:
 
     def _node_states(self, node: Node) -> list[_State]:
         states: list[_State] = []
-        rules = strategies(node, self._graph, self._degree)
-        for rule in rules if self._degree > 1 else rules[:1]:
-            if not self._respects_fixed(node, rule):
-                continue
+        for rule in self._allowed_rules(node):
             rule_terms = self._parameter_gradient_terms(node, rule)
             for placement in self._redistributions(node, rule.output):
                 forward = self._reshard_terms(node, rule.output, placement) if placement != rule.output else ()
@@ -209,6 +206,26 @@ class PlacementModel:
                     )
         return states
 
+    def _allowed_rules(self, node: Node) -> list[OpStrategy]:
+        """What is fixed is respected; other matrix products split their weight wherever its dims divide.
+
+        That is what a tensor-parallel degree means to users, and it saves the memory that they choose it for;
+        left free, slow links would leave everything replicated.
+        """
+        rules = strategies(node, self._graph, self._degree)
+        if self._degree == 1:
+            return rules[:1]
+        names = [operand for operand in node.operands if isinstance(operand, str)]
+        if any(name in self._fixed for name in names):
+            return [rule for rule in rules if self._respects_fixed(node, rule)]
+        split = [rule for rule in rules if self._splits_weight(node, rule)]
+        return split if split and node.op_class is OpClass.GEMM else rules
+
+    @staticmethod
+    def _splits_weight(node: Node, rule: OpStrategy) -> bool:
+        pairs = zip(node.operands, rule.operands, strict=True)
+        return any(isinstance(operand, str) and isinstance(placement, Shard) for operand, placement in pairs)
+
     def _respects_fixed(self, node: Node, rule: OpStrategy) -> bool:
         return all(
             self._fixed.get(operand, placement) == placement
@@ -222,9 +239,10 @@ class PlacementModel:
         if not self._ends_module(node) or not is_floating(node) or self._degree == 1:
             return [native]
         options = [native, Replicate(), wanted]
+        # A partial sum is reduced where its module ends: what follows would each reduce it again.
         unique: list[Placement] = []
         for option in options:
-            if option not in unique:
+            if option not in unique and not isinstance(option, Partial):
                 unique.append(option)
         return unique
 

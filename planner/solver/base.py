@@ -14,8 +14,15 @@ from planner.problems import (
 )
 
 
+class UnprovedError(Exception):
+    """A backend's own time limit came before it could prove its answer, or that there is none."""
+
+
 class Solver(ABC):
-    """A backend. Every method returns a proved optimum or None where nothing is feasible."""
+    """A backend. Every method returns a proved optimum or None where nothing is feasible, or raises UnprovedError.
+
+    The exception: ``solve_placement`` may return what it could not prove, which shows in the solution's bound.
+    """
 
     @abstractmethod
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:

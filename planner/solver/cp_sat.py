@@ -20,7 +20,7 @@ from planner.problems import (
     pipeline_bound_s,
     windows_disjoint,
 )
-from planner.solver.base import Solver
+from planner.solver.base import Solver, UnprovedError
 
 Expression = cp_model.LinearExpr | int
 
@@ -32,18 +32,23 @@ MEMORY_GRAIN_BYTES = 1 << 20
 
 
 class CpSatSolver(Solver):
-    """Proves optimality, or returns None where nothing is feasible."""
+    """Proves optimality within a time limit for each program."""
 
     def __init__(self, time_limit_s: float = 30.0) -> None:
         self._time_limit_s = time_limit_s
 
-    def _solve(self, model: cp_model.CpModel) -> cp_model.CpSolver | None:
+    def _solve(self, model: cp_model.CpModel, *, proof: bool = True) -> cp_model.CpSolver | None:
+        """The solved program, None where it is infeasible; without ``proof`` the best that was found will do."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         solver.parameters.max_time_in_seconds = self._time_limit_s
         status = solver.solve(model)
-        return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+        if status == cp_model.INFEASIBLE:
+            return None
+        if status == cp_model.OPTIMAL or (status == cp_model.FEASIBLE and not proof):
+            return solver
+        raise UnprovedError(f"{solver.status_name(status)} after {self._time_limit_s} s")
 
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
         """min sum_i c_i[x_i] + sum_(i,j) e_ij[x_i, x_j] over one strategy x_i per operator i."""
@@ -67,7 +72,7 @@ class CpSatSolver(Solver):
                     model.add(paid >= left + right - 1)
                     terms.append(cost * paid)
         model.minimize(_total(terms))
-        solver = self._solve(model)
+        solver = self._solve(model, proof=False)
         if solver is None:
             return None
         choices = tuple(next(s for s, var in enumerate(row) if solver.value(var)) for row in x)

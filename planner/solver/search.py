@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Point, Priced
-from planner.solver.base import Solver
+from planner.solver.base import Solver, UnprovedError
 from planner.solver.bounds import Bounds, bottleneck_bound_s, bounds, shortest_bottleneck_s
 from planner.space.search_space import Choice
 
@@ -99,24 +99,34 @@ def search(
     fits = np.flatnonzero(lower.memory_bytes <= table.capacity_bytes).tolist()
     order = sorted(fits, key=lambda i: (lower.step_time_s[i], complexity(listed[i])))
     best = _Best()
-    bound_s, exhausted, interrupted, visited = float("inf"), True, False, 0
+    bound_s = float(lower.step_time_s[order[0]]) if order else float("inf")
+    unproved_s, exhausted, interrupted, visited = float("inf"), True, False, 0
+
+    def is_late() -> bool:
+        return time_limit_s is not None and time.monotonic() - began > time_limit_s
+
     try:
         for index in order[:NUM_PROBES]:
-            best.keep(probe(table, listed[index]))
+            if not is_late():
+                best.keep(probe(table, listed[index]))
         for index in order:
             bound_s = float(lower.step_time_s[index])
             if best.beats(bound_s):
                 break
-            late = time_limit_s is not None and time.monotonic() - began > time_limit_s
-            if late or (stop_at_first and best.best is not None):
+            if is_late() or (stop_at_first and best.best is not None):
                 exhausted = False
                 break
             visited += 1
-            best.keep(visit(table, listed[index], solver, best.time_s))
+            try:
+                best.keep(visit(table, listed[index], solver, best.time_s))
+            except UnprovedError:  # this point may still hide a better plan
+                unproved_s = min(unproved_s, bound_s)
             if progress is not None:
                 progress(visited, bound_s, best.time_s)
     except KeyboardInterrupt:
         exhausted, interrupted = False, True
+    exhausted = exhausted and (unproved_s == float("inf") or best.beats(unproved_s))
+    bound_s = min(bound_s, unproved_s)
     return Outcome(
         best=best.best,
         ranking=best.ranking(),

@@ -72,7 +72,7 @@ class Limits:
     num_devices: int
     devices_per_node: int
     num_pipeline_units: int  # most stages the model can be cut into
-    tensor_degrees: frozenset[int]  # degrees that split at least one operator of every repeated block
+    tensor_degrees: frozenset[int]  # degrees that split at least one parameter
     sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
     context_splits: bool  # attention is the only operator that mixes positions
 
@@ -143,7 +143,7 @@ def pin_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
             )
     if pins.tp and pins.tp > 1 and pins.tp not in limits.tensor_degrees:
         allowed = ", ".join(map(str, sorted(limits.tensor_degrees)))
-        found.append(f"tp={pins.tp} splits no operator of the model's blocks; degrees that do: {allowed}")
+        found.append(f"tp={pins.tp} splits no parameter of the model; degrees that do: {allowed}")
     return found + _pipeline_violations(pins, limits) + _sharding_violations(training, pins, limits)
 
 

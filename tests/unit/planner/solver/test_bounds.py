@@ -51,7 +51,9 @@ def test_bounds_are_of_use() -> None:
     for index in random.Random(1).sample(range(len(choices)), SAMPLE):
         cut = visit(problem.table, choices[index], problem.solver, None)
         if cut is not None:
-            ratios.append((lower.step_time_s[index] / cut.step_time_s, lower.memory_bytes[index] / cut.peak_memory_bytes))
+            ratios.append(
+                (lower.step_time_s[index] / cut.step_time_s, lower.memory_bytes[index] / cut.peak_memory_bytes)
+            )
     time, memory = np.median(np.array(ratios), axis=0)
     assert time > 0.75
     assert memory > 0.6
@@ -68,7 +70,9 @@ def test_bounds_do_not_depend_on_the_company() -> None:
 
 
 @pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B])
-@pytest.mark.parametrize(("num_ranks", "m"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (5, 40), (16, 16), (16, 17), (8, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "m"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (5, 40), (16, 16), (16, 17), (8, 2)]
+)
 def test_equal_stages_are_never_shorter_than_the_coefficient(schedule: ScheduleName, num_ranks: int, m: int) -> None:
     # Equal stages take (m + p - 1) / p times the work of all stages; unequal ones must not fall below the coefficient.
     coefficient = pipeline_coefficient(schedule, num_ranks, m)
