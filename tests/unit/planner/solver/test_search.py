@@ -1,0 +1,217 @@
+"""The search finds what pricing every point finds, says what it proved, and is never worse on better hardware."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from hardware_profiles.schema import ClusterSpec, Quantity
+from planner.api import Problem
+from planner.parallelism import Recompute, ScheduleName
+from planner.pricing.point import Point
+from planner.problems import StageProblem, StageSolution
+from planner.solver.base import UnprovedError
+from planner.solver.cp_sat import CpSatSolver
+from planner.solver.exhaustive import ExhaustiveSolver
+from planner.solver.search import TOLERANCE, probe, search, visit
+from planner.space.search_space import Pins
+from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
+
+TINY = {"batch": 16, "seq_len": 64}
+
+SMALL = [
+    ("llama-tiny", 8, TINY),
+    ("llama-tiny", 8, TINY | {"pins": Pins(pp=4)}),
+    ("llama-tiny", 8, TINY | {"pins": Pins(pp=2, recompute=Recompute.FULL, micro_batch=1)}),
+    ("llama-tiny", 8, TINY | {"pins": Pins(schedule=ScheduleName.GPIPE, pp=4)}),
+    ("llama-tiny", 4, TINY | {"hardware": "cpu-gloo"}),
+    ("gpt-tiny", 8, TINY | {"hardware": "rtx-4090-x8", "pins": Pins(zero=1)}),
+    ("gpt-tiny", 16, TINY | {"pins": Pins(tp=2)}),
+    ("gpt3-1.3b", 4, {"batch": 8, "seq_len": 512, "pins": Pins(pp=2)}),
+]
+
+
+@pytest.mark.parametrize(("model", "num_devices", "options"), SMALL)
+def test_the_search_finds_what_pricing_everything_finds(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    oracle = ExhaustiveSolver()
+    found = search(problem.table, problem.space.choices, problem.solver)
+    visited, probed = (
+        [price.step_time_s for choice in problem.space.choices if (price := how(choice)) is not None]
+        for how in (lambda c: visit(problem.table, c, oracle, None), lambda c: probe(problem.table, c))
+    )
+    assert found.is_exhausted
+    assert found.best is not None
+    assert found.best.fits
+    # Of the cuts of one point the search sees the best by its bound, and of some points the even one.
+    least = min(visited)
+    assert min(least, *probed) * (1 - TOLERANCE) <= found.best.step_time_s <= least * (1 + TOLERANCE)
+
+
+def test_either_backend_leads_to_the_same_plan() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    by_cp_sat, by_enumeration = (
+        search(problem.table, problem.space.choices, solver) for solver in (CpSatSolver(), ExhaustiveSolver())
+    )
+    assert by_cp_sat.best == by_enumeration.best
+
+
+def test_what_was_proved_is_said() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    seen: list[tuple[int, float, float | None]] = []
+    found = search(problem.table, problem.space.choices, problem.solver, progress=lambda *row: seen.append(row))
+    assert found.best is not None
+    assert (found.is_exhausted, found.interrupted, found.closest) == (True, False, None)
+    assert found.bound_s == found.best.step_time_s
+    assert found.num_candidates == len(problem.space.choices)
+    assert found.num_visited == len(seen) < found.num_candidates
+    assert [row[0] for row in seen] == list(range(1, len(seen) + 1))
+    assert [row[1] for row in seen] == sorted(row[1] for row in seen)  # bounds only rise
+    assert [p.step_time_s for p in found.ranking] == sorted(p.step_time_s for p in found.ranking)
+    assert len({p.choice for p in found.ranking}) == len(found.ranking)
+    assert found.ranking[0].step_time_s >= found.best.step_time_s * (1 - TOLERANCE)
+
+
+def test_no_time_at_all_finds_nothing_and_claims_nothing() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    found = search(problem.table, problem.space.choices, problem.solver, time_limit_s=0.0)
+    assert (found.best, found.is_exhausted, found.num_visited) == (None, False, 0)
+
+
+def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
+
+    def interrupt(visited: int, _bound_s: float, _best_s: float | None) -> None:
+        if visited == 2:
+            raise KeyboardInterrupt
+
+    found = search(problem.table, problem.space.choices, problem.solver, progress=interrupt)
+    whole = search(problem.table, problem.space.choices, problem.solver)
+    assert (found.interrupted, found.is_exhausted, found.num_visited) == (True, False, 2)
+    assert found.best is not None
+    assert whole.best is not None
+    assert whole.num_visited > 2
+    assert found.bound_s <= whole.best.step_time_s <= found.best.step_time_s
+
+
+class _Hesitant(ExhaustiveSolver):
+    """A backend that is always out of time."""
+
+    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
+        raise UnprovedError(f"{problem.num_units} units and a cut-off of {cutoff_s} s")
+
+
+def test_a_solver_that_ran_out_of_time_proves_nothing() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4, schedule=ScheduleName.ONE_F_ONE_B))
+    whole = search(problem.table, problem.space.choices, problem.solver)
+    found = search(problem.table, problem.space.choices, _Hesitant())
+    assert whole.best is not None
+    assert found.best is not None  # from the even cuts
+    assert not found.is_exhausted
+    assert found.bound_s <= whole.best.step_time_s
+
+
+def test_cp_sat_without_time_does_not_call_a_program_infeasible() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
+    program = Point(problem.table, problem.space.choices[0]).stage_problem()
+    assert CpSatSolver().solve_stages(program) is not None
+    with pytest.raises(UnprovedError, match=r"UNKNOWN after 0\.0 s"):
+        CpSatSolver(time_limit_s=0.0).solve_stages(program)
+
+
+def test_any_point_that_fits_will_do() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    found = search(problem.table, problem.space.choices, problem.solver, stop_at_first=True)
+    assert found.best is not None
+    assert found.best.fits
+
+
+def test_where_nothing_fits_the_smallest_is_named() -> None:
+    problem = problem_of("llama3-70b", 2, batch=2, seq_len=2048)
+    found = search(problem.table, problem.space.choices, problem.solver)
+    assert (found.best, found.is_exhausted, found.ranking) == (None, True, ())
+    assert found.closest is not None
+
+
+def test_an_empty_space_is_no_plan() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    found = search(problem.table, (), problem.solver)
+    assert (found.best, found.closest, found.num_candidates) == (None, None, 0)
+
+
+# -- better hardware --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """Hardware that is better in one respect."""
+
+    name: str
+    apply: Callable[[ClusterSpec], ClusterSpec]
+
+
+def _times(quantity: Quantity, factor: float) -> Quantity:
+    return quantity.model_copy(update={"value": quantity.value * factor})
+
+
+def _device(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
+    device = cluster.profile.device
+    update: dict[str, object] = {name: _times(getattr(device, name), factor) for name, factor in factors.items()}
+    profile = cluster.profile.model_copy(update={"device": device.model_copy(update=update)})
+    return cluster.model_copy(update={"profile": profile})
+
+
+def _peak(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    device = cluster.profile.device
+    peaks = {dtype: _times(peak, factor) for dtype, peak in device.peak_flops_per_s.items()}
+    profile = cluster.profile.model_copy(update={"device": device.model_copy(update={"peak_flops_per_s": peaks})})
+    return cluster.model_copy(update={"profile": profile})
+
+
+def _network(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
+    tiers = tuple(t.model_copy(update={name: _times(getattr(t, name), factor)}) for t in cluster.profile.tiers)
+    return cluster.model_copy(update={"profile": cluster.profile.model_copy(update={"tiers": tiers})})
+
+
+CHANGES = [
+    Change("memory x 1.1", lambda c: _device(c, memory_bytes=1.1)),
+    Change("memory x 2", lambda c: _device(c, memory_bytes=2.0)),
+    Change("memory bandwidth x 1.5", lambda c: _device(c, memory_bandwidth_bytes_per_s=1.5)),
+    Change("FLOP/s x 1.3", lambda c: _peak(c, 1.3)),
+    Change("FLOP/s x 4", lambda c: _peak(c, 4.0)),
+    Change("network bandwidth x 1.5", lambda c: _network(c, "bandwidth_bytes_per_s", 1.5)),
+    Change("network bandwidth x 10", lambda c: _network(c, "bandwidth_bytes_per_s", 10.0)),
+    Change("network latency / 2", lambda c: _network(c, "latency_s", 0.5)),
+]
+
+CASES = [
+    ("gpt2-1.5b", 8, 8, 1024, "rtx-4090-x8"),
+    ("llama3-8b", 16, 16, 2048, A100),
+    ("llama-tiny", 8, 8, 64, "cpu-gloo"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} on {c[4]}")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.name)
+def test_better_hardware_never_makes_the_best_plan_slower(case: tuple[str, int, int, int, str], change: Change) -> None:
+    model, num_devices, batch, seq_len, hardware = case
+    before = problem_of(model, num_devices, batch=batch, seq_len=seq_len, hardware=hardware)
+    better = change.apply(cluster_of(hardware, num_devices))
+    after = Problem.build(graph_of(model, seq_len), better, training_of(batch, seq_len), Pins())
+    times = []
+    for problem in (before, after):
+        found = search(problem.table, problem.space.choices, problem.solver)
+        assert found.best is not None
+        times.append(found.best.step_time_s)
+    assert times[1] <= times[0] * (1 + TOLERANCE)
+
+
+def test_a_pin_never_makes_the_best_plan_faster() -> None:
+    free = problem_of("llama3-8b", 16, batch=16, seq_len=2048)
+    best = search(free.table, free.space.choices, free.solver).best
+    assert best is not None
+    for pins in (Pins(tp=4), Pins(pp=2), Pins(cp=2), Pins(zero=1), Pins(recompute=Recompute.FULL), Pins(micro_batch=1)):
+        problem = problem_of("llama3-8b", 16, batch=16, seq_len=2048, pins=pins)
+        pinned = search(problem.table, problem.space.choices, problem.solver).best
+        assert pinned is not None, pins
+        assert pinned.step_time_s >= best.step_time_s * (1 - TOLERANCE), pins
