@@ -151,3 +151,18 @@ LEARNING_CASES = {
         stage_input="shard(1)",
     ),
 }
+
+_TP4 = MeshSection(tp=4)
+COUNTED_CASES = {
+    "count-zero0": Case("llama", MeshSection(dp_replicate=4)),
+    **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},
+    "count-hsdp-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
+    "count-pp-zero3": Case("llama", _PP2_DP2, 3, micro_batch_size=2),
+    "count-tp": Case("llama", _TP4, micro_batch_size=16),
+    "count-tp-full": Case("llama", _TP4, recompute=Recompute.FULL, micro_batch_size=16),
+    "count-sp": Case("llama", _TP4, sequence_parallel=True, micro_batch_size=16),
+    "count-sp-selective": Case(
+        "llama", _TP4, sequence_parallel=True, recompute=Recompute.SELECTIVE, micro_batch_size=16
+    ),
+    "count-sp-full": Case("llama", _TP4, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=16),
+}

@@ -23,12 +23,14 @@ from planner.models.loss import next_token_loss
 from planner.parallelism import Optimizer, Precision
 from tests.distributed.cases import (
     CASES,
+    COUNTED_CASES,
     GLOBAL_BATCH_SIZE,
     LEARNING_CASES,
     NUM_HALF_PRECISION_STEPS,
     NUM_LEARNING_STEPS,
     Case,
 )
+from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
@@ -40,7 +42,7 @@ def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
-        for name in names or [*CASES, *LEARNING_CASES]:
+        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES]:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
@@ -49,11 +51,22 @@ def main(out: Path, names: list[str]) -> None:
 def _guarded(name: str) -> dict[str, object]:
     """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
     try:
+        if name in COUNTED_CASES:
+            return _count(COUNTED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
     except Exception:
         sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
         sys.stderr.flush()
         raise
+
+
+def _count(case: Case) -> dict[str, object]:
+    """Collectives of a second step: the first one also sets up."""
+    model, _ = _train(case, steps=1)
+    tokens, labels = _data().local_batch(1, GLOBAL_BATCH_SIZE, place_of(build_mesh(case.plan(), "cpu")))
+    with CollectiveCounter() as counter:
+        model.forward_backward({"input_ids": tokens, "labels": labels})
+    return {"counts": dict(counter.counts)}
 
 
 def _learn(case: Case) -> dict[str, object]:
