@@ -1,0 +1,261 @@
+"""Every kind of model that transformers describes is traced whole: parameters, FLOPs, blocks, and nothing unknown."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel, call_model, load_model, resolve_model, training_batch
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "sliding_window": 16,
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "sliding_window": 16,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 12,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "sliding_window": 16,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "vocab_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "vocab_size": 256,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+    "bert": {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    },
+    "t5": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "d_model": 64,
+        "d_kv": 16,
+        "num_heads": 4,
+        "num_layers": 4,
+        "num_decoder_layers": 4,
+        "d_ff": 128,
+        "vocab_size": 256,
+        "decoder_start_token_id": 0,
+    },
+    "vit": {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 10,
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "d_model": 64,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "vocab_size": 256,
+        "num_mel_bins": 8,
+        "max_source_positions": 50,
+        "max_target_positions": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "begin_suppress_tokens": None,
+        "num_hidden_layers": 4,
+    },
+    "mamba": {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "vocab_size": 256,
+        "state_size": 8,
+    },
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": 64,
+        "num_heads": 8,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "vocab_size": 256,
+        "state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "resnet": {
+        "architectures": ["ResNetForImageClassification"],
+        "model_type": "resnet",
+        "num_labels": 10,
+        "embedding_size": 16,
+        "hidden_sizes": [32, 64],
+        "depths": [3, 4],
+        "image_size": 64,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "vocab_size": 256,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "ffn_dim": 128,
+        "vocab_size": 256,
+        "word_embed_proj_dim": 64,
+    },
+    "falcon": {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 256,
+    },
+}
+
+BLOCKS = {  # how many repeated blocks, by kind in order of execution
+    "deepseek_v3": [1, 3],
+    "t5": [1, 3, 1, 3],  # the first layer of each stack computes the position bias
+    "whisper": [4, 4],
+    "mamba": [1, 3],  # the residual stream becomes float32 in the first
+    "mamba2": [1, 3],
+    "resnet": [1, 2, 1, 3],  # the first of each stage changes the size
+}
+
+
+def load(name: str, folder: Path) -> LoadedModel:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return load_model(resolve_model(str(folder)))
+
+
+def counted(model: LoadedModel, graph: ModelGraph) -> tuple[int, int]:
+    """FLOPs by torch's counter, attention as products and experts one by one: what it knows."""
+    module = model.build()
+    if "num_experts_per_tok" in CONFIGS[graph.source.rpartition("/")[2]]:
+        module.set_experts_implementation("eager")  # pyright: ignore[reportCallIssue]
+    inputs = model.example_inputs(graph.batch_size, graph.seq_len)
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            loss = model.loss_fn(call_model(module, inputs), training_batch(inputs))
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def overcounted(graph: ModelGraph) -> int:
+    """torch's counter takes the weight gradient of a convolution in groups for that of one without."""
+    groups = [(node.weight_gradient_flops, node.attributes.get("groups", 1)) for node in graph.nodes]
+    return sum(flops * (count - 1) for flops, count in groups if isinstance(count, int))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_traced_whole(name: str, tmp_path: Path) -> None:
+    (folder := tmp_path / name).mkdir()
+    model = load(name, folder)
+    graph = trace_model(model, 2, 32)
+    assert graph.tier == "export"
+    assert graph.warnings == ()
+    with torch.device("meta"):
+        assert graph.num_params == sum(p.numel() for p in model.build().parameters())
+    assert [block.count for block in graph.blocks] == BLOCKS.get(name, [CONFIGS[name].get("num_hidden_layers")])
+    forward, backward = counted(model, graph)
+    assert graph.forward_flops == pytest.approx(forward, rel=1e-3)
+    assert graph.backward_flops + overcounted(graph) == pytest.approx(backward, rel=1e-3)
