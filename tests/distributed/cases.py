@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName
 from planner.plan.schema import (
     MeshSection,
     ModelSection,
+    ModulePlacement,
     PipelineSection,
     PlacementSection,
     Plan,
@@ -35,7 +36,8 @@ class Case:
     micro_batch_size: int = 1
     optimizer: Optimizer = Optimizer.SGD
     precision: Precision = Precision.FP32
-    stage_input: str = field(default="replicate")
+    stage_input: str = "replicate"
+    minimal_placements: bool = False  # column and row parallel layers alone; the rest is left to DTensor
 
     def plan(self) -> Plan:
         """The whole plan."""
@@ -58,7 +60,7 @@ class Case:
                 stages=_stages(toy, self.mesh.pp, self.virtual_stages),
             ),
             placements=PlacementSection(
-                tp=toy.placements(self.sequence_parallel) if self.mesh.tp > 1 else (),
+                tp=self._placements(toy) if self.mesh.tp > 1 else (),
                 sequence_parallel=self.sequence_parallel,
                 stage_input=self.stage_input,
                 sharded_units=(*toy.before, *toy.blocks, *toy.after),
@@ -67,6 +69,10 @@ class Case:
             if self.recompute is Recompute.NONE
             else (RecomputeRule(mode=self.recompute, modules=toy.blocks),),
         )
+
+    def _placements(self, toy: ToyModel) -> tuple[ModulePlacement, ...]:
+        entries = toy.placements(self.sequence_parallel)
+        return tuple(e for e in entries if ".*" in e.module and e.parameters) if self.minimal_placements else entries
 
 
 def _stages(toy: ToyModel, pp: int, virtual_stages: int) -> tuple[StageSection, ...]:
@@ -79,6 +85,7 @@ def _stages(toy: ToyModel, pp: int, virtual_stages: int) -> tuple[StageSection, 
 
 
 _DP4 = MeshSection(dp_shard=4)
+_TP4 = MeshSection(tp=4)
 _DP2_TP2 = MeshSection(dp_shard=2, tp=2)
 _PP2_DP2 = MeshSection(pp=2, dp_shard=2)
 _PP2_TP2 = MeshSection(pp=2, tp=2)
@@ -121,6 +128,9 @@ CASES = {
     "pp2-tp2-interleaved-sp": Case(
         "llama", _PP2_TP2, 0, _INTERLEAVED, 2, sequence_parallel=True, micro_batch_size=4, stage_input="shard(1)"
     ),
+    "tp4-minimal-llama": Case("llama", _TP4, micro_batch_size=4, minimal_placements=True),
+    "tp2-dp2-minimal-unusual": Case("unusual", _DP2_TP2, 1, micro_batch_size=4, minimal_placements=True),
+    "pp2-tp2-minimal-gpt-tied": Case("gpt-tied", _PP2_TP2, micro_batch_size=4, minimal_placements=True),
     "pp4": Case("llama", MeshSection(pp=4), micro_batch_size=4),
     "pp4-unusual": Case("unusual", MeshSection(pp=4), micro_batch_size=4),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
@@ -151,8 +161,6 @@ LEARNING_CASES = {
         stage_input="shard(1)",
     ),
 }
-
-_TP4 = MeshSection(tp=4)
 COUNTED_CASES = {
     "count-zero0": Case("llama", MeshSection(dp_replicate=4)),
     **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},
