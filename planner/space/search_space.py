@@ -100,7 +100,8 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
         raise InputError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
-            hint="micro-batch * data-parallel degree must divide the global batch: drop a pin or change --global-batch",
+            hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
+            "1F1B needs at least pp and Interleaved1F1B a multiple of pp: drop a pin or change --global-batch",
         )
     return SearchSpace(training, pins, limits, choices)
 
@@ -149,8 +150,8 @@ def pin_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
 
 def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
     found: list[str] = []
-    pp, virtual = pins.pp or 1, pins.virtual_stages or 1
-    if pins.virtual_stages is not None and virtual < 1:
+    pp, virtual = pins.pp or 1, 1 if pins.virtual_stages is None else pins.virtual_stages
+    if virtual < 1:
         found.append(f"virtual stages must be at least 1, got {virtual}")
     if pp * virtual > limits.num_pipeline_units:
         found.append(f"pp {pp} * virtual stages {virtual} exceeds the {limits.num_pipeline_units} blocks of the model")
@@ -233,14 +234,13 @@ def _micro_batches(training: Training, pins: Pins, mesh: MeshShape) -> list[tupl
 
 def _schedules(pins: Pins, limits: Limits, mesh: MeshShape, num_micro: int) -> list[tuple[ScheduleName, int]]:
     if mesh.pp == 1:
-        return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if pins.virtual_stages in (None, 1) else []
+        is_possible = pins.virtual_stages in (None, 1) and pins.schedule is not ScheduleName.INTERLEAVED_1F1B
+        return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if is_possible else []
     found = [(ScheduleName.GPIPE, 1)]
     if num_micro >= mesh.pp:  # torch's 1F1B needs a micro-batch for every stage
         found.insert(0, (ScheduleName.ONE_F_ONE_B, 1))
     if num_micro % mesh.pp == 0:  # torch's interleaved schedule works in rounds of pp micro-batches
-        most = min(MAX_VIRTUAL_STAGES, limits.num_pipeline_units // mesh.pp)
-        if pins.virtual_stages:
-            most = max(most, pins.virtual_stages)
+        most = min(pins.virtual_stages or MAX_VIRTUAL_STAGES, limits.num_pipeline_units // mesh.pp)
         found += [(ScheduleName.INTERLEAVED_1F1B, v) for v in range(2, most + 1)]
     return [
         (schedule, virtual)

@@ -1,0 +1,267 @@
+"""The coarse points: all that the rules allow, none besides, and contradicting pins refused by name and all at once."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.schedule import validate_schedule
+from planner.errors import InputError
+from planner.parallelism import MeshAxis, MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.space.search_space import Choice, Limits, Pins, Training, build_space, divisors, pin_violations
+
+TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
+LIMITS = Limits(
+    num_devices=16,
+    devices_per_node=8,
+    num_pipeline_units=12,
+    tensor_degrees=frozenset({2, 4, 8}),
+    sequence_degrees=frozenset({2, 4}),
+    context_splits=True,
+)
+
+devices = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
+limits = st.builds(
+    Limits,
+    num_devices=devices,
+    devices_per_node=st.sampled_from([1, 2, 4, 8]),
+    num_pipeline_units=st.integers(1, 9),
+    tensor_degrees=st.frozensets(st.sampled_from([2, 3, 4, 8]), max_size=4),
+    sequence_degrees=st.frozensets(st.sampled_from([2, 4]), max_size=2),
+    context_splits=st.booleans(),
+)
+trainings = st.builds(
+    Training,
+    global_batch_size=st.sampled_from([1, 2, 5, 6, 8, 12]),
+    seq_len=st.sampled_from([6, 8, 64]),
+    precision=st.just(Precision.BF16),
+    optimizer=st.just(Optimizer.ADAMW),
+)
+
+
+def maybe(values: st.SearchStrategy) -> st.SearchStrategy:
+    return st.one_of(st.none(), st.none(), st.none(), values)
+
+
+degree = st.sampled_from([1, 1, 2, 3, 4, 8])
+pins = st.builds(
+    Pins,
+    tp=maybe(degree),
+    pp=maybe(degree),
+    dp=maybe(degree),
+    cp=maybe(degree),
+    zero=maybe(st.integers(0, 3)),
+    micro_batch=maybe(st.sampled_from([1, 2, 3])),
+    schedule=maybe(st.sampled_from(list(ScheduleName))),
+    virtual_stages=maybe(st.integers(1, 3)),
+    recompute=maybe(st.sampled_from(list(Recompute))),
+    sequence_parallel=maybe(st.booleans()),
+    dp_replicate=maybe(st.sampled_from([1, 2])),
+)
+
+
+def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -> bool:
+    """The rules of a coarse point, one a line."""
+    mesh, m, batch = choice.mesh, choice.num_microbatches, training.global_batch_size
+    pipelined = mesh.pp > 1
+    rules = (
+        mesh.world_size == limits.num_devices,
+        mesh.dp * m * choice.micro_batch_size == batch,
+        mesh.tp == 1 or mesh.tp in limits.tensor_degrees,
+        mesh.tp <= limits.devices_per_node or pins.tp == mesh.tp,
+        mesh.cp == 1 or (limits.context_splits and training.seq_len % mesh.cp == 0),
+        mesh.pp * choice.virtual_stages <= limits.num_pipeline_units,
+        not pipelined or not validate_schedule(choice.schedule.value, mesh.pp, choice.virtual_stages, m),
+        # torch allows other numbers of micro-batches; whole rounds are what the cost model assumes
+        choice.schedule is not ScheduleName.INTERLEAVED_1F1B or m % mesh.pp == 0,
+        pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
+        pipelined or choice.schedule is not ScheduleName.INTERLEAVED_1F1B,
+        (choice.zero_stage == 0) == (mesh.dp_shard == 1),
+        choice.zero_stage != 2 or not pipelined,
+        not choice.sequence_parallel
+        or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
+        pins.tp in (None, mesh.tp),
+        pins.pp in (None, mesh.pp),
+        pins.dp in (None, mesh.dp),
+        pins.cp in (None, mesh.cp),
+        pins.dp_replicate in (None, mesh.dp_replicate),
+        pins.zero in (None, choice.zero_stage) or mesh.dp == 1,
+        pins.micro_batch in (None, choice.micro_batch_size),
+        pins.schedule in (None, choice.schedule),
+        pins.virtual_stages in (None, choice.virtual_stages),
+        pins.recompute in (None, choice.recompute),
+        pins.sequence_parallel in (None, choice.sequence_parallel),
+    )
+    return all(rules)
+
+
+def all_choices(training: Training, limits: Limits) -> list[Choice]:
+    """Every combination of every value that any choice could have, sensible or not."""
+    n = limits.num_devices
+    meshes = [
+        MeshShape(pp, replicate, n // (pp * replicate * cp * tp), cp, tp)
+        for pp, replicate, cp, tp in product(divisors(n), repeat=4)
+        if n % (pp * replicate * cp * tp) == 0
+    ]
+    batches = [(mesh, mb) for mesh in meshes for mb in divisors(training.global_batch_size)]
+    rest = product(range(4), ScheduleName, (1, 2, 3, 4, 5, 6, 7, 8), (False, True))
+    return [
+        Choice(mesh, zero, mb, m, schedule, virtual, Recompute.NONE, sequence_parallel)
+        for (mesh, mb), (zero, schedule, virtual, sequence_parallel) in product(batches, rest)
+        if (m := training.global_batch_size // (mesh.dp * mb))
+    ]
+
+
+@given(trainings, limits, pins)
+def test_every_choice_keeps_every_rule(training: Training, limits: Limits, pins: Pins) -> None:
+    try:
+        choices = build_space(training, pins, limits).choices
+    except InputError:
+        return
+    assert choices
+    assert len(set(choices)) == len(choices)
+    for choice in choices:
+        assert is_allowed(choice, training, limits, pins), choice
+
+
+@pytest.mark.parametrize("num_devices", [1, 4, 6, 8])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        Pins(),
+        Pins(pp=2),
+        Pins(tp=2, zero=3),
+        Pins(zero=0),
+        Pins(schedule=ScheduleName.GPIPE),
+        Pins(schedule=ScheduleName.INTERLEAVED_1F1B),
+        Pins(virtual_stages=2),
+        Pins(micro_batch=2, sequence_parallel=False),
+    ],
+    ids=lambda p: p.describe() or "free",
+)
+def test_no_allowed_choice_is_missing(num_devices: int, pins: Pins) -> None:
+    pins = replace(pins, recompute=Recompute.NONE)
+    training = replace(TRAINING, global_batch_size=8, seq_len=8)
+    limits = replace(LIMITS, num_devices=num_devices, num_pipeline_units=5)
+    expected = {c for c in all_choices(training, limits) if is_allowed(c, training, limits, pins)}
+    try:
+        found = set(build_space(training, pins, limits).choices)
+    except InputError:
+        found = set[Choice]()
+    assert found == expected
+
+
+@given(st.integers(1, 2000))
+def test_divisors(n: int) -> None:
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_free_choices_of_recomputation_are_all_there() -> None:
+    choices = build_space(TRAINING, Pins(), LIMITS).choices
+    assert {c.recompute for c in choices} == set(Recompute)
+    assert {c.zero_stage for c in choices} == {0, 1, 2, 3}
+    assert {c.schedule for c in choices} == set(ScheduleName)
+    assert any(c.is_plain_fsdp for c in choices)
+
+
+def test_a_pinned_micro_batch_may_be_larger_than_any_searched() -> None:
+    training = replace(TRAINING, global_batch_size=4096)
+    assert max(c.micro_batch_size for c in build_space(training, Pins(dp=16), LIMITS).choices) == 64
+    assert {c.micro_batch_size for c in build_space(training, Pins(dp=16, micro_batch=128), LIMITS).choices} == {128}
+
+
+def test_one_data_parallel_rank_takes_any_zero_stage_for_none() -> None:
+    limits = replace(LIMITS, num_devices=2)
+    choices = build_space(TRAINING, Pins(zero=3, tp=2), limits).choices
+    assert {c.zero_stage for c in choices} == {0}
+
+
+def test_mesh_strides_are_those_of_the_order_of_axes() -> None:
+    mesh = MeshShape(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
+    strides = [mesh.stride(axis) for axis in MeshAxis]
+    assert strides == [3 * 5 * 7 * 11, 5 * 7 * 11, 7 * 11, 11, 1]
+    assert mesh.world_size == 2 * strides[0]
+    assert mesh.dp == 15
+
+
+# -- contradictions ---------------------------------------------------------------------------------
+
+CONTRADICTIONS = [
+    (Pins(tp=3), "tp=3 does not divide the 16 GPUs; allowed: 1, 2, 4, 8, 16"),
+    (Pins(pp=0), "pp=0 does not divide the 16 GPUs"),
+    (Pins(cp=-2), "cp=-2 does not divide the 16 GPUs"),
+    (Pins(dp=32), "dp=32 does not divide the 16 GPUs"),
+    (Pins(pp=8, tp=4), "pp * tp = 32 does not divide the 16 GPUs"),
+    (Pins(pp=2, dp=2, cp=1, tp=2), "pp * dp * cp * tp = 8, but there are 16 GPUs"),
+    (Pins(micro_batch=3), "micro-batch 3 * dp 1 does not divide the global batch of 64 sequences"),
+    (Pins(micro_batch=0), "micro-batch 0 * dp 1 does not divide the global batch of 64 sequences"),
+    (Pins(micro_batch=8, dp=16), "micro-batch 8 * dp 16 does not divide the global batch of 64 sequences"),
+    (Pins(tp=16), "tp=16 splits no parameter of the model; degrees that do: 2, 4, 8"),
+    (Pins(pp=16), "pp 16 * virtual stages 1 exceeds the 12 blocks of the model"),
+    (Pins(pp=4, virtual_stages=4), "pp 4 * virtual stages 4 exceeds the 12 blocks of the model"),
+    (Pins(virtual_stages=0), "virtual stages must be at least 1, got 0"),
+    (Pins(pp=1, schedule=ScheduleName.INTERLEAVED_1F1B), "Interleaved1F1B needs pp > 1 and at least 2 virtual stages"),
+    (
+        Pins(virtual_stages=1, schedule=ScheduleName.INTERLEAVED_1F1B),
+        "Interleaved1F1B needs pp > 1 and at least 2 virtual stages",
+    ),
+    (
+        Pins(virtual_stages=2, schedule=ScheduleName.GPIPE),
+        "2 virtual stages need the schedule Interleaved1F1B, not GPipe",
+    ),
+    (Pins(virtual_stages=2, pp=1), "2 virtual stages need pp > 1"),
+    (Pins(zero=4), "ZeRO stage must be 0, 1, 2 or 3, got 4"),
+    (Pins(zero=2, pp=2), "ZeRO 2 needs pp=1"),
+    (Pins(tp=1, sequence_parallel=True), "sequence parallelism needs tp > 1"),
+    (Pins(tp=8, sequence_parallel=True), "tp=8 cannot split activations along the sequence of 1024 tokens"),
+]
+
+
+@pytest.mark.parametrize(("pins", "message"), CONTRADICTIONS, ids=lambda v: v.describe() if isinstance(v, Pins) else "")
+def test_a_contradiction_is_named(pins: Pins, message: str) -> None:
+    found = pin_violations(TRAINING, pins, LIMITS)
+    assert any(violation.startswith(message) for violation in found), found
+    with pytest.raises(InputError, match="contradict") as caught:
+        build_space(TRAINING, pins, LIMITS)
+    assert message in caught.value.message
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+
+
+def test_the_batch_and_the_sequence_must_divide() -> None:
+    odd = replace(TRAINING, global_batch_size=12, seq_len=1001)
+    assert pin_violations(odd, Pins(dp=8), LIMITS) == ["dp=8 does not divide the global batch of 12 sequences"]
+    assert pin_violations(odd, Pins(cp=2), LIMITS) == ["cp=2 does not divide the sequence of 1001 tokens"]
+    mixing = replace(LIMITS, context_splits=False)
+    (violation,) = pin_violations(TRAINING, Pins(cp=2), mixing)
+    assert violation.startswith("cp > 1 needs a model in which attention alone mixes positions")
+
+
+def test_all_contradictions_are_said_at_once() -> None:
+    pins = Pins(tp=3, pp=5, dp=7, zero=9, virtual_stages=0, sequence_parallel=True)
+    with pytest.raises(InputError) as caught:
+        build_space(TRAINING, pins, LIMITS)
+    for part in ("tp=3", "pp=5", "dp=7", "ZeRO stage", "virtual stages must"):
+        assert part in caught.value.message
+    assert caught.value.message.count("\n  - ") >= 6
+
+
+def test_pins_that_no_micro_batch_count_satisfies_are_an_error_too() -> None:
+    with pytest.raises(InputError, match="no layout satisfies pp=4") as caught:
+        build_space(TRAINING, Pins(pp=4, micro_batch=32, schedule=ScheduleName.ONE_F_ONE_B), LIMITS)
+    assert "1F1B" in caught.value.hint
+
+
+@pytest.mark.parametrize("batch", [1, 7, 63])
+def test_an_odd_batch_still_has_layouts(batch: int) -> None:
+    training = replace(TRAINING, global_batch_size=batch)
+    assert all(batch % c.mesh.dp == 0 for c in build_space(training, Pins(), LIMITS).choices)
+
+
+def test_pins_describe_themselves() -> None:
+    assert Pins().describe() == ""
+    assert Pins(tp=4, schedule=ScheduleName.GPIPE, sequence_parallel=False).describe() == (
+        "tp=4, schedule=GPipe, sequence_parallel=False"
+    )
