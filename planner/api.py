@@ -22,7 +22,9 @@ from planner.pricing.sharded_unit import PricingTarget
 from planner.pricing.table_builder import Sharding, ShardKey, build_table, shard_units
 from planner.pricing.unit_costs import mixes_positions_outside_attention
 from planner.solver import decode, existing
+from planner.solver.base import StageSolver
 from planner.solver.cp_sat import CpSatSolver
+from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.search import Outcome, Progress, search
 from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
 
@@ -91,7 +93,7 @@ class Problem:
     baseline_choices: tuple[Choice, ...]
     shardings: Mapping[ShardKey, Sharding]
     table: CostTable
-    solver: CpSatSolver
+    solver: StageSolver
 
     @staticmethod
     def build(
@@ -109,7 +111,7 @@ class Problem:
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
         table = build_table(target, training, shardings, (*space.choices, *baseline))
-        return Problem(target, space, baseline, shardings, table, solver)
+        return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
     def plan(self, outcome: Outcome, baseline: Outcome, num_runners_up: int) -> Plan:
         """The plan of the best point, with the runners-up and the plain FSDP baseline beside it."""

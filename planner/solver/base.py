@@ -18,8 +18,18 @@ class UnprovedError(Exception):
     """A backend's own time limit came before it could prove its answer, or that there is none."""
 
 
-class Solver(ABC):
-    """A backend. Every method returns a proved optimum or None where nothing is feasible, or raises UnprovedError.
+class StageSolver(ABC):
+    """What the search needs of a backend."""
+
+    @abstractmethod
+    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
+        """Stages of least ``pipeline_bound_s`` within memory; None also when none is below ``cutoff_s``."""
+
+
+class Solver(StageSolver):
+    """A backend for all three programs: each method returns a proved optimum, or None where nothing is feasible.
+
+    UnprovedError where the backend gives up before it knows.
 
     The exception: ``solve_placement`` may return what it could not prove, which shows in the solution's bound.
     """
@@ -27,10 +37,6 @@ class Solver(ABC):
     @abstractmethod
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
         """Strategies of least total cost."""
-
-    @abstractmethod
-    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
-        """Stages of least ``pipeline_bound_s`` within memory; None also when none is below ``cutoff_s``."""
 
     @abstractmethod
     def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:

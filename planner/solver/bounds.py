@@ -19,12 +19,10 @@ min_r l_r (states + in flight on r * kept); weights that make the terms of the a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 
@@ -33,7 +31,6 @@ from planner.parallelism import ScheduleName
 from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
 from planner.pricing.point import even_starts, in_flight, interleaved_in_flight
 from planner.pricing.unit_costs import UnitStates
-from planner.problems import StageProblem
 from planner.space.search_space import Choice
 
 CHUNK = 20_000
@@ -219,47 +216,3 @@ def _stage_counts(units: UnitRow, num_stages: int) -> Array:
     return np.array(
         [np.bincount(units.kinds[a:b], minlength=width) for a, b in zip(starts, ends, strict=True)], dtype=np.float64
     )
-
-
-def shortest_bottleneck_s(problem: StageProblem) -> float | None:
-    """Least work of the busiest rank over all cuts within memory, to a thousandth; None where no cut fits.
-
-    Ranks take units greedily, which is exact for one limit on work: whatever a rank leaves, the next must take.
-    """
-    work = [0.0, *accumulate(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))]
-    needs = {
-        flying: [
-            0.0,
-            *accumulate(s + flying * k for s, k in zip(problem.static_bytes, problem.kept_bytes, strict=True)),
-        ]
-        for flying in set(problem.in_flight)
-    }
-
-    def fits(limit_s: float) -> bool:
-        at = 0
-        for flying, fixed in zip(problem.in_flight, problem.fixed_bytes, strict=True):
-            memory = needs[flying]
-            room = problem.capacity_bytes - fixed
-            by_memory = bisect_right(memory, memory[at] + room) - 1
-            by_work = bisect_right(work, work[at] + limit_s) - 1
-            at = max(at, min(by_memory, by_work))
-        return at == problem.num_units
-
-    high = work[-1]
-    if not fits(high * (1 + 1e-9)):
-        return None
-    low = high / problem.num_ranks * (1 - 1e-9)
-    while high - low > 1e-3 * low:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low
-
-
-def bottleneck_bound_s(problem: StageProblem, bottleneck_s: float) -> float:
-    """No cut is faster than this when its busiest rank works at least ``bottleneck_s``."""
-    work = [f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True)]
-    total, p, m = sum(work), problem.num_ranks, problem.num_microbatches
-    way = 2 * problem.send_s * (p - 1)
-    if not problem.windowed:
-        return total + (m - 1) * bottleneck_s + way
-    return total + (m - p) * bottleneck_s + (p - 1) * min(work) + way if m > p else m * bottleneck_s

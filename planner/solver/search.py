@@ -15,8 +15,8 @@ import numpy as np
 
 from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Point, Priced
-from planner.solver.base import Solver, UnprovedError
-from planner.solver.bounds import Bounds, bottleneck_bound_s, bounds, shortest_bottleneck_s
+from planner.solver.base import StageSolver, UnprovedError
+from planner.solver.bounds import Bounds, bounds
 from planner.space.search_space import Choice
 
 # Points cut evenly before the search proper, so that it starts with a good cut-off.
@@ -83,7 +83,7 @@ class _Best:
 def search(
     table: CostTable,
     choices: Sequence[Choice],
-    solver: Solver,
+    solver: StageSolver,
     *,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
@@ -140,16 +140,12 @@ def search(
     )
 
 
-def visit(table: CostTable, choice: Choice, solver: Solver, cutoff_s: float | None) -> Priced | None:
+def visit(table: CostTable, choice: Choice, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
     """The choice cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
     point = Point(table, choice)
     if choice.mesh.pp == 1 or choice.virtual_stages > 1:
         return _price_if_fits(point, point.even_starts())
-    problem = point.stage_problem()
-    bottleneck = shortest_bottleneck_s(problem)
-    if bottleneck is None or (cutoff_s is not None and bottleneck_bound_s(problem, bottleneck) >= cutoff_s):
-        return None
-    solution = solver.solve_stages(problem, cutoff_s)
+    solution = solver.solve_stages(point.stage_problem(), cutoff_s)
     return None if solution is None else _price_if_fits(point, solution.starts)
 
 

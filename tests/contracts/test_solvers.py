@@ -16,18 +16,21 @@ from planner.problems import (
     rank_memory_bytes,
     stage_sums,
 )
-from planner.solver.base import Solver
+from planner.solver.base import Solver, StageSolver
 from planner.solver.cp_sat import CpSatSolver
+from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.exhaustive import ExhaustiveSolver, placement_cost_ns
 from tests.random_problems import MIB, random_degrees, random_placement, random_stages
 
 SOLVERS: tuple[Solver, ...] = (CpSatSolver(), ExhaustiveSolver())
+STAGE_SOLVERS: tuple[StageSolver, ...] = (*SOLVERS, DynamicProgramSolver())
 NUM_RANDOM = 200
 NUM_CHUNKS = 4  # of random instances, so that a failure names few of them
 # CP-SAT rounds each unit's times to a millionth of the model's; a rank works m micro-batches of a few units.
 TICK_TOLERANCE = 1e-4
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+every_stage_solver = pytest.mark.parametrize("solver", STAGE_SOLVERS, ids=lambda s: type(s).__name__)
 every_chunk = pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 
 
@@ -83,16 +86,16 @@ def test_an_impossible_edge_is_never_taken(solver: Solver) -> None:
     assert solver.solve_placement(replace(problem, edges=((0, 1, ((None, None), (None, None))),))) is None
 
 
-@every_solver
-def test_four_equal_layers_on_two_devices_are_halved(solver: Solver) -> None:
+@every_stage_solver
+def test_four_equal_layers_on_two_devices_are_halved(solver: StageSolver) -> None:
     solution = solver.solve_stages(stages([1.0] * 4, 2, m=8))
     assert solution is not None
     assert solution.starts == (0, 2)
     assert solution.bound_s == pytest.approx((8 + 2 - 1) * 6.0)
 
 
-@every_solver
-def test_memory_moves_a_cut(solver: Solver) -> None:
+@every_stage_solver
+def test_memory_moves_a_cut(solver: StageSolver) -> None:
     # The first rank of 1F1B holds two micro-batches: three units would be balanced, only one fits.
     unbalanced = stages([1.0, 1.0, 1.0, 3.0], 2, m=4)
     assert (solution := solver.solve_stages(unbalanced)) is not None
@@ -103,15 +106,15 @@ def test_memory_moves_a_cut(solver: Solver) -> None:
     assert solver.solve_stages(replace(tight, capacity_bytes=29.0 * MIB)) is None
 
 
-@every_solver
-def test_as_many_ranks_as_units_leave_one_cut(solver: Solver) -> None:
+@every_stage_solver
+def test_as_many_ranks_as_units_leave_one_cut(solver: StageSolver) -> None:
     solution = solver.solve_stages(stages([3.0, 1.0, 2.0], 3, m=5, windowed=False))
     assert solution is not None
     assert solution.starts == (0, 1, 2)
 
 
-@every_solver
-def test_only_what_beats_the_cutoff_is_an_answer(solver: Solver) -> None:
+@every_stage_solver
+def test_only_what_beats_the_cutoff_is_an_answer(solver: StageSolver) -> None:
     problem = stages([1.0] * 4, 2, m=8)
     assert solver.solve_stages(problem, cutoff_s=54.0) is None
     found = solver.solve_stages(problem, cutoff_s=54.01)
@@ -152,7 +155,7 @@ def test_placements_agree(chunk: int) -> None:
 def test_stages_agree(chunk: int) -> None:
     for seed in seeds(chunk):
         problem = random_stages(seed)
-        answers = [solver.solve_stages(problem) for solver in SOLVERS]
+        answers = [solver.solve_stages(problem) for solver in STAGE_SOLVERS]
         assert len({a is None for a in answers}) == 1, (seed, answers)
         for answer in answers:
             if answer is not None:
@@ -170,11 +173,23 @@ def test_stages_agree_under_a_cutoff(chunk: int) -> None:
         best = SOLVERS[1].solve_stages(problem)
         if best is None:
             continue
-        for solver in SOLVERS:
+        for solver in STAGE_SOLVERS:
             assert solver.solve_stages(problem, best.bound_s * (1 - TICK_TOLERANCE)) is None, seed
             found = solver.solve_stages(problem, best.bound_s * (1 + 2 * TICK_TOLERANCE))
             assert found is not None, seed
             assert found.bound_s <= best.bound_s * (1 + TICK_TOLERANCE), seed
+
+
+@pytest.mark.parametrize(("num_blocks", "num_ranks", "m"), [(32, 4, 16), (80, 8, 64), (96, 16, 64)])
+def test_cp_sat_and_dynamic_program_agree_on_real_sizes(num_blocks: int, num_ranks: int, m: int) -> None:
+    """A large embedding and head, memory that binds on the first ranks, sends that cost something."""
+    problem = stages([0.2, *[1.0] * num_blocks, 0.9], num_ranks, m=m, send_s=0.02)
+    each = 1.05 * num_blocks / num_ranks * num_ranks * 10.0 * MIB
+    problem = replace(problem, kept_bytes=(10.0 * MIB,) * problem.num_units, capacity_bytes=each)
+    answers = [solver.solve_stages(problem) for solver in (CpSatSolver(), DynamicProgramSolver())]
+    times = [answer.bound_s for answer in answers if answer is not None]
+    assert len(times) == 2
+    assert max(times) <= min(times) * (1 + TICK_TOLERANCE)
 
 
 @every_chunk

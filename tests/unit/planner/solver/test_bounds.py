@@ -1,20 +1,17 @@
 """Bounds of coarse points and of stage programs: never above what a cut really costs."""
 
 import random
-from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
 
 from planner.parallelism import ScheduleName
 from planner.pricing.point import Point
-from planner.problems import StageProblem, pipeline_bound_s, rank_memory_bytes, stage_sums
-from planner.solver.bounds import bottleneck_bound_s, bounds, pipeline_coefficient, shortest_bottleneck_s
+from planner.problems import StageProblem, pipeline_bound_s
+from planner.solver.bounds import bounds, pipeline_coefficient
 from planner.solver.search import visit
 from planner.space.search_space import Pins
 from tests.planning import problem_of
-from tests.random_problems import random_stages
 
 SAMPLE = 150
 ROUNDING = 1 + 1e-9
@@ -88,28 +85,3 @@ def _stages(work: tuple[float, ...], m: int, *, windowed: bool) -> StageProblem:
     zero = (0.0,) * len(work)
     half = tuple(w / 2 for w in work)
     return StageProblem(half, half, zero, zero, (1,) * len(work), zero, 1.0, m, 0.0, windowed)
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_the_bottleneck_is_that_of_the_best_cut(seed: int) -> None:
-    problem = random_stages(seed)
-    work = tuple(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))
-    cuts = [(0, *inner) for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1)]
-    fitting = [cut for cut in cuts if max(rank_memory_bytes(problem, cut)) <= problem.capacity_bytes]
-    found = shortest_bottleneck_s(problem)
-    if not fitting:
-        return  # greedy ranks may be empty, which no cut allows: a bound may exist, and is of no harm
-    assert found is not None
-    least = min(max(stage_sums(work, cut)) for cut in fitting)
-    assert found <= least * ROUNDING
-    assert bottleneck_bound_s(problem, found) <= min(pipeline_bound_s(problem, cut) for cut in fitting) * ROUNDING
-
-
-@pytest.mark.parametrize("seed", range(0, 200, 5))
-def test_the_bottleneck_is_tight_without_memory(seed: int) -> None:
-    problem = random_stages(seed)
-    roomy = replace(problem, capacity_bytes=1e18)
-    work = tuple(f + b for f, b in zip(problem.forward_s, problem.backward_s, strict=True))
-    cuts = [(0, *inner) for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1)]
-    found = shortest_bottleneck_s(roomy)
-    assert found == pytest.approx(min(max(stage_sums(work, cut)) for cut in cuts), rel=2e-3)
