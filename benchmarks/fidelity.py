@@ -1,0 +1,128 @@
+"""Predictions against published, measured runs: ``python -m benchmarks.fidelity --runs FILE.csv [--oom FILE.csv]``.
+
+Every row is priced by the planner's own cost models with everything pinned. Prints measured, predicted and error row by
+row, then the summary; ``--json`` writes both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.published.pricing import RunPricer
+from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
+from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
+from planner.errors import PlannerError
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where the measured runs lie beside a checkout; they are no part of it.
+DATA_FOLDERS = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
+RUNS, OUT_OF_MEMORY = "published_runs.csv", "out_of_memory_runs.csv"
+
+
+def main() -> int:
+    """Exit code 0; 2 where the file is missing or is no table of runs."""
+    options = _parser().parse_args()
+    runs_file = options.runs or _shipped(RUNS)
+    if runs_file is None:
+        print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
+        return 0
+    failed_file = options.oom or (_shipped(OUT_OF_MEMORY) if options.runs is None else None)
+    pricer = RunPricer()
+    try:
+        rows = price_rows(read_runs(runs_file), pricer)
+        failed = [] if failed_file is None else price_rows(read_out_of_memory(failed_file), pricer)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    summary = summarise(rows, failed)
+    if not options.quiet:
+        print_rows(rows)
+    print_summary(summary)
+    if options.json:
+        options.json.write_text(json.dumps(document(rows, failed, summary), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def price_rows(runs: Iterable[Run | Rejected], pricer: RunPricer) -> list[Row]:
+    """Every run priced, or skipped with the reason."""
+    rows: list[Row] = []
+    for run in runs:
+        if isinstance(run, Rejected):
+            rows.append(skipped_row(run, run.reason))
+            continue
+        try:
+            rows.append(row_of(run, pricer.price(run)))
+        except UnpriceableRunError as error:
+            rows.append(skipped_row(run, str(error)))
+        except (
+            ValueError,
+            PlannerError,
+        ) as error:  # the models' own rules, such as a dim that a degree does not divide
+            rows.append(skipped_row(run, f"{type(error).__name__}: {error}"))
+    return rows
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """One line a run."""
+    print(f"{'run':<58} {'measured s':>11} {'predicted s':>11} {'error':>7} {'GiB':>7} {'pred.':>7} {'error':>7}")
+    for row in rows:
+        if row.skipped is not None:
+            print(f"{row.id[:58]:<58} skipped: {row.skipped}")
+            continue
+        seen = row.measured_peak_memory_bytes
+        memory = (
+            f"{seen / 2**30:7.2f} {(row.predicted_peak_memory_bytes or 0) / 2**30:7.2f} {row.memory_error or 0:+7.1%}"
+            if seen is not None
+            else ""
+        )
+        measured = f"{row.measured_step_time_s:11.4f}" if row.measured_step_time_s is not None else f"{'':11}"
+        error = f"{row.error:+7.1%}" if row.error is not None else f"{'':7}"
+        print(f"{row.id[:58]:<58} {measured} {row.predicted_step_time_s:11.4f} {error} {memory}")
+
+
+def print_summary(summary: Summary) -> None:
+    """The figures of the summary, and the confusion table of feasibility."""
+    print(f"\nrows {summary.num_rows}, skipped {summary.num_skipped}")
+    print(
+        f"step time: MAPE {_percent(summary.mape)}, median {_percent(summary.median_ape)}, "
+        f"90th percentile {_percent(summary.p90_ape)}, bias {_percent(summary.bias)}"
+    )
+    for source, error in summary.mape_by_source.items():
+        print(f"  {error:6.1%}  {source}")
+    print(f"peak memory: MAPE {_percent(summary.memory_mape)} {summary.memory_mape_by_kind or ''}")
+    tau = summary.kendall_tau_within_groups
+    print(
+        f"{summary.num_groups} groups: Kendall's tau {'-' if tau is None else f'{tau:.3f}'}, "
+        f"regret mean {_percent(summary.mean_regret)}, max {_percent(summary.max_regret)}"
+    )
+    print("feasibility      called infeasible   called feasible")
+    wrong, ran = summary.num_ran_called_infeasible, summary.num_ran_priced
+    right, failed = summary.num_oom_called_infeasible, summary.num_oom_priced
+    print(f"  ran            {wrong:17d} {ran - wrong:17d}")
+    print(f"  out of memory  {right:17d} {failed - right:17d}")
+    print(f"  precision {_percent(summary.oom_precision)}, recall {_percent(summary.oom_recall)}")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _shipped(name: str) -> Path | None:
+    return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="table of runs, columns as in shared/data/published_runs.csv")
+    parser.add_argument("--oom", type=Path, help="table of configurations that ran out of memory")
+    parser.add_argument("--json", type=Path, help="write rows and summary here")
+    parser.add_argument("--quiet", action="store_true", help="print the summary alone")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""A published run priced by the planner itself: its model built and traced, its layout pinned, its price simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks.published.machines import cluster_of
+from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
+from costmodels.schedule import validate_schedule
+from hardware_profiles.schema import ClusterSpec
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model, traced_dtype
+from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
+from planner.models.config import FamilyConfig, MlpType
+from planner.models.family import build_family
+from planner.models.loss import next_token_loss
+from planner.parallelism import MeshShape, Optimizer, Precision, ScheduleName
+from planner.pricing.point import Point, Priced
+from planner.pricing.sharded_unit import PricingTarget
+from planner.pricing.table_builder import Sharding, build_table, shard_units
+from planner.solver.cp_sat import CpSatSolver
+from planner.space.search_space import Choice, Training
+
+# As the planner traces: a batch of two cannot be mistaken for a dim of size one.
+TRACED_BATCH_SIZE = 2
+SCHEDULES = {
+    "": ScheduleName.ONE_F_ONE_B,
+    "none": ScheduleName.ONE_F_ONE_B,
+    "1f1b": ScheduleName.ONE_F_ONE_B,
+    "gpipe": ScheduleName.GPIPE,
+    "interleaved-1f1b": ScheduleName.INTERLEAVED_1F1B,
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of one run."""
+
+    priced: Priced
+    cluster: ClusterSpec
+    recipe_name: str = ""
+
+
+@dataclass(frozen=True)
+class RunPricer:
+    """Prices runs one after another; graphs and placements that runs share are made once."""
+
+    _graphs: dict[tuple[Architecture, str, str], ModelGraph] = field(
+        default_factory=dict[tuple[Architecture, str, str], ModelGraph]
+    )
+    _shardings: dict[tuple[object, ...], Sharding | None] = field(
+        default_factory=dict[tuple[object, ...], "Sharding | None"]
+    )
+    _solver: CpSatSolver = field(default_factory=CpSatSolver)
+
+    def price(self, run: Run) -> Prediction:
+        """The prediction for ``run``; UnpriceableRunError says why there is none."""
+        cluster = cluster_of(run)
+        choice = choice_of(run)
+        precision = _precision(run)
+        graph = self.graph(run, precision)
+        target = PricingTarget(graph, cluster, precision.value)
+        sharding = self._sharding(target, run)
+        training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
+        key = (choice.mesh.tp, choice.sequence_parallel)
+        table = build_table(target, training, {key: sharding}, (choice,))
+        point = Point(table, choice)
+        return Prediction(point.price(point.even_starts()), cluster)
+
+    def graph(self, run: Run, precision: Precision) -> ModelGraph:
+        """The traced graph of the run's model."""
+        key = (run.architecture, precision.value, "")
+        if key not in self._graphs:
+            loaded = _loaded(family_config(run.architecture))
+            self._graphs[key] = trace_model(
+                loaded, TRACED_BATCH_SIZE, run.architecture.seq_len, traced_dtype(precision)
+            )
+        return self._graphs[key]
+
+    def _sharding(self, target: PricingTarget, run: Run) -> Sharding:
+        layout, profile = run.layout, target.cluster.profile
+        degree_key = (layout.tp, layout.sequence_parallel)
+        inside = layout.tp <= profile.node.num_devices
+        key = (run.architecture, target.precision, profile.name, inside or target.cluster.num_devices, *degree_key)
+        if key not in self._shardings:
+            self._shardings[key] = shard_units(target, degree_key, {}, self._solver.solve_placement)
+        sharding = self._shardings[key]
+        if sharding is None:
+            raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")
+        return sharding
+
+
+def choice_of(run: Run) -> Choice:
+    """The fully pinned coarse point of ``run``."""
+    layout = run.layout
+    world = layout.dp * layout.tp * layout.pp * layout.cp
+    if world != run.hardware.num_devices:
+        raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
+    if layout.offload != "none":
+        raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
+    if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
+        raise UnpriceableRunError(
+            f"dp {layout.dp} * micro-batch {layout.micro_batch_size} does not divide {layout.global_batch_size}"
+        )
+    stages = layout.pp * layout.virtual_stages
+    if stages > run.architecture.layers:
+        raise UnpriceableRunError(f"{stages} pipeline stages for {run.architecture.layers} layers")
+    num_microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
+    schedule = _schedule(layout.schedule if layout.pp > 1 else "none")
+    problems = validate_schedule(schedule.value, layout.pp, layout.virtual_stages, num_microbatches)
+    if schedule is ScheduleName.ONE_F_ONE_B and 0 < num_microbatches < layout.pp:
+        schedule, problems = ScheduleName.GPIPE, ()  # fewer micro-batches than stages: all forwards come first anyway
+    if problems:
+        raise UnpriceableRunError("; ".join(problems))
+    return Choice(
+        mesh=_mesh(run),
+        zero_stage=layout.zero_stage if layout.dp > 1 else 0,
+        micro_batch_size=layout.micro_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        virtual_stages=layout.virtual_stages,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _schedule(name: str) -> ScheduleName:
+    found = SCHEDULES.get(name.lower())
+    if found is None:
+        raise UnpriceableRunError(f"schedule {name!r} is not priced")
+    return found
+
+
+def _mesh(run: Run) -> MeshShape:
+    layout = run.layout
+    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if "HSDP" in run.text else layout.dp))
+    if layout.dp % shard:
+        raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
+    if layout.zero_stage == 0:
+        shard = 1
+    return MeshShape(pp=layout.pp, dp_replicate=layout.dp // shard, dp_shard=shard, cp=layout.cp, tp=layout.tp)
+
+
+def _precision(run: Run) -> Precision:
+    try:
+        return Precision(run.precision)
+    except ValueError as error:
+        raise UnpriceableRunError(f"precision {run.precision!r} is not priced") from error
+
+
+def family_config(architecture: Architecture) -> FamilyConfig:
+    """The member of the family builder with this shape: gated models as Llama, plain ones as GPT."""
+    mlp = MlpType(architecture.mlp_type)
+    family = "moe" if architecture.experts else ("llama" if mlp.is_gated else "gpt")
+    return FamilyConfig(
+        family=family,
+        layers=architecture.layers,
+        hidden=architecture.hidden,
+        heads=architecture.heads,
+        kv_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
+        ffn=architecture.ffn,
+        vocab=architecture.vocab,
+        seq_len=architecture.seq_len,
+        mlp=mlp,
+        tied=architecture.is_tied,
+        experts=architecture.experts or None,
+        top_k=architecture.top_k or None,
+        expert_ffn=architecture.expert_ffn or None,
+    )
+
+
+def _loaded(config: FamilyConfig) -> LoadedModel:
+    return LoadedModel(
+        source=ModelSource("published run", ModelKind.PRESET),
+        digest="",
+        default_seq_len=config.seq_len,
+        vocab_size=config.vocab,
+        build=lambda: build_family(config),
+        example_inputs=token_inputs,
+        loss_fn=next_token_loss,
+    )

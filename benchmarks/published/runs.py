@@ -1,0 +1,292 @@
+"""Published, measured training runs as rows of a CSV, read into plain values; the columns are those of shared/data."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.parallelism import Recompute
+
+GIB = 2**30
+TRUE_WORDS = {"true", "1", "yes"}
+FALSE_WORDS = {"false", "0", "no"}
+# The two spellings of the ZeRO column that name a stage in words.
+SHARDING_WORDS = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HSDP": 3, "HYBRID_SHARD": 3}
+
+
+class UnpriceableRunError(ValueError):
+    """A row lacks something that has no default, or was run in a way that is not modelled; the message says which."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of the model that was trained."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int | None
+    ffn: int
+    vocab: int
+    seq_len: int
+    mlp_type: str
+    is_tied: bool
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine that a row names."""
+
+    gpu_type: str
+    memory_gb: float | None
+    num_devices: int
+    devices_per_node: int
+    inter_node_bits_per_s: float | None  # per device and direction
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the work was split. ``shard_size``: ranks that ZeRO divides over (None: all data-parallel ranks)."""
+
+    dp: int
+    tp: int
+    pp: int
+    virtual_stages: int
+    cp: int
+    ep: int
+    sequence_parallel: bool
+    zero_stage: int
+    shard_size: int | None
+    global_batch_size: int
+    micro_batch_size: int
+    schedule: str
+    recompute: Recompute
+    offload: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row. ``text`` keeps the source's title, notes and sharding words, from which the framework is told."""
+
+    id: str
+    source: str
+    group: str
+    architecture: Architecture
+    hardware: Hardware
+    layout: Layout
+    precision: str
+    flash_attention: bool | None
+    text: str
+    step_time_s: float | None
+    peak_memory_bytes: float | None
+    peak_memory_kind: str  # allocated, reserved, device or ""
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row that could not be read into a run, and why."""
+
+    id: str
+    source: str
+    reason: str
+    step_time_s: float | None = None
+
+
+def read_runs(path: Path) -> Iterator[Run | Rejected]:
+    """Every row of ``path`` in order. ValueError where the file has no such columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if "iteration_time_s" not in (reader.fieldnames or ()):
+            raise ValueError(f"{path} has no column iteration_time_s: is it a table of published runs?")
+        for number, row in enumerate(reader, start=1):
+            yield _read(row, number, path.name)
+
+
+def read_out_of_memory(path: Path) -> Iterator[Run | Rejected]:
+    """Rows of configurations that ran out of memory, in the columns of out_of_memory_runs.csv or of the runs."""
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, row in enumerate(csv.DictReader(file), start=1):
+            yield _read(_renamed(row) if "grad_accum" in row else row, number, path.name)
+
+
+def _renamed(row: Mapping[str, str]) -> dict[str, str]:
+    """An out-of-memory row in the columns of the runs."""
+    notes = f"{row['notes']} {row['kernel']}"
+    is_parallel = "sequence_parallel=1" in notes or "tpmodeRED" in notes
+    batch = int(row["dp"]) * int(row["micro_batch"]) * int(row["grad_accum"])
+    is_llama = row["kernel"] != "fused softmax"
+    return {
+        **row,
+        "source_title": row["source"],
+        "sp": str(is_parallel and int(row["tp"]) > 1),
+        "zero_stage_or_fsdp": row["zero_stage"],
+        "global_batch_sequences": str(batch),
+        "precision": "fp16" if "fp16" in notes else "bf16",
+        "flash_attention": str("flash" in row["kernel"]),
+        "mlp_type": "swiglu" if is_llama else "gelu",
+        "tied_embeddings": str("nanotron" in notes + row["source"] or not is_llama),
+        "notes": notes,
+    }
+
+
+def _read(row: Mapping[str, str], number: int, file_name: str) -> Run | Rejected:
+    name = row.get("id") or f"{file_name}:{number}"
+    source = row.get("source_title") or row.get("source_ref") or file_name
+    try:
+        return _run(row, name, source)
+    except UnpriceableRunError as error:
+        return Rejected(name, source, str(error), _optional(row, "iteration_time_s"))
+
+
+def _run(row: Mapping[str, str], name: str, source: str) -> Run:
+    assumed: list[str] = []
+    kind = _memory_kind(row.get("peak_memory_kind") or "")
+    memory = _optional(row, "peak_memory_gb_per_gpu")
+    unit = GIB if "GiB" in (row.get("peak_memory_kind") or "") else 1e9
+    text = " ".join((source, row.get("notes") or "", row.get("zero_stage_or_fsdp") or ""))
+    flash = _flag(row, "flash_attention")
+    layout = _layout(row, assumed)
+    return Run(
+        id=name,
+        source=source,
+        group=row.get("group") or "",
+        architecture=_architecture(row, assumed),
+        hardware=_hardware(row, assumed),
+        layout=layout,
+        precision=(row.get("precision") or "").lower() or _assume(assumed, "precision", "bf16"),
+        flash_attention=flash,
+        text=text,
+        step_time_s=_step_time_s(row, layout),
+        peak_memory_bytes=None if memory is None else memory * unit,
+        peak_memory_kind=kind if memory is not None else "",
+        assumptions=tuple(assumed),
+    )
+
+
+def _architecture(row: Mapping[str, str], assumed: list[str]) -> Architecture:
+    heads, hidden = _whole(row, "heads"), _whole(row, "hidden")
+    head_dim = _optional(row, "head_dim")
+    mlp = row.get("mlp_type") or _assume(assumed, "mlp_type", "gelu")
+    tied = _flag(row, "tied_embeddings")
+    if tied is None:
+        tied = _assume(assumed, "tied_embeddings", str(mlp == "gelu")) == "True"
+    return Architecture(
+        layers=_whole(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(_optional(row, "kv_heads") or heads),
+        head_dim=None if head_dim is None else int(head_dim),
+        ffn=int(_optional(row, "ffn") or _optional(row, "moe_ffn") or _assume(assumed, "ffn", str(4 * hidden))),
+        vocab=_whole(row, "vocab"),
+        seq_len=_whole(row, "seq_len"),
+        mlp_type=mlp,
+        is_tied=tied,
+        experts=int(_optional(row, "experts") or 0),
+        top_k=int(_optional(row, "top_k") or 0),
+        expert_ffn=int(_optional(row, "moe_ffn") or 0),
+    )
+
+
+def _hardware(row: Mapping[str, str], assumed: list[str]) -> Hardware:
+    link = _optional(row, "inter_node_link_gbps_per_gpu")
+    devices = _whole(row, "n_gpus")
+    per_node = int(_optional(row, "gpus_per_node") or (4 if "V100" in row["gpu_type"] and "grad_accum" in row else 8))
+    if link is None and devices > per_node:
+        assumed.append("inter_node_link_gbps_per_gpu: the profile's own")
+    return Hardware(
+        gpu_type=row["gpu_type"],
+        memory_gb=_optional(row, "gpu_mem_gb"),
+        num_devices=devices,
+        devices_per_node=per_node,
+        inter_node_bits_per_s=None if link is None else link * 1e9,
+    )
+
+
+def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
+    words = row.get("zero_stage_or_fsdp") or _assume(assumed, "zero_stage_or_fsdp", "0")
+    stage, shard_size = _sharding(words)
+    tp, dp = _whole(row, "tp"), _whole(row, "dp")
+    virtual = int(_optional(row, "vpp") or 1)
+    default_schedule = "interleaved-1F1B" if virtual > 1 else "1F1B"
+    recompute = (row.get("recompute") or _assume(assumed, "recompute", "none")).lower()
+    if recompute not in list(Recompute):
+        raise UnpriceableRunError(f"recompute {recompute!r} is not one of none, selective, full")
+    return Layout(
+        dp=dp,
+        tp=tp,
+        pp=_whole(row, "pp"),
+        virtual_stages=virtual,
+        cp=int(_optional(row, "cp") or 1),
+        ep=int(_optional(row, "ep") or 1),
+        sequence_parallel=bool(_flag(row, "sp")) and tp > 1,
+        zero_stage=stage,
+        shard_size=shard_size,
+        global_batch_size=_whole(row, "global_batch_sequences"),
+        micro_batch_size=_whole(row, "micro_batch"),
+        schedule=row.get("schedule") or default_schedule,
+        recompute=Recompute(recompute),
+        offload=row.get("offload") or "none",
+    )
+
+
+def _sharding(words: str) -> tuple[int, int | None]:
+    """ZeRO stage and shard size from ``1``, ``1(shard 8, in-node)``, ``FSDP-FULL_SHARD(3)``, ``HSDP``, ..."""
+    within = re.search(r"shard (\d+)", words) or re.search(r"HSDP\D*(\d+)", words)
+    named = next((stage for word, stage in SHARDING_WORDS.items() if word in words.upper()), None)
+    digit = re.match(r"\s*(?:ZeRO-?)?(\d)", words) or re.search(r"\((\d)\)", words)
+    stage = named if named is not None else (int(digit.group(1)) if digit else None)
+    if stage is None:
+        raise UnpriceableRunError(f"sharding {words!r} names no ZeRO stage")
+    return stage, int(within.group(1)) if within else None
+
+
+def _step_time_s(row: Mapping[str, str], layout: Layout) -> float | None:
+    given = _optional(row, "iteration_time_s")
+    rate = _optional(row, "tokens_per_s_per_gpu")
+    if given is not None or rate is None:
+        return given
+    return layout.global_batch_size * _whole(row, "seq_len") / (rate * _whole(row, "n_gpus"))
+
+
+def _memory_kind(words: str) -> str:
+    lowered = words.lower()
+    if "reserved" in lowered:
+        return "reserved"
+    if "nvidia-smi" in lowered:
+        return "device"
+    return "allocated" if lowered else ""
+
+
+def _assume(assumed: list[str], column: str, value: str) -> str:
+    assumed.append(f"{column}: {value}")
+    return value
+
+
+def _flag(row: Mapping[str, str], column: str) -> bool | None:
+    word = (row.get(column) or "").strip().lower()
+    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+
+
+def _optional(row: Mapping[str, str], column: str) -> float | None:
+    text = (row.get(column) or "").strip()
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise UnpriceableRunError(f"{column} is {text!r}, not a number") from error
+
+
+def _whole(row: Mapping[str, str], column: str) -> int:
+    number = _optional(row, column)
+    if number is None:
+        raise UnpriceableRunError(f"{column} is blank and has no default")
+    if number < 1 or number != int(number):
+        raise UnpriceableRunError(f"{column} is {number}, not a whole number above 0")
+    return int(number)

@@ -1,0 +1,185 @@
+"""Predictions held against measurements: errors row by row, by source, the order inside groups, and feasibility."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import ceil, sqrt
+from statistics import fmean, median
+
+from benchmarks.published.pricing import Prediction
+from benchmarks.published.runs import Rejected, Run
+from costmodels.memory import MemoryLedger
+
+MIN_GROUP_ROWS = 4
+# Rows of the ledger that each kind of measurement does not see.
+UNSEEN_ROWS = {
+    "allocated": ("allocator_reserve", "communicators", "context"),
+    "reserved": ("communicators", "context"),
+    "device": (),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, measured and predicted; errors are predicted over measured, less one."""
+
+    id: str
+    source: str
+    group: str
+    measured_step_time_s: float | None
+    predicted_step_time_s: float | None = None
+    error: float | None = None
+    measured_peak_memory_bytes: float | None = None
+    predicted_peak_memory_bytes: float | None = None
+    memory_error: float | None = None
+    memory_kind: str = ""
+    fits: bool | None = None
+    recipe: str = ""
+    assumptions: tuple[str, ...] = ()
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Accuracy over all priced rows; None where nothing was measured."""
+
+    num_rows: int
+    num_skipped: int
+    mape: float | None
+    median_ape: float | None
+    p90_ape: float | None
+    bias: float | None
+    mape_by_source: dict[str, float]
+    memory_mape: float | None
+    kendall_tau_within_groups: float | None
+    mean_regret: float | None
+    max_regret: float | None
+    oom_precision: float | None
+    oom_recall: float | None
+    memory_mape_by_kind: dict[str, float]
+    num_groups: int
+    num_ran_called_infeasible: int
+    num_ran_priced: int
+    num_oom_called_infeasible: int
+    num_oom_priced: int
+
+
+def row_of(run: Run, prediction: Prediction) -> Row:
+    """The row of a priced run. Memory is compared as it was measured: allocated, reserved, or seen by the driver."""
+    predicted = prediction.priced.step_time_s
+    measured = run.step_time_s
+    memory = memory_as_measured(prediction.priced.ledgers, run.peak_memory_kind)
+    seen = run.peak_memory_bytes
+    return Row(
+        id=run.id,
+        source=run.source,
+        group=run.group,
+        measured_step_time_s=measured,
+        predicted_step_time_s=predicted,
+        error=None if measured is None else predicted / measured - 1,
+        measured_peak_memory_bytes=seen,
+        predicted_peak_memory_bytes=memory,
+        memory_error=None if seen is None else memory / seen - 1,
+        memory_kind=run.peak_memory_kind,
+        fits=prediction.priced.fits,
+        recipe=prediction.recipe_name,
+        assumptions=run.assumptions,
+    )
+
+
+def skipped_row(run: Run | Rejected, reason: str) -> Row:
+    """The row of a run without a price."""
+    return Row(run.id, run.source, getattr(run, "group", ""), run.step_time_s, skipped=reason)
+
+
+def memory_as_measured(ledgers: Sequence[MemoryLedger], kind: str) -> float:
+    """Peak of the worst rank as a measurement of ``kind`` sees it; all of it where the kind is not known."""
+    unseen = UNSEEN_ROWS.get(kind, ())
+    return max(sum(num_bytes for name, num_bytes in ledger.rows if name not in unseen) for ledger in ledgers)
+
+
+def summarise(rows: Sequence[Row], out_of_memory: Sequence[Row]) -> Summary:
+    """All figures of INTERFACE.md section 6."""
+    errors = [row.error for row in rows if row.error is not None]
+    absolute = sorted(map(abs, errors))
+    memory: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.memory_error is not None:
+            memory[row.memory_kind].append(abs(row.memory_error))
+    orders = [order_in_group(pairs) for pairs in groups_of(rows)]
+    taus, regrets = [tau for tau, _ in orders], [regret for _, regret in orders]
+    ran = [row for row in rows if row.fits is not None]
+    failed = [row for row in out_of_memory if row.fits is not None]
+    wrongly, rightly = sum(not r.fits for r in ran), sum(not r.fits for r in failed)
+    return Summary(
+        num_rows=len(rows),
+        num_skipped=sum(row.skipped is not None for row in rows),
+        mape=_mean(absolute),
+        median_ape=median(absolute) if absolute else None,
+        p90_ape=absolute[ceil(0.9 * len(absolute)) - 1] if absolute else None,
+        bias=_mean(errors),
+        mape_by_source=_by_source(rows),
+        memory_mape=_mean([error for errors in memory.values() for error in errors]),
+        kendall_tau_within_groups=_mean(taus),
+        mean_regret=_mean(regrets),
+        max_regret=max(regrets, default=None),
+        oom_precision=rightly / (rightly + wrongly) if failed and rightly + wrongly else None,
+        oom_recall=rightly / len(failed) if failed else None,
+        memory_mape_by_kind={kind: fmean(errors) for kind, errors in sorted(memory.items())},
+        num_groups=len(taus),
+        num_ran_called_infeasible=wrongly,
+        num_ran_priced=len(ran),
+        num_oom_called_infeasible=rightly,
+        num_oom_priced=len(failed),
+    )
+
+
+def groups_of(rows: Iterable[Row]) -> list[list[tuple[float, float]]]:
+    """(measured, predicted) of every group with enough priced rows."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.group and row.measured_step_time_s is not None and row.predicted_step_time_s is not None:
+            groups[row.group].append((row.measured_step_time_s, row.predicted_step_time_s))
+    return [pairs for pairs in groups.values() if len(pairs) >= MIN_GROUP_ROWS]
+
+
+def order_in_group(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Kendall's tau-b of one group, and the regret of the row predicted fastest."""
+    best = min(measured for measured, _ in pairs)
+    picked = min(pairs, key=lambda pair: pair[1])[0]
+    return kendall_tau(pairs), picked / best - 1
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b (1945); 0 where all values of one side are equal."""
+    agreeing, untied_measured, untied_predicted = 0, 0, 0
+    for (m1, p1), (m2, p2) in combinations(pairs, 2):
+        agreeing += ((m1 > m2) - (m1 < m2)) * ((p1 > p2) - (p1 < p2))
+        untied_measured += m1 != m2
+        untied_predicted += p1 != p2
+    scale = sqrt(untied_measured * untied_predicted)
+    return agreeing / scale if scale else 0.0
+
+
+def document(rows: Sequence[Row], out_of_memory: Sequence[Row], summary: Summary) -> Mapping[str, object]:
+    """The JSON that ``--json`` writes."""
+    return {
+        "rows": [asdict(row) for row in rows],
+        "out_of_memory_rows": [asdict(row) for row in out_of_memory],
+        "summary": asdict(summary),
+    }
+
+
+def _by_source(rows: Iterable[Row]) -> dict[str, float]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.error is not None:
+            found[row.source].append(abs(row.error))
+    return {source: fmean(errors) for source, errors in sorted(found.items())}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
