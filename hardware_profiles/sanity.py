@@ -116,6 +116,9 @@ def _node(node: NodeProfile) -> Iterator[str]:
 def _tiers(profile: ClusterProfile) -> Iterator[str]:
     if not profile.tiers:
         yield "tiers: at least one is needed"
+    names = [tier.name for tier in profile.tiers]
+    if len(set(names)) != len(names):
+        yield f"tiers: names must differ, are {names}"
     for index, tier in enumerate(profile.tiers):
         yield from _tier(f"tiers.{index}", tier, profile.node.num_devices)
     for index, (inner, outer) in enumerate(zip(profile.tiers, profile.tiers[1:], strict=False)):

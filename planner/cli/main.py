@@ -6,12 +6,12 @@ import sys
 import traceback
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.exceptions import TyperException
 
-from planner.cli import estimate, hardware, models, run, search, trace
+from planner.cli import estimate, hardware, models, profile, run, search, trace
 from planner.errors import PlannerError
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ def _root(
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
 
 
-for _group in (search, estimate, trace, models, hardware, run):
+for _group in (search, estimate, trace, models, hardware, profile, run):
     _group.register(app)
 
 
@@ -49,10 +49,11 @@ def main() -> None:
         if error.hint:
             talk.print(f"[bold]hint:[/] {escape(error.hint)}", soft_wrap=True)
         code = error.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except TyperException as error:  # the command line itself is wrong
+        talk.print(f"[bold red]error:[/] {escape(error.format_message())}", soft_wrap=True)
+        talk.print("[bold]hint:[/] `planner --help`, or `planner COMMAND --help`", soft_wrap=True)
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
         talk.print("interrupted")
         code = 130
     except BrokenPipeError:

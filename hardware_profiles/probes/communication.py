@@ -1,0 +1,264 @@
+"""Times messages between pairs of ranks, and collectives by kind, size and placement, on ranks that already run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hardware_profiles.probes.measurement import CollectiveTiming, PairTiming
+from hardware_profiles.probes.timing import synchronize
+from hardware_profiles.schema import CollectiveName
+
+_Value = TypeVar("_Value")
+
+KINDS: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SMALLEST_BYTES = 4096
+LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+# Above this many hosts, pairs of hosts are timed several at once, each host in one pair, so that the time stays short.
+HOSTS_ONE_PAIR_AT_A_TIME = 8
+_PAIR_BYTES = (2**18, 2**28)  # sizes of messages, from the first tried to the largest
+_NUM_LATENCY_SAMPLES, _NUM_PAIR_SAMPLES = 20, 3
+_BATCH_S, _MAX_CALLS = 0.02, 20
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much time the measurement of communication may take."""
+
+    pair_message_s: float  # messages grow until one takes this long
+    longest_call_s: float  # sizes grow until one call takes this long
+    size_factor: int  # between one size and the next
+    num_samples: int
+    num_slow_samples: int  # of calls so long that few suffice
+
+
+FULL = Effort(pair_message_s=0.05, longest_call_s=0.2, size_factor=2, num_samples=11, num_slow_samples=4)
+QUICK = Effort(pair_message_s=0.02, longest_call_s=0.1, size_factor=4, num_samples=5, num_slow_samples=2)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Groups of ``num_ranks`` at distance ``stride`` that fill the world; all of them communicate at once."""
+
+    num_ranks: int
+    stride: int
+
+    def groups(self, world_size: int) -> list[list[int]]:
+        """The ranks of every group."""
+        span = self.num_ranks * self.stride
+        return [
+            list(range(start + offset, start + offset + span, self.stride))
+            for start in range(0, world_size, span)
+            for offset in range(self.stride)
+        ]
+
+
+def placements_of(domains: Sequence[int]) -> tuple[Placement, ...]:
+    """One placement for each tier, one rank in each inner domain; and, over several tiers, all ranks in one group."""
+    inner = [1, *domains]
+    single = [Placement(domain // stride, stride) for stride, domain in zip(inner, domains, strict=False)]
+    return (*single, *([Placement(domains[-1], 1)] if len(domains) > 1 else []))
+
+
+def pair_rounds(keys: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Rounds of ordered pairs (source, target): within a round no rank or host-to-host way is used twice.
+
+    Inside hosts every pair is timed, on all hosts at once; between hosts their first ranks speak for them.
+    """
+    hosts = [[rank for rank, key in enumerate(keys) if key == wanted] for wanted in dict.fromkeys(keys)]
+    rounds: list[list[tuple[int, int]]] = []
+    for first, second in permutations(range(max(len(ranks) for ranks in hosts)), 2):
+        rounds.append([(ranks[first], ranks[second]) for ranks in hosts if max(first, second) < len(ranks)])
+    first_ranks = [ranks[0] for ranks in hosts]
+    if len(hosts) <= HOSTS_ONE_PAIR_AT_A_TIME:
+        return rounds + [[pair] for pair in permutations(first_ranks, 2)]
+    return rounds + _tournament(first_ranks)
+
+
+def time_pairs(
+    rounds: Sequence[Sequence[tuple[int, int]]], device: torch.device, effort: Effort, say: Callable[[str], None]
+) -> tuple[PairTiming, ...]:
+    """Latency and bandwidth of every pair, on every rank alike."""
+    mine: list[PairTiming] = []
+    for index, pairs in enumerate(rounds):
+        say(f"pairs, round {index + 1} of {len(rounds)}")
+        dist.barrier()
+        for source, target in pairs:
+            if dist.get_rank() == source:
+                mine.append(_send_timed(source, target, device, effort))
+            elif dist.get_rank() == target:
+                _receive_timed(source, device)
+    return tuple(timing for part in gathered(tuple(mine)) for timing in part)
+
+
+def time_collectives(
+    placements: Sequence[Placement], device: torch.device, effort: Effort, say: Callable[[str], None]
+) -> tuple[CollectiveTiming, ...]:
+    """Every kind of collective on every placement, sizes growing until a call takes too long; equal on all ranks."""
+    found: list[CollectiveTiming] = []
+    for placement in placements:
+        ranks, group = _own_group(placement)
+        for kind in KINDS:
+            say(f"{kind.replace('_', '-')} of {placement.num_ranks} ranks at distance {placement.stride}")
+            for num_bytes, samples in _sweep(kind, group, ranks, device, effort).items():
+                found.append(
+                    CollectiveTiming(
+                        kind=kind,
+                        num_ranks=placement.num_ranks,
+                        stride=placement.stride,
+                        num_bytes=num_bytes,
+                        samples_s=tuple(samples),
+                    )
+                )
+        dist.destroy_process_group(group)
+    return tuple(found)
+
+
+def gathered(value: _Value) -> list[_Value]:
+    """The value of every rank, rank by rank."""
+    parts: list[_Value | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return [part for part in parts if part is not None]
+
+
+def _own_group(placement: Placement) -> tuple[list[int], dist.ProcessGroup]:
+    """Makes every group of the placement, as all ranks must, and returns this rank's."""
+    own: tuple[list[int], dist.ProcessGroup] | None = None
+    for ranks in placement.groups(dist.get_world_size()):
+        group = dist.new_group(ranks)
+        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
+            own = ranks, group
+    assert own is not None, f"rank {dist.get_rank()} is in no group of {placement}"
+    return own
+
+
+def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Rounds in which everyone meets someone, until all have met both ways (circle method)."""
+    seats: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    rounds: list[list[tuple[int, int]]] = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = list(zip(seats[:half], reversed(seats[half:]), strict=True))
+        met = [(a, b) for a, b in facing if a is not None and b is not None]
+        rounds += [met, [(b, a) for a, b in met]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def _send_timed(source: int, target: int, device: torch.device, effort: Effort) -> PairTiming:
+    """The sending side: the target answers each message, so that the clock stops when it has arrived."""
+    latency_s = statistics.median(_trips_s(2, target, device, _NUM_LATENCY_SAMPLES)) / 2
+    count, largest = _PAIR_BYTES[0] // 4, _PAIR_BYTES[1] // 4
+    while True:
+        trip_s = statistics.median(_trips_s(count, target, device, _NUM_PAIR_SAMPLES))
+        if trip_s >= effort.pair_message_s or count >= largest:
+            break
+        count = min(largest, 4 * count)
+    _trips_s(0, target, device, 0)
+    transfer_s = max(trip_s - 2 * latency_s, 1e-9)
+    return PairTiming(source=source, target=target, latency_s=latency_s, bytes_per_s=4 * count / transfer_s)
+
+
+def _receive_timed(source: int, device: torch.device) -> None:
+    """The receiving side of ``_send_timed``: answers as many messages as are announced, until none are."""
+    answer = torch.ones(2, device=device)
+    announced = torch.zeros(2, dtype=torch.int64, device=device)
+    while True:
+        dist.recv(announced, source)
+        count, num_messages = int(announced[0].item()), int(announced[1].item())
+        if num_messages == 0:
+            return
+        message = torch.empty(count, device=device)
+        for _ in range(num_messages):
+            dist.recv(message, source)
+            dist.send(answer, source)
+
+
+def _trips_s(count: int, target: int, device: torch.device, num_messages: int) -> list[float]:
+    """Announces messages of ``count`` numbers, and times each until its answer is here."""
+    dist.send(torch.tensor([count, num_messages], device=device), target)
+    message, answer = torch.ones(count, device=device), torch.ones(2, device=device)
+    return [_trip_s(message, answer, target, device) for _ in range(num_messages)]
+
+
+def _trip_s(message: torch.Tensor, answer: torch.Tensor, target: int, device: torch.device) -> float:
+    synchronize(device)
+    start_s = time.perf_counter()
+    dist.send(message, target)
+    dist.recv(answer, target)
+    synchronize(device)
+    return time.perf_counter() - start_s
+
+
+def _collective(
+    kind: CollectiveName, group: dist.ProcessGroup, ranks: Sequence[int], num_bytes: int, device: torch.device
+) -> tuple[Callable[[], object], int]:
+    """One collective on fp32 tensors, and the exact bytes that it counts."""
+    num_ranks = len(ranks)
+    count = max(1, num_bytes // 4 // num_ranks) * num_ranks
+    whole = torch.zeros(count, device=device)
+    part = torch.zeros(count // num_ranks, device=device)
+    other = torch.empty_like(whole)
+    calls: dict[CollectiveName, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send_recv": lambda: _shift(whole, other, ranks),
+    }
+    return calls[kind], 4 * count
+
+
+def _shift(message: torch.Tensor, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+    """Every rank of the group sends to the next one, as pipeline stages do; the last does not send."""
+    place = ranks.index(dist.get_rank())
+    operations: list[dist.P2POp] = []
+    if place + 1 < len(ranks):
+        operations.append(dist.P2POp(dist.isend, message, ranks[place + 1]))
+    if place > 0:
+        operations.append(dist.P2POp(dist.irecv, buffer, ranks[place - 1]))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _sweep(
+    kind: CollectiveName, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, effort: Effort
+) -> dict[int, list[float]]:
+    """Samples by size. Every round goes through all sizes, so that a disturbance costs each of them one sample."""
+    samples: dict[int, list[float]] = {}
+    num_calls: dict[int, int] = {}
+    num_bytes = SMALLEST_BYTES
+    first_s = 0.0
+    while num_bytes <= LARGEST_BYTES[device.type] and first_s <= effort.longest_call_s:
+        call, exact_bytes = _collective(kind, group, ranks, num_bytes, device)
+        call()
+        first_s = _batch_s(call, device, 1)
+        num_calls[exact_bytes] = max(1, min(_MAX_CALLS, int(_BATCH_S / first_s)))
+        samples[exact_bytes] = [] if num_calls[exact_bytes] > 1 else [first_s]
+        num_bytes *= effort.size_factor
+    for index in range(effort.num_samples):
+        for size, calls in num_calls.items():
+            if calls > 1 or index < effort.num_slow_samples:
+                call, _ = _collective(kind, group, ranks, size, device)
+                samples[size].append(_batch_s(call, device, calls))
+    return samples
+
+
+def _batch_s(call: Callable[[], object], device: torch.device, num_calls: int) -> float:
+    """Seconds a call, ``num_calls`` in a row, of the slowest rank; equal on all ranks."""
+    dist.barrier()
+    synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    synchronize(device)
+    elapsed = torch.tensor([(time.perf_counter() - start_s) / num_calls], dtype=torch.float64, device=device)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return max(float(elapsed.item()), 1e-9)

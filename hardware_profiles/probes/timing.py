@@ -1,0 +1,45 @@
+"""Times a call on a CPU or a GPU: repeated in batches, so that neither the clock nor a launch queue is what is seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+BATCH_S = 2e-3  # far above the clocks' resolution (perf_counter: ns, CUDA events: 0.5 us)
+MAX_CALLS_PER_BATCH = 1000
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_per_call(
+    call: Callable[[], object], device: torch.device, *, budget_s: float, num_samples: int = 7
+) -> tuple[float, ...]:
+    """Samples of the time of one call: ``num_samples``, or as few as fit the budget, but at least 2."""
+    call()  # the first one allocates, and may compile
+    first_s = _batch_s(call, device, 1)
+    num_calls = max(1, min(MAX_CALLS_PER_BATCH, int(BATCH_S / max(first_s, 1e-7))))
+    affordable = int(budget_s / max(first_s * num_calls, 1e-7))
+    return tuple(_batch_s(call, device, num_calls) for _ in range(max(2, min(num_samples, affordable))))
+
+
+def _batch_s(call: Callable[[], object], device: torch.device, num_calls: int) -> float:
+    """Seconds of one of ``num_calls`` calls in a row."""
+    synchronize(device)
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(num_calls):
+            call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return max(start.elapsed_time(end) * 1e-3 / num_calls, 1e-9)
+    start_s = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return max((time.perf_counter() - start_s) / num_calls, 1e-9)
