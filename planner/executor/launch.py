@@ -95,7 +95,7 @@ def only_the_cause() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        lost_peers = isinstance(error.__cause__ or error, dist.DistError) or "Connection closed by peer" in str(error)
+        lost_peers = isinstance(error.__cause__ or error, dist.DistError) or "gloo/transport" in str(error)
         if lost_peers or (isinstance(error, InputError) and os.environ.get("RANK") != "0"):
             time.sleep(GRACE_S)
         raise

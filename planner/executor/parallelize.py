@@ -87,7 +87,7 @@ def parallelize(
     """
     check_executable(plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
-    parameter_placements(module, plan.placements.tp)
+    chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -101,7 +101,7 @@ def parallelize(
     separate_ties(ties, roots)
     for root in roots.values():
         if plan.mesh.tp > 1:
-            apply_tensor_parallel(root, plan.placements.tp, mesh[MeshAxis.TP.value])
+            apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
         apply_recompute(root, plan.recompute)
         apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
     loss = LossTask(loss_fn, plan.pipeline.num_microbatches, LossParallel())

@@ -38,44 +38,47 @@ def torch_placement(text: str) -> Placement:
             return PartialPlacement()
 
 
-def apply_tensor_parallel(module: nn.Module, placements: Sequence[ModulePlacement], tp_mesh: DeviceMesh) -> None:
-    """Replaces every parameter by a DTensor and hooks every output that ``placements`` redistribute.
+def apply_tensor_parallel(
+    module: nn.Module, chosen: Mapping[str, Placement], entries: Sequence[ModulePlacement], tp_mesh: DeviceMesh
+) -> None:
+    """Replaces every parameter by a DTensor and hooks every output that ``entries`` redistribute.
 
-    ``module`` holds the same values on every rank, so nothing is sent. Entries that name modules of
-    other pipeline stages match nothing here; ``check_placements`` sees to those that match nothing
-    anywhere.
+    ``chosen`` are the ``parameter_placements`` of the whole model, of which ``module`` may be one
+    pipeline stage. ``module`` holds the same values on every rank, so nothing is sent.
     """
-    chosen = parameter_placements(module, placements)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
+    for prefix, owner in module.named_modules():
         for name, parameter in own_parameters(owner).items():
             if parameter not in replaced:
-                placement = chosen.get(parameter, ReplicatePlacement())
+                placement = chosen[f"{prefix}.{name}" if prefix else name]
                 sharded = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)
                 replaced[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             owner.register_parameter(name, replaced[parameter])
-    for entry in placements:
+    for entry in entries:
         if entry.output is not None:
             for _, target in _matching(module, entry.module):
                 target.register_forward_hook(_RedistributeHook(tp_mesh, torch_placement(entry.output)))
 
 
-def parameter_placements(module: nn.Module, placements: Sequence[ModulePlacement]) -> Mapping[nn.Parameter, Placement]:
-    """Placement of each parameter that an entry names; PlanError for conflicts between tied names."""
+def parameter_placements(module: nn.Module, entries: Sequence[ModulePlacement]) -> Mapping[str, Placement]:
+    """Placement of every parameter, under each of its names; PlanError where two names disagree.
+
+    A tied parameter is placed as any one of its names is. The rest is replicated.
+    """
     chosen: dict[nn.Parameter, Placement] = {}
-    for entry in placements:
+    for entry in entries:
         for fqn, target in _matching(module, entry.module):
-            for name, text in entry.parameters.items():
-                parameter = own_parameters(target).get(name)
-                if parameter is None:
+            for name, parameter in own_parameters(target).items():
+                if name not in entry.parameters:
                     continue
-                placement = torch_placement(text)
+                placement = torch_placement(entry.parameters[name])
                 if chosen.setdefault(parameter, placement) != placement:
                     raise PlanError(
-                        f"{fqn}.{name} is placed as {text}, but is tied to one placed as {chosen[parameter]}",
+                        f"{fqn}.{name} is placed as {placement}, but is tied to one placed as {chosen[parameter]}",
                         hint="give all names of one tensor the same placement",
                     )
-    return chosen
+    named = module.named_parameters(remove_duplicate=False)
+    return {fqn: chosen.get(parameter, ReplicatePlacement()) for fqn, parameter in named}
 
 
 def check_placements(module: nn.Module, placements: Sequence[ModulePlacement], tp: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -164,10 +165,16 @@ def _told_by_rank(step: int) -> Generator[None]:
 @contextlib.contextmanager
 def quiet_torch() -> Generator[None]:
     """Hides torch's remarks about its own internals, which no user can act on."""
+    sharding_log = logging.getLogger("torch.distributed.tensor")
+    level = sharding_log.level
+    sharding_log.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")
         warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-        yield
+        try:
+            yield
+        finally:
+            sharding_log.setLevel(level)
 
 
 def _say(text: str) -> None:

@@ -37,7 +37,7 @@ class Case:
     optimizer: Optimizer = Optimizer.SGD
     precision: Precision = Precision.FP32
     stage_input: str = "replicate"
-    minimal_placements: bool = False  # column and row parallel layers alone; the rest is left to DTensor
+    minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
         """The whole plan."""
@@ -72,7 +72,9 @@ class Case:
 
     def _placements(self, toy: ToyModel) -> tuple[ModulePlacement, ...]:
         entries = toy.placements(self.sequence_parallel)
-        return tuple(e for e in entries if ".*" in e.module and e.parameters) if self.minimal_placements else entries
+        if not self.minimal_placements:
+            return entries
+        return tuple(e for e in entries if (".*" in e.module and e.parameters) or e.module == toy.before[0])
 
 
 def _stages(toy: ToyModel, pp: int, virtual_stages: int) -> tuple[StageSection, ...]:
