@@ -50,7 +50,19 @@ def assemble_graph(
         edges=tuple(edges),
         blocks=blocks,
         units=units,
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_without_gradient(nodes, parameters)),
+    )
+
+
+def _without_gradient(nodes: Sequence[Node], parameters: Sequence[Parameter]) -> tuple[str, ...]:
+    """A warning where trainable parameters are in no operator that a gradient flows through."""
+    reached = {operand for node in nodes if node.requires_grad for operand in node.operands if isinstance(operand, str)}
+    idle = [p.fqn for p in parameters if p.trainable and not reached.intersection((p.fqn, *p.aliases))]
+    if not idle:
+        return ()
+    return (
+        f"{len(idle)} trainable parameters get no gradient, the first is {idle[0]}: unused, or used under no_grad "
+        "(checkpoint with use_reentrant=True is such a use)",
     )
 
 

@@ -49,12 +49,16 @@ class OpWork:
 ProductRule = Callable[[OpCall], Products]
 
 
-def work_of(call: OpCall, saved_bytes: int, *, is_view: bool) -> OpWork:
-    """The work of ``call``; ``saved_bytes`` is what its backward reads again of what was kept."""
+def work_of(call: OpCall, saved_bytes: int, *, is_view: bool, measured: Products | None = None) -> OpWork:
+    """The work of ``call``; ``saved_bytes`` is what its backward reads again of what was kept.
+
+    ``measured`` stands in where there is no rule.
+    """
     backward_bytes, backward_kernels = _backward(call, saved_bytes, is_view=is_view)
     if is_view:
         return OpWork(OpClass.VIEW, backward_bytes=backward_bytes, num_backward_kernels=backward_kernels)
-    products = PRODUCT_RULES[call.name](call) if call.name in PRODUCT_RULES else Products(OpClass.MEMORY_BOUND, 0, 0, 0)
+    no_products = Products(OpClass.MEMORY_BOUND, 0, 0, 0)
+    products = PRODUCT_RULES[call.name](call) if call.name in PRODUCT_RULES else measured or no_products
     read, of_parameters = _bytes_read(call)
     return OpWork(
         op_class=products.op_class,

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.models.weightless import build_weightless
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 DEFAULT_FACTORY = "build_model"
+TIME_LIMIT_S = 120.0  # for the import, and for building without weights: far more than either needs
 SEQ_LEN_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "seq_len")
 
 
@@ -37,10 +41,11 @@ class PythonModel:
     vocab_size: int | None
 
     @staticmethod
-    def from_file(path: Path, factory_name: str | None) -> PythonModel:
-        """Executes ``path`` and builds its model once on the meta device to see what it is."""
+    def from_file(path: Path, factory_name: str | None, time_limit_s: float = TIME_LIMIT_S) -> PythonModel:
+        """Executes ``path`` and builds its model once without weights to see what it is."""
         content = path.read_bytes()
-        module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16])
+        with time_limit(time_limit_s, f"importing {path}"):
+            module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16])
         factory, factory_name = _find_factory(module, path, factory_name)
 
         def build() -> nn.Module:
@@ -53,8 +58,8 @@ class PythonModel:
                 )
             return model
 
-        with torch.device("meta"):
-            model = build()
+        with time_limit(time_limit_s, f"{factory_name}() of {path}"):
+            model = build_weightless(build)
         inputs, loss = _function(module, "example_inputs", path), _function(module, "loss_fn", path)
         return PythonModel(
             factory_name=factory_name,
@@ -65,6 +70,35 @@ class PythonModel:
             max_seq_len=_named_size(model, SEQ_LEN_NAMES),
             vocab_size=_vocab_size(model) if inputs is None else None,
         )
+
+
+class _OutOfTime(BaseException):
+    """Raised by the alarm; no ``except Exception`` of the user's code swallows it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Generator[None]:
+    """Ends what runs inside after ``seconds``; without effect outside the main thread, where no alarm can be set."""
+
+    def ring(signal_number: int, frame: object) -> None:
+        del signal_number, frame
+        raise _OutOfTime
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _OutOfTime:
+        raise ModelError(
+            f"{what} did not end within {seconds:g} s",
+            hint="keep training, downloads and other work out of the model file",
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager

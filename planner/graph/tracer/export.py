@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +25,9 @@ from planner.graph.assemble import GraphHeader, assemble_graph
 from planner.graph.model_graph import ModelGraph, Node, Parameter
 from planner.graph.tracer.folding import find_folds, shortened, unfold
 from planner.graph.tracer.nodes import NodeBuilder
-from planner.model_file import LoadedModel, call_model, training_batch
+from planner.graph.tracer.stand_ins import Sizes, StandIn, TrainingStep, on_fake_cpu, on_meta
+from planner.model_file import LoadedModel
 from planner.parallelism import Precision
-
-Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 
@@ -39,42 +37,32 @@ def traced_dtype(precision: Precision) -> str:
     return _DTYPES[precision]
 
 
-class TrainingStep(nn.Module):
-    """The forward pass and the loss as one module."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[[object, Batch], torch.Tensor], inputs: Batch) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.input_names = tuple(inputs) if isinstance(inputs, dict) else None
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """``batch``: the inputs and what the loss needs besides."""
-        if isinstance(batch, dict):
-            inputs: Batch = {name: batch[name] for name in self.input_names or ()}
-        else:
-            inputs = batch
-        return self.loss_fn(call_model(self.model, inputs), batch)
-
-
 def trace_model(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str = "bfloat16") -> ModelGraph:
     """The operators of one training step on ``batch_size`` sequences of ``seq_len`` tokens.
 
-    Equal blocks are traced once where they provably repeat one another.
+    Equal blocks are traced once where they provably repeat one another. What cannot be traced on
+    the meta device is tried again as if on the CPU.
     """
-    model = build_on_meta(loaded, dtype)
-    example = example_batch(loaded, batch_size, seq_len, dtype)
-    traced = _folded(loaded, model, example) or _whole(loaded, model, example)
-    header = GraphHeader(loaded.source.name, loaded.digest, "export", batch_size, seq_len, dtype)
-    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(model), traced.warnings)
+    sizes = Sizes(batch_size, seq_len, dtype)
+    stand_in = on_meta(loaded, sizes)
+    try:
+        traced = _folded(loaded, stand_in) or _whole(loaded, stand_in)
+    except ModelError:
+        stand_in = on_fake_cpu(loaded, sizes)
+        traced = _whole(loaded, stand_in)
+    return _graph(loaded, sizes, stand_in, traced)
 
 
 def trace_whole(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str = "bfloat16") -> ModelGraph:
     """As ``trace_model``, block by block, equal or not."""
-    model = build_on_meta(loaded, dtype)
-    traced = _whole(loaded, model, example_batch(loaded, batch_size, seq_len, dtype))
-    header = GraphHeader(loaded.source.name, loaded.digest, "export", batch_size, seq_len, dtype)
-    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(model), traced.warnings)
+    sizes = Sizes(batch_size, seq_len, dtype)
+    stand_in = on_meta(loaded, sizes)
+    return _graph(loaded, sizes, stand_in, _whole(loaded, stand_in))
+
+
+def _graph(loaded: LoadedModel, sizes: Sizes, stand_in: StandIn, traced: _Traced) -> ModelGraph:
+    header = GraphHeader(loaded.source.name, loaded.digest, "export", sizes.batch_size, sizes.seq_len, sizes.dtype)
+    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(stand_in.model), traced.warnings)
 
 
 @dataclass(frozen=True)
@@ -84,9 +72,10 @@ class _Traced:
     warnings: tuple[str, ...]
 
 
-def _whole(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) -> _Traced:
-    """The nodes of ``model`` as it is."""
-    exported = export_step(loaded, model, example)
+def _whole(loaded: LoadedModel, stand_in: StandIn) -> _Traced:
+    """The nodes of the model as it is."""
+    model = stand_in.model
+    exported = export_step(loaded, stand_in)
     builder = NodeBuilder(
         module_names=frozenset(name for name, _ in model.named_modules()),
         parameters={alias: p for p in list_parameters(model) for alias in (p.fqn, *p.aliases)},
@@ -96,14 +85,14 @@ def _whole(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) 
     return _Traced(builder.nodes(), builder.edges(), builder.warnings())
 
 
-def _folded(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) -> _Traced | None:
-    """The nodes of ``model`` from a trace of its distinct blocks; None where it does not fold."""
-    folds = find_folds(model)
+def _folded(loaded: LoadedModel, stand_in: StandIn) -> _Traced | None:
+    """The nodes of the model from a trace of its distinct blocks; None where it does not fold."""
+    folds = find_folds(stand_in.model)
     if not folds:
         return None
     try:
-        with shortened(model, folds):
-            traced = _whole(loaded, model, example)
+        with shortened(stand_in.model, folds):
+            traced = _whole(loaded, stand_in)
     except ModelError:
         return None  # perhaps it counts its layers: the whole model will tell
     nodes, edges = traced.nodes, traced.edges
@@ -115,39 +104,13 @@ def _folded(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch])
     return _Traced(nodes, edges, traced.warnings)
 
 
-def build_on_meta(loaded: LoadedModel, dtype: str) -> nn.Module:
-    """The module in training mode, its floating parameters in ``dtype``, without any memory."""
-    with torch.device("meta"):
-        model = loaded.build()
-    model.train()
-    target = getattr(torch, dtype)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(device="meta", dtype=target)
-    return model
-
-
-def example_batch(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str) -> tuple[Batch, Batch]:
-    """The inputs of the module, and the batch that the loss sees, on meta."""
-    target = getattr(torch, dtype)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device="meta", dtype=target if tensor.is_floating_point() else None)
-
-    with torch.device("meta"):
-        inputs = loaded.example_inputs(batch_size, seq_len)
-        inputs = {k: move(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(move, inputs))
-        return inputs, training_batch(inputs)
-
-
-def export_step(loaded: LoadedModel, model: nn.Module, example: tuple[Batch, Batch]) -> torch.export.ExportedProgram:
+def export_step(loaded: LoadedModel, stand_in: StandIn) -> torch.export.ExportedProgram:
     """torch.export of the forward pass with its loss; ModelError names the operator and the line."""
-    inputs, batch = example
-    step = TrainingStep(model, loaded.loss_fn, inputs)
+    step = TrainingStep(stand_in.model, loaded.loss_fn, stand_in.inputs)
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
+        with warnings.catch_warnings(), torch.device(stand_in.device):
             warnings.simplefilter("ignore")  # export's own; what the user's code warns of shows when it runs
-            return torch.export.export(step, (batch,), strict=False)
+            return torch.export.export(step, (stand_in.batch,), strict=False)
     except ModelError:
         raise
     except Exception as error:
@@ -182,6 +145,8 @@ def _trace_error(loaded: LoadedModel, error: Exception) -> ModelError:
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`" if own else ""
     operator = _failed_operator(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        reason = "the control flow depends on the values of tensors"
     return ModelError(
         f"{loaded.source.name} cannot be traced: {operator or 'the forward pass'} failed{place}: "
         f"{type(error).__name__}: {reason}",

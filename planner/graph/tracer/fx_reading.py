@@ -14,6 +14,10 @@ from planner.graph.model_graph import AttributeValue
 from planner.graph.op_call import TensorValue
 
 
+class ValueDependentSizeError(ValueError):
+    """The size of a tensor is only known when the model runs."""
+
+
 def storage_bytes(value: torch.Tensor) -> int:
     """Bytes of the memory behind ``value``."""
     return int(value.untyped_storage().nbytes())
@@ -25,7 +29,9 @@ def distinct_bytes(values: list[torch.Tensor]) -> int:
 
 
 def tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
-    """Shape, dtype and stored size of a fake tensor."""
+    """Shape, dtype and stored size of a fake tensor; ModelError where its size depends on values."""
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        raise ValueDependentSizeError(f"a tensor of shape {tuple(map(str, value.shape))}")
     shape = tuple(int(size) for size in value.shape)
     stored = storage_bytes(value) // max(1, value.element_size())
     dtype = str(value.dtype).removeprefix("torch.")

@@ -15,11 +15,13 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
+from planner.errors import ModelError
 from planner.graph.model_graph import AttributeValue, Node, OpClass, Parameter
 from planner.graph.op_call import OpCall, Saved, TensorValue
-from planner.graph.op_work import PRODUCT_RULES, work_of
+from planner.graph.op_work import Products, work_of
 from planner.graph.saved import keep_all, saved_for_backward
 from planner.graph.tracer.fx_reading import (
+    ValueDependentSizeError,
     attribute_value,
     base_name,
     distinct_bytes,
@@ -31,6 +33,7 @@ from planner.graph.tracer.fx_reading import (
     tensor_value,
     values_of,
 )
+from planner.graph.tracer.measured import measure
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
 _SHAPE_ONLY = frozenset(
@@ -163,9 +166,16 @@ class NodeBuilder:
             }
             self._inherit_stack(graph, node)
             return self._add_nodes(graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
-        if values_of(node) and not str(getattr(target, "__name__", target)).startswith(_DROPPED):
+        if not values_of(node) or str(getattr(target, "__name__", target)).startswith(_DROPPED):
+            return []
+        try:
             return self._operator(node, environment, grad_enabled=grad_enabled)
-        return []
+        except ValueDependentSizeError as error:
+            raise ModelError(
+                f"operator {target} at {self._source_of(node) or 'an unknown line'} makes {error}: its size depends on "
+                "the values of tensors",
+                hint="give it a fixed size: sort the rows and use torch.nn.functional.grouped_mm",
+            ) from error
 
     def _inherit_stack(self, graph: fx.GraphModule, outer: fx.Node) -> None:
         """Operators of an inlined region that know no module belong to the module around it."""
@@ -223,9 +233,8 @@ class NodeBuilder:
         output_bytes = distinct_bytes(values) if owner == new else 0
         written = output_bytes or (0 if is_view else sum(output.num_elements * output.item_bytes for output in outputs))
         call = OpCall(name, {key: entry.value for key, entry in entries.items()}, first, attributes, written)
-        saved = Saved() if is_view else self._saved(node, call)
-        saved_bytes = _bytes_of(call, saved)
-        work = work_of(call, saved_bytes, is_view=is_view)
+        saved, measured = (Saved(), None) if is_view else self._saved(node, call)
+        work = work_of(call, _bytes_of(call, saved), is_view=is_view, measured=measured)
         batch_dependent = name not in _SHAPE_ONLY and any(entry.batch_dependent for entry in entries.values())
         self._nodes.append(
             Node(
@@ -319,16 +328,18 @@ class NodeBuilder:
         before, after = attention.meta["val"].shape, parent.meta["val"].shape
         return len(before) == 4 and after == (before[0], before[2], before[1], before[3])
 
-    def _saved(self, node: fx.Node, call: OpCall) -> Saved:
+    def _saved(self, node: fx.Node, call: OpCall) -> tuple[Saved, Products | None]:
+        """What ``call`` keeps; without a rule, that and its products as a run on meta shows them."""
         saved = saved_for_backward(call)
-        known = saved is not None or call.name in PRODUCT_RULES
-        if not known and call.name not in self._warnings:
-            place = self._source_of(node)
-            self._warnings[call.name] = (
-                f"no rule for operator {node.target}{f' ({place})' if place else ''}: replicated, priced by its "
-                "bytes, and all its operands are taken as kept for backward"
-            )
-        return keep_all(call) if saved is None else saved
+        if saved is not None:
+            return saved, None
+        measured = measure(node, call.tensors)
+        place = self._source_of(node)
+        how = "counted by running it on meta" if measured else "priced by its bytes, all its operands taken as kept"
+        self._warnings.setdefault(
+            call.name, f"no rule for operator {node.target}{f' ({place})' if place else ''}: replicated, {how}"
+        )
+        return (measured.saved, measured.products) if measured else (keep_all(call), None)
 
     def _saved_storages(self, saved: Saved, entries: Mapping[str, _Entry], owner: int | None) -> tuple[int, ...]:
         owners = [owner if name == "output" else entries[name].owner for name in saved.tensors]

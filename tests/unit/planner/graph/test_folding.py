@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from planner.graph.tracer import trace_model
-from planner.graph.tracer.export import build_on_meta, trace_whole
+from planner.graph.tracer.export import trace_whole
 from planner.graph.tracer.folding import Fold, find_folds
+from planner.graph.tracer.stand_ins import Sizes, on_meta
 from planner.model_file import LoadedModel
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_code, loaded_from_config
 
@@ -52,7 +53,7 @@ def toy(
 
 
 def folds_of(model: LoadedModel) -> tuple[Fold, ...]:
-    return find_folds(build_on_meta(model, "float32"))
+    return find_folds(on_meta(model, Sizes(2, 16, "float32")).model)
 
 
 def assert_equals_whole_trace(model: LoadedModel) -> None:

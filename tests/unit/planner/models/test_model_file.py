@@ -1,5 +1,7 @@
 """MODEL in all its forms, and what is said when it is none."""
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from planner.errors import ModelError
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel, ModelKind, load_model, resolve_model
+from planner.models.python_file import PythonModel
 
 MODEL = """
 import torch
@@ -189,3 +192,17 @@ def test_building_follows_the_device_of_the_caller() -> None:
     with torch.device("meta"):
         assert {p.device.type for p in model.build().parameters()} == {"meta"}
     assert {p.device.type for p in model.build().parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("code", ["while True: pass\n", "def build_model():\n    while True:\n        pass\n"])
+def test_a_file_that_hangs_is_ended(tmp_path: Path, code: str) -> None:
+    path = Path(write(tmp_path, code))
+    with pytest.raises(ModelError, match=r"did not end within 0\.2 s"):
+        PythonModel.from_file(path, None, time_limit_s=0.2)
+
+
+def test_global_state_is_as_before(tmp_path: Path) -> None:
+    before = (list(sys.path), torch.get_default_dtype(), torch.get_default_device(), signal.getsignal(signal.SIGALRM))
+    trace_model(load(write(tmp_path, MODEL)), 1, 8)
+    assert (list(sys.path), torch.get_default_dtype(), torch.get_default_device()) == before[:3]
+    assert signal.getsignal(signal.SIGALRM) == before[3]

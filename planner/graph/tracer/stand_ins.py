@@ -1,0 +1,110 @@
+"""The model and its inputs as stand-ins for a trace: shapes and dtypes without values."""
+
+# pyright: reportPrivateUsage=false
+# a module's parameters and buffers can only be exchanged in its private tables.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from planner.model_file import LoadedModel, call_model, training_batch
+from planner.models.weightless import build_weightless, build_with_values
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A module in training mode, its inputs, and the batch that the loss sees."""
+
+    model: nn.Module
+    inputs: Batch
+    batch: Batch
+    device: str  # on which tensors appear that the model makes itself
+
+
+class TrainingStep(nn.Module):
+    """The forward pass and the loss as one module."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[object, Batch], torch.Tensor], inputs: Batch) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.input_names = tuple(inputs) if isinstance(inputs, dict) else None
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """``batch``: the inputs and what the loss needs besides."""
+        if isinstance(batch, dict):
+            inputs: Batch = {name: batch[name] for name in self.input_names or ()}
+        else:
+            inputs = batch
+        return self.loss_fn(call_model(self.model, inputs), batch)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is traced: a micro-batch, and the dtype of parameters and floating inputs."""
+
+    batch_size: int
+    seq_len: int
+    dtype: str
+
+
+def on_meta(loaded: LoadedModel, sizes: Sizes) -> StandIn:
+    """All on the meta device: the quickest, and enough for a model that keeps to its inputs' device."""
+    model = _prepared(build_weightless(loaded.build), sizes)
+    return _with_inputs(loaded, model, sizes, "meta", torch.device("meta"))
+
+
+def on_fake_cpu(loaded: LoadedModel, sizes: Sizes) -> StandIn:
+    """As fake tensors that say they are on the CPU: for code that makes tensors there, or asks for the device."""
+    model = _prepared(build_with_values(loaded.build), sizes)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in parameters:
+                    parameters[id(parameter)] = _fake_parameter(parameter, mode)
+                module._parameters[name] = parameters[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = mode.from_tensor(buffer)
+    return _with_inputs(loaded, model, sizes, "cpu", mode)
+
+
+def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    with mode:
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+    return nn.Parameter(fake, requires_grad=parameter.requires_grad)
+
+
+def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
+    """In training mode, floating parameters in the dtype of the precision."""
+    model.train()
+    target = getattr(torch, sizes.dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(device="meta", dtype=target)
+    return model
+
+
+def _with_inputs(
+    loaded: LoadedModel, model: nn.Module, sizes: Sizes, device: str, context: AbstractContextManager[object]
+) -> StandIn:
+    target = getattr(torch, sizes.dtype)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None)
+
+    with context:
+        inputs = loaded.example_inputs(sizes.batch_size, sizes.seq_len)
+        inputs = {k: move(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(move, inputs))
+        return StandIn(model, inputs, training_batch(inputs), device)

@@ -1,0 +1,178 @@
+"""What users write in their models: traced, or refused with the operator and the line."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import ModelError
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model
+from tests.unit.planner.graph.traced import counted_flops, loaded_from_code
+
+MODEL = """
+import math, torch
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        {init}
+    def inner(self, x):
+        return x + self.a(x).relu()
+    def forward(self, x):
+        {body}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(32, 64)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+def build_model():
+    return Model()
+"""
+
+TRACED = {
+    "checkpoint": ("", "return checkpoint(self.inner, x, use_reentrant=False)"),
+    "autograd function": ("", "return x + Square.apply(self.a(x))"),
+    "compiled": ("", "return torch.compile(self.inner)(x)"),
+    "autocast": ("", "with torch.autocast('cuda', dtype=torch.bfloat16):\n            return x + self.a(x)"),
+    "autocast by device": ("", "with torch.autocast(x.device.type, enabled=False):\n            return x + self.a(x)"),
+    "numpy table": (
+        "self.register_buffer('t', torch.from_numpy(np.ones(32)))",
+        "return x + (self.a(x) * self.t).to(x)",
+    ),
+    "value in init": ("self.p = torch.linspace(0, 0.1, 3)[1].item()", "return x + F.dropout(self.a(x), self.p)"),
+    "tensor on the CPU": ("", "return x + self.a(x) * torch.ones(32, device='cpu', dtype=x.dtype)"),
+    "state that changes": ("self.n = 0", "self.n += 1; self.last = x; return x + self.a(x)"),
+    "weight norm": (
+        "self.b = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))",
+        "return x + self.b(self.a(x))",
+    ),
+    "loop in time": (
+        "self.decay = nn.Parameter(torch.zeros(32))",
+        "u, h, out = self.a(x), 0, []\n"
+        "        for t in range(u.shape[1]):\n"
+        "            h = self.decay.sigmoid() * h + u[:, t]; out.append(h)\n"
+        "        return x + torch.stack(out, dim=1)",
+    ),
+    "manual attention": (
+        "self.register_buffer('mask', torch.tril(torch.ones(64, 64)).view(1, 1, 64, 64))",
+        "q = self.a(x).view(*x.shape[:2], 4, 8).transpose(1, 2)\n"
+        "        hidden = self.mask[..., : x.shape[1], : x.shape[1]] == 0\n"
+        "        s = (q @ q.transpose(-2, -1) / math.sqrt(8)).masked_fill(hidden, -9e9)\n"
+        "        return x + (F.dropout(s.softmax(-1), 0.1) @ q).transpose(1, 2).reshape(x.shape)",
+    ),
+    "attention module": (
+        "self.b = nn.MultiheadAttention(32, 4, batch_first=True)",
+        "return x + self.b(x, x, self.a(x), need_weights=False)[0]",
+    ),
+    "einsum": (
+        "self.w = nn.Parameter(torch.zeros(4, 32, 8))",
+        "return x + self.a(torch.einsum('btd,hde->bthe', x, self.w).flatten(2))",
+    ),
+    "complex rotation": (
+        "self.register_buffer('turn', torch.polar(torch.ones(64, 16), torch.ones(64, 16)), persistent=False)",
+        "y = torch.view_as_complex(self.a(x).float().unflatten(-1, (16, 2)))\n"
+        "        return x + torch.view_as_real(y * self.turn[: x.shape[1]]).flatten(-2).to(x)",
+    ),
+}
+
+
+RECURRENT = ("self.b = nn.LSTM(32, 32, batch_first=True)", "return x + self.b(self.a(x))[0]")
+
+# One linear layer a block, counted by hand: the first two do not run here without warnings or a
+# compiler, and of the third the counter sees the forward pass twice.
+BY_HAND = ("autocast", "compiled", "checkpoint")
+
+
+def trace(init: str, body: str, folder: Path) -> ModelGraph:
+    return trace_model(loaded_from_code(MODEL.format(init=init or "pass", body=body), folder), 2, 16)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_and_counted(name: str, tmp_path: Path) -> None:
+    graph = trace(*TRACED[name], tmp_path)
+    assert [block.count for block in graph.blocks] == [2]
+    model = loaded_from_code(MODEL.format(init=TRACED[name][0] or "pass", body=TRACED[name][1]), tmp_path)
+    assert graph.num_params == sum(p.numel() for p in model.build().parameters())
+    if name in BY_HAND:
+        forward = 2 * (2 * 2 * 16 * 32 * 32) + 2 * 2 * 16 * 32 * 64
+        backward = 2 * forward
+    else:
+        forward, backward = counted_flops(model, 2, 16)
+    assert (graph.forward_flops, graph.backward_flops) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "if x.abs().mean() > 1: x = x / 2\n        return x + self.a(x)",
+            r"model\.py:25 .*control flow depends on the values",
+        ),
+        ("return x + self.a(x[x[..., 0] > 0]).mean()", r"makes a tensor of shape \('u0', '32'\): its size depends"),
+        ("return x + self.a(x).view(3, -1)", r"aten\.\S+ failed at model\.py:25"),
+    ],
+)
+def test_refused_with_the_line(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        trace("", body, tmp_path)
+
+
+def test_an_operator_without_a_rule_is_named_once(tmp_path: Path) -> None:
+    graph = trace(*RECURRENT, tmp_path)
+    (warning,) = graph.warnings
+    assert "aten.lstm.input (model.py:25)" in warning
+    lstm = next(node for node in graph.nodes if node.op == "aten.lstm.input")
+    assert lstm.flops == 2 * 32 * 2 * 4 * 32 * 32  # tokens, two matrices of four gates
+    assert (lstm.backward_flops - lstm.weight_gradient_flops, lstm.weight_gradient_flops) == (
+        # no gradient is wanted of the first state, so its last step back has one product less for each sequence
+        pytest.approx(lstm.flops, rel=0.05),
+        pytest.approx(lstm.flops, rel=0.05),
+    )
+
+
+def test_parameters_without_gradient_are_named(tmp_path: Path) -> None:
+    graph = trace("self.b = nn.Linear(32, 32)", "return checkpoint(self.inner, x, use_reentrant=True)", tmp_path)
+    (warning,) = graph.warnings
+    assert "get no gradient" in warning
+
+
+def test_lora_has_no_weight_gradient_for_frozen_matrices(tmp_path: Path) -> None:
+    init = (
+        "self.a.requires_grad_(False); self.down = nn.Parameter(torch.zeros(4, 32)); "
+        "self.up = nn.Parameter(torch.zeros(32, 4))"
+    )
+    graph = trace(init, "return x + self.a(x) + F.linear(F.linear(x, self.down), self.up)", tmp_path)
+    frozen = [node for node in graph.nodes if "layers.0.a.weight" in node.operands]
+    assert [(node.weight_gradient_flops, node.saves) for node in frozen] == [(0, ())]
+    adapters = [node for node in graph.nodes if set(node.operands) & {"layers.0.down", "layers.0.up"}]
+    assert [node.weight_gradient_flops for node in adapters] == [node.flops for node in adapters]
+    assert graph.num_params - graph.num_trainable_params == 2 * (32 * 32 + 32)
+
+
+def test_without_weights_whatever_the_factory_makes(tmp_path: Path) -> None:
+    """Half a billion parameters of a factory that also needs values: nothing of that size is ever filled."""
+    init = "self.p = torch.linspace(0, 0.1, 3)[1].item(); self.big = nn.Linear(32, 2**23)"
+    graph = trace(init, "return x + self.a(x) + self.big(x).mean(-1, keepdim=True)", tmp_path)
+    assert graph.num_params > 2 * 32 * 2**23
