@@ -40,8 +40,6 @@ def _sharding(plan: Plan) -> list[str]:
     found: list[str] = []
     if plan.zero_stage == 0 and plan.mesh.dp_shard > 1:
         found.append(f"zero_stage: 0 shards nothing, but mesh.dp_shard is {plan.mesh.dp_shard}")
-    if plan.zero_stage == 2 and plan.mesh.pp > 1:
-        found.append("zero_stage: 2 needs pp=1, because a pipeline reduces gradients once a step (use 1 or 3)")
     return found
 
 

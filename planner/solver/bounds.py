@@ -83,8 +83,6 @@ class _Group:
         trainable = self._elements(lambda s: s.trainable) @ counts
         local, inverse = np.unique(trainable / [num_shards(c) for c in self._choices], return_inverse=True)
         once = np.array([self._table.update_s(elements) for elements in local])[inverse] / self._pp
-        if self._pp > 1:  # what a pipeline reduces after its last backward is not hidden
-            once = once + np.array([d.reduce_s for d in self._data]) @ counts / self._pp
         return self._pipeline_s() + once
 
     def _pipeline_s(self) -> Array:

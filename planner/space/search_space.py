@@ -168,8 +168,6 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
     found: list[str] = []
     if pins.zero is not None and pins.zero not in range(4):
         found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
-    if pins.zero == 2 and pins.pp is not None and pins.pp > 1:
-        found.append("ZeRO 2 needs pp=1: a pipeline keeps whole gradients until its last micro-batch (use ZeRO 1 or 3)")
     if pins.sequence_parallel and pins.tp == 1:
         found.append("sequence parallelism needs tp > 1")
     if pins.sequence_parallel and pins.tp and pins.tp > 1 and pins.tp not in limits.sequence_degrees:
@@ -215,8 +213,8 @@ def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[in
 
 
 def _zero_stages(mesh: MeshShape, pins: Pins) -> list[int]:
-    """Sharding needs ranks to shard over; ZeRO 2 needs gradients reduced every micro-batch, which pipelines do not."""
-    stages = [0] if mesh.dp_shard == 1 else ([1, 3] if mesh.pp > 1 else [1, 2, 3])
+    """Sharding needs ranks to shard over."""
+    stages = [0] if mesh.dp_shard == 1 else [1, 2, 3]
     if mesh.dp == 1 and pins.zero is not None:
         return [0]  # with one data-parallel rank every stage is the same
     return [stage for stage in stages if pins.zero in (None, stage)]

@@ -79,7 +79,6 @@ def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -
         pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
         pipelined or choice.schedule is not ScheduleName.INTERLEAVED_1F1B,
         (choice.zero_stage == 0) == (mesh.dp_shard == 1),
-        choice.zero_stage != 2 or not pipelined,
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
         pins.tp in (None, mesh.tp),
@@ -213,7 +212,6 @@ CONTRADICTIONS = [
     ),
     (Pins(virtual_stages=2, pp=1), "2 virtual stages need pp > 1"),
     (Pins(zero=4), "ZeRO stage must be 0, 1, 2 or 3, got 4"),
-    (Pins(zero=2, pp=2), "ZeRO 2 needs pp=1"),
     (Pins(tp=1, sequence_parallel=True), "sequence parallelism needs tp > 1"),
     (Pins(tp=8, sequence_parallel=True), "tp=8 cannot split activations along the sequence of 1024 tokens"),
 ]
