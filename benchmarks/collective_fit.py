@@ -149,9 +149,9 @@ def write_results(
         f"# Collectives predicted at sizes that the fit has not seen, {measurement.date}",
         "",
         f"Virtual cluster of {given.hosts} hosts (network namespaces) with {given.processes} gloo processes each, "
-        f"links of {given.link_mbit:g} Mbit/s between hosts; {measurement.tool}. "
-        "`python -m benchmarks.collective_fit` runs `planner profile`, fits the profile to every second size, and predicts the others with "
-        "`costmodels.communication`.",
+        f"links of {given.link_mbit:g} Mbit/s between hosts; {measurement.tool}.",
+        "`python -m benchmarks.collective_fit` runs `planner profile`, fits the profile to every second size, and",
+        "predicts the others with `costmodels.communication`.",
         "",
         f"Tiers found, in devices: {list(measurement.domains)}. Bandwidth found for the link: {link:.0f} Mbit/s.",
         "",

@@ -30,6 +30,7 @@ _GPU_ATTENTION = tuple(product((1, 4), (16, 32), (1024, 2048, 4096, 8192), (64, 
 _CPU_ATTENTION = tuple(product((1, 2), (4,), (64, 128, 256, 512), (32, 64)))
 _LARGEST_CPU_FLOPS = 3e9
 _BUDGET_S_PER_SIZE = 0.15
+_FEWEST_SIZES = 4  # what a fit needs, whatever the deadline
 
 
 def time_gemms(device: torch.device, dtype: DTypeName, deadline_s: float, *, stride: int = 1) -> tuple[OpTiming, ...]:
@@ -39,7 +40,8 @@ def time_gemms(device: torch.device, dtype: DTypeName, deadline_s: float, *, str
     found: list[OpTiming] = []
     for index, (m, k, n) in _spread_out(shapes, stride):
         flops = 2.0 * m * k * n
-        if time.monotonic() > deadline_s or (device.type == "cpu" and flops > _LARGEST_CPU_FLOPS):
+        too_late = time.monotonic() > deadline_s and len(found) >= _FEWEST_SIZES
+        if too_late or (device.type == "cpu" and flops > _LARGEST_CPU_FLOPS):
             continue
         layout = _LAYOUTS[index % len(_LAYOUTS)]
         call = _gemm(device, TORCH_DTYPES[dtype], (m, k, n), layout)
@@ -72,7 +74,7 @@ def time_attention(
             continue
         operand_bytes = torch.finfo(TORCH_DTYPES[dtype]).bits // 8 * batch * heads * seq_len * head_dim
         for with_backward, num_products, num_operands in ((False, 2, 4), (True, 7, 12)):
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s and len(found) >= _FEWEST_SIZES:
                 continue
             call = _attention(device, TORCH_DTYPES[dtype], (batch, heads, seq_len, head_dim), with_backward)
             found.append(

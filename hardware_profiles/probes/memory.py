@@ -17,6 +17,7 @@ _BUDGET_S_PER_SIZE = 0.15
 _GPU_SIZES = tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30))  # bytes of one operand, beyond every cache
 _CPU_SIZES = tuple(2**power for power in (14, 18, 20, 22, 24, 26))
 _PINNED_BYTES = 2**28
+_FEWEST_BYTES = 2**20  # of a stream; smaller ones alone show caches and launches only
 
 
 def time_element_wise(
@@ -27,7 +28,7 @@ def time_element_wise(
     for size in _GPU_SIZES if device.type == "cuda" else _CPU_SIZES:
         count = size // (torch.finfo(torch_dtype).bits // 8)
         for name, num_streams, call in _element_wise(torch.randn(count, device=device).to(torch_dtype)):
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s and found and found[-1].num_bytes >= _FEWEST_BYTES:
                 break
             found.append(
                 OpTiming(

@@ -28,6 +28,7 @@ class RankRate:
 
     latency_s: float  # of a step
     bytes_per_s: float
+    sustained_bytes_per_s: float  # at the largest size, latency and all
     residual_spread: float
     num_sizes: int
 
@@ -61,7 +62,9 @@ def fit_rates(
         line: LineFit = fit_line([t.num_bytes for t in own], [t.time_s for t in own])
         steps, share = steps_and_share(kind, num_ranks)
         slope = line.slope or min(t.time_s / t.num_bytes for t in own)  # no size was large enough to show the rate
+        largest = max(own, key=lambda t: t.num_bytes)
         rates[kind] = RankRate(
+            sustained_bytes_per_s=share * largest.num_bytes / largest.time_s,
             latency_s=max(0.0, line.intercept_s - launch_s) / steps,
             bytes_per_s=share / slope,
             residual_spread=line.residual_spread,
@@ -77,7 +80,7 @@ def tiers_of(measurement: ClusterMeasurement, launch_s: float) -> tuple[NetworkT
     inner = 1
     for index, domain in enumerate(measurement.domains):
         rates = fit_rates(measurement.collectives, domain // inner, inner, launch_s)
-        best = max(rate.bytes_per_s for rate in rates.values())
+        best = max(rate.sustained_bytes_per_s for rate in rates.values())
         alone = _pair_bytes_per_s(measurement, inner, domain)
         is_outermost = index == len(measurement.domains) - 1
         outside_node = inner >= node

@@ -54,8 +54,6 @@ def discover_domains(times_s: Matrix, keys: Sequence[str]) -> tuple[int, ...]:
         step = HOST_STEP if size == host_size else OTHER_STEP
         if size is not None and 1 < size < num_ranks and above >= step * below and size not in domains:
             domains.append(size)
-    if host_size == 1 and not domains:
-        return (num_ranks,)
     return (*domains, num_ranks)
 
 

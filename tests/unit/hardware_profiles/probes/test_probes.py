@@ -1,0 +1,87 @@
+"""The probes themselves, on this machine's CPU and disk, as small as they can be."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardware_profiles.probes.communication import Placement, pair_rounds, placements_of
+from hardware_profiles.probes.compute import time_attention, time_gemms
+from hardware_profiles.probes.detect import detect
+from hardware_profiles.probes.hosts import host_facts, shaper_rate_bytes_per_s
+from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
+from hardware_profiles.probes.storage import measure_storage
+from hardware_profiles.probes.timing import seconds_per_call
+
+CPU = torch.device("cpu")
+
+
+def test_the_clock_sees_what_a_call_takes():
+    samples = seconds_per_call(lambda: time.sleep(0.005), CPU, budget_s=0.1)
+    assert len(samples) >= 2
+    assert all(0.005 <= sample < 1 for sample in samples)
+
+
+def test_a_budget_that_is_spent_still_leaves_two_samples():
+    assert len(seconds_per_call(lambda: time.sleep(0.01), CPU, budget_s=0.0)) == 2
+
+
+def test_operators_are_counted_and_timed():
+    past = time.monotonic()  # a deadline that has passed leaves the fewest sizes a fit needs
+    gemms = time_gemms(CPU, "fp32", past, stride=3)
+    assert len(gemms) == 4
+    for op in gemms:
+        m, k, n = (int(part) for part in op.shape.split()[0].split("x"))
+        assert op.flops == 2 * m * k * n
+        assert op.num_bytes == 4 * (m * k + k * n + m * n)
+        assert min(op.samples_s) > 0
+    attention = time_attention(CPU, "fp32", past, stride=3)
+    assert {op.shape.endswith("with backward") for op in attention} == {True, False}
+    streams = time_element_wise(CPU, "fp32", torch.float32, past)
+    assert max(op.num_bytes for op in streams) >= 2**20
+    assert min(time_launches(CPU)) > 0
+    assert pinned_copy_bytes_per_s(CPU) == ()
+
+
+def test_a_disk_is_written_and_read_and_left_as_it_was(tmp_path: Path):
+    found = measure_storage(tmp_path, num_bytes=2**24, num_samples=1)
+    assert found is not None
+    assert found.write_samples_bytes_per_s[0] > 0
+    assert found.read_samples_bytes_per_s[0] > 0
+    assert not list(tmp_path.iterdir())
+    assert measure_storage(tmp_path, num_bytes=2**60) is None
+
+
+def test_a_shaper_is_read_from_what_tc_lists():
+    assert shaper_rate_bytes_per_s([{"kind": "tbf", "options": {"rate": 62500000, "burst": 32000}}]) == 62.5e6
+    assert shaper_rate_bytes_per_s([{"kind": "noqueue", "options": {}}]) is None
+    assert shaper_rate_bytes_per_s([{"kind": "fq"}, "nonsense", None]) is None
+    assert shaper_rate_bytes_per_s({"not": "a list"}) is None
+
+
+def test_facts_of_this_host(tmp_path: Path):
+    detected = detect()
+    facts = host_facts(detected, environment={"NCCL_DEBUG": "INFO", "SECRET": "x", "GLOO_SOCKET_IFNAME": "lo"})
+    assert facts.settings == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo"}
+    assert facts.interface == "lo"
+    assert facts.ram_bytes == detected.ram_bytes
+    assert host_facts(detected).key == facts.key
+    assert host_facts(detected, proc=tmp_path, environment={}).label  # with nothing to read there is still a name
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8, 9, 12])
+def test_every_pair_of_hosts_is_timed_both_ways(num_hosts: int):
+    keys = [f"host{rank // 2}" for rank in range(2 * num_hosts)]
+    rounds = pair_rounds(keys)
+    ways = {(keys[a], keys[b]) for pairs in rounds for a, b in pairs}
+    assert ways == {(a, b) for a in set(keys) for b in set(keys)}
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_groups_fill_the_world():
+    assert Placement(2, 2).groups(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert placements_of((2, 4, 8)) == (Placement(2, 1), Placement(2, 2), Placement(2, 4), Placement(8, 1))
+    assert placements_of((4,)) == (Placement(4, 1),)
