@@ -22,6 +22,7 @@ from planner.errors import ModelError
 from planner.json_file import listed, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
 from planner.models.config import FamilyConfig
+from planner.models.config_only import family_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ class LoadedModel:
     build: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Batch]  # (batch_size, seq_len) -> inputs of the module
     loss_fn: Callable[[object, Batch], torch.Tensor]
+    stands_for: str | None = None  # set where this is not the model itself but one of the same sizes: why
 
 
 def resolve_model(name: str) -> ModelSource:
@@ -169,24 +171,49 @@ def token_inputs(batch_size: int, seq_len: int) -> Batch:
 
 
 def _load_preset(source: ModelSource) -> LoadedModel:
-    from planner.models.family import build_family
-    from planner.models.loss import next_token_loss
+    config = _family_config(source)
+    return _load_family(source, config, _family_digest(config))
 
+
+def _family_config(source: ModelSource) -> FamilyConfig:
     if source.path is None:
         preset = find_preset(source.name)
         if preset is None:
             raise ModelError(f"no preset {source.name!r}", hint=_nearest(source.name))
-        config = preset.config
-    else:
-        try:
-            config = FamilyConfig.model_validate(read_object(source.path, ModelError))
-        except ValidationError as error:
-            problems = listed(violations_of(error))
-            raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
+        return preset.config
+    try:
+        return FamilyConfig.model_validate(read_object(source.path, ModelError))
+    except ValidationError as error:
+        problems = listed(violations_of(error))
+        raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
+
+
+def digest_without_loading(source: ModelSource) -> str | None:
+    """The digest that ``load_model`` would give, where no code has to run for it; else None."""
+    if source.kind is ModelKind.PRESET:
+        return _family_digest(_family_config(source))
+    if source.kind is ModelKind.HUGGINGFACE and source.path is not None:
+        return _huggingface_digest(read_object(source.path, ModelError))
+    return None
+
+
+def _family_digest(config: FamilyConfig) -> str:
+    return digest_of("family", config.model_dump_json())
+
+
+def _huggingface_digest(content: dict[str, object]) -> str:
+    return digest_of("huggingface", json.dumps(content, sort_keys=True))
+
+
+def _load_family(source: ModelSource, config: FamilyConfig, digest: str, stands_for: str | None = None) -> LoadedModel:
+    from planner.models.family import build_family
+    from planner.models.loss import next_token_loss
+
     return LoadedModel(
         source=source,
-        digest=digest_of("family", config.model_dump_json()),
-        default_seq_len=config.seq_len,
+        digest=digest,
+        stands_for=stands_for,
+        default_seq_len=min(config.seq_len, LONGEST_DEFAULT_SEQ_LEN),
         vocab_size=config.vocab,
         build=lambda: build_family(config),
         example_inputs=token_inputs,
@@ -201,10 +228,16 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
     if source.path is None:
         raise ModelError(f"{source.name} names no config file")
     content = read_object(source.path, ModelError)
-    model = HuggingFaceModel.from_file(source.path)
+    try:
+        model = HuggingFaceModel.from_file(source.path)
+    except ModelError as error:
+        family = family_of(content)
+        if family is None:
+            raise
+        return _load_family(source, family, _huggingface_digest(content), stands_for=error.message)
     return LoadedModel(
         source=source,
-        digest=digest_of("huggingface", json.dumps(content, sort_keys=True)),
+        digest=_huggingface_digest(content),
         default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
         vocab_size=model.vocab_size,
         build=model.build,

@@ -10,3 +10,6 @@ settings.load_profile("repeatable")
 
 # Configurations are files of ours: a test that reaches for a model hub is wrong, and says so at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Tests leave the user's cache of traced graphs alone; those of the cache itself name a folder of their own.
+os.environ.setdefault("PLANNER_CACHE", "off")

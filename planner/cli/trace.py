@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from planner.errors import ModelError
+from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
 from planner.graph.graph_file import graph_json, read_graph, write_graph
-from planner.graph.model_graph import ModelGraph
-from planner.model_file import ModelKind, load_model, resolve_model
+from planner.graph.model_graph import ModelGraph, Node
+from planner.graph.op_call import ITEM_BYTES
+from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Precision
 
 
@@ -29,29 +34,32 @@ def trace(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in the traced micro-batch.")] = 1,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
     precision: Annotated[Precision, typer.Option(help="Dtype of parameters and activations.")] = Precision.BF16,
+    check: Annotated[bool, typer.Option("--check", help="What was found, what was not understood, and where.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The graph on stdout, and nothing else there.")] = False,
 ) -> None:
     """Trace MODEL with its loss into the operator DAG that planning starts from."""
     talk = Console(stderr=True, highlight=False)
+    graph = _graph(model, batch_size, seq_len, precision)
+    for warning in graph.warnings:
+        talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    if output is not None:
+        write_graph(graph, output)
+        talk.print(f"wrote {escape(str(output))}", soft_wrap=True)
+    if as_json:
+        typer.echo(graph_json(graph))
+    else:
+        tables = (_summary(graph), *((_operators(graph), _cuts(graph)) if check else ()))
+        Console(highlight=False).print(*tables, sep="\n")
+
+
+def _graph(model: str, batch_size: int, seq_len: int | None, precision: Precision) -> ModelGraph:
+    """What was traced before is read, the rest traced."""
     source = resolve_model(model)
     if source.kind is ModelKind.GRAPH:
         if source.path is None:
             raise ModelError(f"{model} names no file")
-        graph = read_graph(source.path)
-    else:
-        from planner.graph.tracer import trace_model, traced_dtype
-
-        loaded = load_model(source)
-        graph = trace_model(loaded, batch_size, seq_len or loaded.default_seq_len, traced_dtype(precision))
-    for warning in graph.warnings:
-        talk.print(f"[yellow]warning:[/] {warning}", soft_wrap=True, markup=True)
-    if output is not None:
-        write_graph(graph, output)
-        talk.print(f"wrote {output}", soft_wrap=True)
-    if as_json:
-        typer.echo(graph_json(graph))
-    else:
-        Console(highlight=False).print(_summary(graph))
+        return read_graph(source.path)
+    return traced_graph(TraceRequest(source, batch_size, seq_len, precision), default_folder())
 
 
 def _summary(graph: ModelGraph) -> Table:
@@ -73,4 +81,37 @@ def _summary(graph: ModelGraph) -> Table:
     )
     for name, value in rows:
         table.add_row(name, value)
+    return table
+
+
+def _operators(graph: ModelGraph) -> Table:
+    """Each operator: how often, what it is taken for, and where it stands first."""
+    table = Table(title="operators")
+    for title in ("operator", "times", "priced as", "TFLOP forward", "first seen at"):
+        table.add_column(title, justify="right" if title in ("times", "TFLOP forward") else "left")
+    first: dict[str, Node] = {}
+    for node in graph.nodes:
+        first.setdefault(node.op, node)
+    times = Counter(node.op for node in graph.nodes)
+    flops: Counter[str] = Counter()
+    for node in graph.nodes:
+        flops[node.op] += node.flops
+    unknown = " ".join(graph.warnings)
+    for name, count in sorted(times.items(), key=lambda item: -flops[item[0]]):
+        kind = f"no rule: {first[name].op_class}" if name in unknown else str(first[name].op_class)
+        table.add_row(name, str(count), kind, f"{flops[name] / 1e12:,.3f}", first[name].source)
+    return table
+
+
+def _cuts(graph: ModelGraph) -> Table:
+    """Where a pipeline may cut, and what it must send there."""
+    table = Table(title="places for a pipeline cut")
+    for title in ("after", "tensors", "MiB"):
+        table.add_column(title, justify="left" if title == "after" else "right")
+    seen: set[tuple[int, ...]] = set()
+    for unit in graph.units[:-1]:
+        sizes = tuple(prod(graph.nodes[n].shape) * ITEM_BYTES[graph.nodes[n].dtype] for n in unit.boundary)
+        if (unit.kind, *sizes) not in seen:
+            seen.add((unit.kind, *sizes))
+            table.add_row(unit.name, str(len(sizes)), f"{sum(sizes) / 2**20:,.1f}")
     return table

@@ -61,8 +61,11 @@ def trace_whole(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str =
 
 
 def _graph(loaded: LoadedModel, sizes: Sizes, stand_in: StandIn, traced: _Traced) -> ModelGraph:
-    header = GraphHeader(loaded.source.name, loaded.digest, "export", sizes.batch_size, sizes.seq_len, sizes.dtype)
-    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(stand_in.model), traced.warnings)
+    tier = "config" if loaded.stands_for else "export"
+    notices = (f"{loaded.stands_for}; planned for a generic model of the same sizes",) if loaded.stands_for else ()
+    header = GraphHeader(loaded.source.name, loaded.digest, tier, sizes.batch_size, sizes.seq_len, sizes.dtype)
+    warnings = (*notices, *traced.warnings)
+    return assemble_graph(header, traced.nodes, traced.edges, list_parameters(stand_in.model), warnings)
 
 
 @dataclass(frozen=True)

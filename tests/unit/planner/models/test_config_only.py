@@ -1,0 +1,75 @@
+"""A config that transformers does not know is planned as the nearest generic family, and that is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.errors import ModelError
+from planner.graph.tracer import trace_model
+from planner.model_file import load_model, resolve_model
+from planner.models.catalog import find_preset
+from planner.models.config_only import family_of
+
+ROOT = Path(__file__).resolve().parents[4]
+
+LLAMA = json.loads((ROOT / "tests/fixtures/hf/llama/config.json").read_text())
+MIXTRAL: dict[str, object] = {
+    **LLAMA,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK: dict[str, object] = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "hidden_act": "silu",
+}
+GPT2 = json.loads((ROOT / "tests/fixtures/hf/gpt2/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("config", "preset"),
+    [(LLAMA, "llama2-7b"), (MIXTRAL, "mixtral-8x7b"), (DEEPSEEK, "deepseek-v3"), (GPT2, "gpt2-1.5b")],
+)
+def test_sizes_are_those_of_the_real_model(config: dict[str, object], preset: str) -> None:
+    family, real = family_of(config), find_preset(preset)
+    assert family is not None
+    assert real is not None
+    assert family.num_params == real.config.num_params
+
+
+def test_an_unknown_type_is_traced_as_a_generic_model(tmp_path: Path) -> None:
+    unknown = {
+        **LLAMA,
+        "model_type": "llama-of-tomorrow",
+        "architectures": ["NoSuchForCausalLM"],
+        "num_hidden_layers": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
+    loaded = load_model(resolve_model(str(tmp_path)))
+    assert loaded.stands_for is not None
+    graph = trace_model(loaded, 2, 32)
+    assert graph.tier == "config"
+    assert "planned for a generic model of the same sizes" in graph.warnings[0]
+    assert graph.num_params == 2 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096
+
+
+def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama-of-tomorrow"}')
+    with pytest.raises(ModelError, match="transformers cannot read it"):
+        load_model(resolve_model(str(tmp_path)))
