@@ -9,7 +9,7 @@ gradient arrives as a partial sum. Edges cost what DTensor would redistribute on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from costmodels.communication import collective_time_s
@@ -130,7 +130,7 @@ class PlacementModel:
                 if isinstance(operand, int):
                     source, target = self._index[operand], self._index[node_id]
                     matrix = tuple(
-                        tuple(self._edge_cost_ns(operand, node, position, a, b) for b in self._states[target])
+                        tuple(self._edge_cost_ns(operand, node, position, (a, b)) for b in self._states[target])
                         for a in self._states[source]
                     )
                     edges.append((source, target, matrix))
@@ -159,7 +159,7 @@ class PlacementModel:
                 if isinstance(operand, str):
                     parameters[operand] = state.operands[position]
                 elif isinstance(operand, int):
-                    terms += self._edge_terms(operand, position, chosen[operand], state) or ()
+                    terms += self._edge_terms(operand, node, position, (chosen[operand], state)) or ()
             if state.placement != state.native:
                 outputs[self._module_ended_by(node)] = state.placement
         return ShardedUnit(
@@ -185,6 +185,9 @@ class PlacementModel:
         states: list[_State] = []
         for rule in self._allowed_rules(node):
             rule_terms = self._parameter_gradient_terms(node, rule)
+            if is_view(node) and self._has_gradient(node) and rule.is_replicated:  # partial gradients pass through
+                through = (True,) * len(rule.operands)
+                states.append(_State(rule.operands, through, rule.output, rule.output, True, 1.0, rule_terms))
             for placement in self._redistributions(node, rule.output):
                 forward = self._reshard_terms(node, rule.output, placement) if placement != rule.output else ()
                 for partial in (False, True) if self._has_gradient(node) and placement == Replicate() else (False,):
@@ -258,7 +261,7 @@ class PlacementModel:
         return ""
 
     def _has_gradient(self, node: Node) -> bool:
-        return node.batch_dependent and is_floating(node)
+        return self._degree > 1 and node.requires_grad and is_floating(node)
 
     # -- communication ----------------------------------------------------------------------------
 
@@ -291,7 +294,7 @@ class PlacementModel:
     def _gradient_terms(self, node: Node, native: Placement) -> tuple[CommunicationTerm, ...]:
         """Backward cost of turning a partial-sum gradient into the placement that the producer needs."""
         kind = CollectiveKind.REDUCE_SCATTER if isinstance(native, Shard) else CollectiveKind.ALL_REDUCE
-        return self._term(kind, tensor_bytes(node), backward=True)
+        return self._term(kind, tensor_bytes(node), backward=True, scales=node.batch_dependent)
 
     def _parameter_gradient_terms(self, node: Node, rule: OpStrategy) -> tuple[CommunicationTerm, ...]:
         terms: tuple[CommunicationTerm, ...] = ()
@@ -303,9 +306,13 @@ class PlacementModel:
         return terms
 
     def _edge_terms(
-        self, source_id: int, position: int, source: _State, target: _State
+        self, source_id: int, user: Node, position: int, states: tuple[_State, _State]
     ) -> tuple[CommunicationTerm, ...] | None:
-        """Collectives of feeding one operand; None where DTensor would not do it."""
+        """Collectives of feeding one operand of ``user`` from the first state to the second; None where DTensor won't.
+
+        What DTensor moves by itself it moves again in the backward pass, where autograd kept what lay there before.
+        """
+        source, target = states
         node = self._graph.nodes[source_id]
         wanted = target.operands[position]
         partial = target.partial_gradients[position] and self._has_gradient(node)
@@ -314,35 +321,40 @@ class PlacementModel:
         if isinstance(wanted, Partial):
             return None
         forward = self._reshard_terms(node, source.placement, wanted)
+        if any(self._graph.nodes[saved].storage == node.storage for saved in user.saves):
+            forward += tuple(replace(term, in_backward=True) for term in forward)
         if partial:
             return (*forward, *self._gradient_terms(node, source.placement))
         return (*forward, *self._return_terms(node, source.placement, wanted))
 
-    def _edge_cost_ns(
-        self, source_id: int, target_node: Node, position: int, source: _State, target: _State
-    ) -> int | None:
-        terms = self._edge_terms(source_id, position, source, target)
-        if terms is None:
-            return None
-        if source.placement != target.operands[position] and not self._would_redistribute(
-            source_id, target_node, position, target
-        ):
+    def _edge_cost_ns(self, source_id: int, user: Node, position: int, states: tuple[_State, _State]) -> int | None:
+        terms = self._edge_terms(source_id, user, position, states)
+        source, target = states
+        moves = source.placement != target.operands[position]
+        if terms is None or (moves and not self._would_redistribute(source_id, user, position, states)):
             return None
         return self._terms_cost_ns(terms)
 
-    def _would_redistribute(self, source_id: int, target: Node, position: int, state: _State) -> bool:
-        """Whether DTensor brings this operand to the wanted placement by itself."""
+    def _would_redistribute(self, source_id: int, target: Node, position: int, states: tuple[_State, _State]) -> bool:
+        """Whether DTensor brings this operand from where the first state leaves it to where the second wants it."""
+        before, state = states
         if not has_rule(target):
             return True  # gathered for an operator without a rule
         if is_view(target) and op_name(target.op) not in {"split", "chunk", "unbind", "split_with_sizes"}:
             return False
         if not isinstance(state.operands[position], Shard):
-            return True
+            return not self._works_where_it_lies(target, position, before.placement)
         has_sharded_parameter = any(
             isinstance(o, str) and isinstance(p, Shard) for o, p in zip(target.operands, state.operands, strict=True)
         )
         source = self._graph.nodes[source_id]
         return has_sharded_parameter or prod(source.shape) < prod(target.shape) or not source.batch_dependent
+
+    def _works_where_it_lies(self, target: Node, position: int, placement: Placement) -> bool:
+        """Whether DTensor runs the operator on what each rank has: all but products follow a split operand."""
+        if target.op_class is not OpClass.MEMORY_BOUND:
+            return False
+        return any(rule.operands[position] == placement for rule in strategies(target, self._graph, self._degree))
 
     def _terms_cost_ns(self, terms: tuple[CommunicationTerm, ...]) -> int:
         total = 0.0

@@ -5,19 +5,17 @@ collectives, which no strategy may need, would be counted.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
@@ -25,6 +23,7 @@ from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.graph.tracer import trace_model
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.space.op_rules import OpStrategy, has_rule, leading_dims, op_name, strategies
+from tests.fake_world import fake_world
 from tests.planning import graph_of
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded_from_config
 
@@ -45,13 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def fake_mesh(degree: int) -> Iterator[DeviceMesh]:
+def fake_mesh(degree: int) -> Generator[DeviceMesh]:
     register_sharding_rules()
-    dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
-    try:
+    with fake_world(degree):
         yield init_device_mesh("cpu", (degree,))
-    finally:
-        dist.destroy_process_group()
 
 
 def shapes_and_dtypes(graph: ModelGraph, node: Node) -> list[tuple[tuple[int, ...], str] | None]:
@@ -77,7 +73,8 @@ def local_tensor(shape: tuple[int, ...], dtype: str, placement: Placement, mesh:
     sizes = [s // mesh.size() if placement == Shard(d) else s for d, s in enumerate(shape)]
     local = torch.ones(sizes, dtype=getattr(torch, dtype))
     tensor = DTensor.from_local(local, mesh, [torch_placement(str(placement))], run_check=False).detach()
-    return tensor.requires_grad_(local.is_floating_point())
+    tensor.requires_grad = local.is_floating_point()
+    return tensor
 
 
 def torch_value(value: object) -> object:

@@ -1,0 +1,271 @@
+"""Placements of real models come out as Megatron's, and the collectives that are priced are those that a step runs."""
+
+import warnings
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from costmodels.workload import CollectiveKind
+from planner.api import Problem
+from planner.executor.mesh import build_mesh
+from planner.executor.parallelize import parallelize
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel
+from planner.parallelism import Placement, Precision, Recompute, Replicate, Shard
+from planner.pricing.point import Point
+from planner.pricing.sharded_unit import PricingTarget, ShardedUnit
+from planner.pricing.table_builder import Sharding, representatives, shard_units
+from planner.solver.cp_sat import CpSatSolver
+from planner.space.search_space import Pins
+from tests.fake_world import fake_world
+from tests.planning import A100, BATCH_SIZE, cluster_of, graph_of, training_of
+from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
+
+COLUMNS, ROWS = Shard(0), Shard(1)  # of nn.Linear's weight [out, in]
+
+
+@cache
+def sharding_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> Sharding:
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 8), "bf16")
+    found = shard_units(target, (degree, sequence_parallel), {}, CpSatSolver().solve_placement)
+    assert found is not None
+    return found
+
+
+def block_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> tuple[str, ShardedUnit]:
+    """The repeated block's name and how it is split."""
+    units = representatives(graph_of(model, seq_len))
+    (index,) = [i for i, unit in enumerate(units) if unit.is_block]
+    return units[index].name, sharding_of(model, seq_len, degree, sequence_parallel)[index]
+
+
+def parameters_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> dict[str, Placement]:
+    name, sharded = block_of(model, seq_len, degree, sequence_parallel)
+    return {fqn.removeprefix(name + "."): placement for fqn, placement in sharded.parameters.items()}
+
+
+def collectives(sharded: ShardedUnit) -> Counter[tuple[str, str]]:
+    """Collectives on activations by kind and direction."""
+    return Counter(
+        (term.kind.value, "backward" if term.in_backward else "forward")
+        for term in sharded.communication
+        if term.scales
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("degree", [2, 8])
+def test_a_llama_block_is_split_as_megatron_does(degree: int, sequence_parallel: bool) -> None:
+    parameters = parameters_of("llama3-8b", 2048, degree, sequence_parallel)
+    for name in ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"):
+        assert parameters[f"{name}.weight"] == COLUMNS, name
+    for name in ("attention.output", "mlp.down"):
+        assert parameters[f"{name}.weight"] == ROWS, name
+    for name in ("attention_norm.weight", "mlp_norm.weight"):
+        assert parameters[name] == Replicate()
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_a_llama_block_all_reduces_twice_each_way(degree: int) -> None:
+    _, sharded = block_of("llama3-8b", 2048, degree, False)
+    assert collectives(sharded) == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_sequence_parallelism_gathers_and_scatters_instead(degree: int) -> None:
+    _, sharded = block_of("llama3-8b", 2048, degree, True)
+    assert collectives(sharded) == {
+        ("all_gather", "forward"): 2,
+        ("reduce_scatter", "forward"): 2,
+        ("all_gather", "backward"): 2,
+        ("reduce_scatter", "backward"): 2,
+    }
+    # The norms see a part of the sequence each, so their weights' gradients are summed: small, and once a block.
+    rest = [term for term in sharded.communication if not term.scales]
+    assert [(t.kind, t.in_backward, t.num_bytes) for t in rest] == [(CollectiveKind.ALL_REDUCE, True, 4096 * 2)] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sequence_parallelism_moves_the_same_bytes_and_keeps_less(sequence_parallel: bool) -> None:
+    _, sharded = block_of("llama3-8b", 2048, 8, sequence_parallel)
+    activations = BATCH_SIZE * 2048 * 4096 * 2
+    assert {term.num_bytes for term in sharded.communication if term.scales} == {activations}
+    name, _ = block_of("llama3-8b", 2048, 8, sequence_parallel)
+    nodes = graph_of("llama3-8b", 2048).nodes
+    norm = next(n for n in nodes if n.module == f"{name}.attention_norm" and "rms_norm" in n.op)
+    operand = norm.operands[0]
+    assert isinstance(operand, int)
+    assert sharded.local_share(operand) == (1 / 8 if sequence_parallel else 1.0)
+
+
+def test_a_fused_qkv_is_split_over_heads() -> None:
+    # gpt's QKV weight is laid out head by head, so a split of its rows is a split of the heads: nothing is gathered.
+    parameters = parameters_of("gpt3-1.3b", 1024, 8, False)
+    assert parameters["attention.qkv.weight"] == parameters["attention.qkv.bias"] == COLUMNS
+    assert parameters["attention.output.weight"] == ROWS
+    _, sharded = block_of("gpt3-1.3b", 1024, 8, False)
+    assert collectives(sharded) == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+
+
+def test_heads_that_a_degree_does_not_divide_stay_whole() -> None:
+    # GPT-2 1.5B has 25 heads: its weights are split, its attention is done whole by every rank, after a gather.
+    name, sharded = block_of("gpt2-1.5b", 1024, 8, False)
+    attention = next(
+        n for n in graph_of("gpt2-1.5b", 1024).nodes if "attention" in n.op and n.module.startswith(f"{name}.")
+    )
+    assert sharded.fractions[attention.id] == 1.0
+    assert sharded.parameters[f"{name}.mlp.up.weight"] == COLUMNS
+    assert sharded.parameters[f"{name}.mlp.down.weight"] == ROWS
+    assert collectives(sharded)["all_gather", "forward"] >= 1
+
+
+def test_hugging_faces_gpt2_pays_for_gathering_its_fused_projection() -> None:
+    # Conv1D's output is [q | k | v]: a split of its columns does not follow the chunks.
+    parameters = parameters_of("tests/fixtures/hf/gpt2", 1024, 2, False)
+    assert parameters["attn.c_attn.weight"] == Shard(1)  # Conv1D's weight is [in, out]
+    assert parameters["mlp.c_fc.weight"] == Shard(1)
+    assert parameters["mlp.c_proj.weight"] == Shard(0)
+    _, sharded = block_of("tests/fixtures/hf/gpt2", 1024, 2, False)
+    gathered = {t.num_bytes for t in sharded.communication if t.kind is CollectiveKind.ALL_GATHER and not t.in_backward}
+    assert BATCH_SIZE * 1024 * 3 * 1600 * 2 in gathered
+
+
+@pytest.mark.parametrize("model", ["gpt2-1.5b", "gpt3-1.3b", "tests/fixtures/hf/gpt2", "gpt3-175b"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool) -> None:
+    graph = graph_of(model, 1024)
+    (tied,) = [p for p in graph.parameters if p.aliases]
+    names = {tied.fqn, *tied.aliases}
+    placements = [
+        placement
+        for sharded in sharding_of(model, 1024, 2, sequence_parallel)
+        for fqn, placement in sharded.parameters.items()
+        if fqn in names
+    ]
+    assert len(placements) == 2
+    assert placements[0] == placements[1]
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_every_big_weight_is_split_where_its_dims_divide(degree: int) -> None:
+    for model, seq_len in (("llama3-8b", 2048), ("gpt3-1.3b", 1024)):
+        parameters = {p.fqn: p for p in graph_of(model, seq_len).parameters}
+        for sharded in sharding_of(model, seq_len, degree, False):
+            for fqn, placement in sharded.parameters.items():
+                if fqn in parameters and len(parameters[fqn].shape) == 2 and "embedding" not in fqn:
+                    assert isinstance(placement, Shard), fqn
+
+
+def test_one_rank_replicates_everything_and_sends_nothing() -> None:
+    for sharded in sharding_of("llama3-8b", 2048, 1, False):
+        assert not sharded.communication
+        assert not sharded.module_outputs
+        assert set(sharded.fractions.values()) <= {1.0}
+        assert all(placement == Replicate() for placement in sharded.parameters.values())
+
+
+# -- what is priced is what runs ----------------------------------------------------------------------
+
+MANY_ELEMENTS = 2048  # activations have more; gradients of norms and statistics of the loss have fewer
+KINDS = {"all_gather_into_tensor": "gather", "all_reduce": "reduce", "reduce_scatter_tensor": "reduce"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("configs")
+
+
+@cache
+def small_model(name: str, folder: Path) -> tuple[LoadedModel, ModelGraph]:
+    """A model whose steps take milliseconds, and its graph."""
+    if not name.startswith("hf "):
+        model = loaded(name)
+    else:
+        (folder / name).mkdir()
+        model = loaded_from_config(HF_CONFIGS[name[3:]], folder / name)
+    return model, trace_model(model, BATCH_SIZE, 64, "bfloat16")
+
+
+class _Counter(TorchDispatchMode):
+    """The collectives of this process by kind, those of many elements."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.num_ranks, self.counts = num_ranks, Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # DTensor comes back with what it does to its local tensors
+        name = str(func).split(".")[1]
+        if name in KINDS:
+            size = max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            whole = size * (self.num_ranks if KINDS[name] == "gather" else 1)
+            self.counts[KINDS[name]] += whole > MANY_ELEMENTS
+        return func(*args, **(kwargs or {}))
+
+
+def priced_and_run(
+    model: LoadedModel, graph: ModelGraph, degree: int, sequence_parallel: bool
+) -> tuple[Counter[str], Counter[str]]:
+    """Collectives of one micro-batch's forward and backward: those in the price and those that run."""
+    pins = Pins(tp=degree, micro_batch=2, sequence_parallel=sequence_parallel, recompute=Recompute.NONE)
+    problem = Problem.build(graph, cluster_of(A100, degree), training_of(2, 64), pins)
+    (choice,) = problem.space.choices
+    sharding = problem.shardings[degree, sequence_parallel]
+    priced = Counter[str]()
+    for kind in problem.table.units.kinds:
+        for term in sharding[kind].communication:
+            name = "gather" if term.kind is CollectiveKind.ALL_GATHER else "reduce"
+            priced[name] += term.num_bytes / 2 > MANY_ELEMENTS
+    plan = problem.describe(Point(problem.table, choice).price((0,)))
+    whole = plan.training.model_copy(update={"precision": Precision.FP32})
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    counter = _Counter(degree)
+    with fake_world(degree), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")
+        plan = plan.model_copy(update={"training": whole})
+        parallel = parallelize(
+            model.build().float(), {"input_ids": tokens}, model.loss_fn, plan, build_mesh(plan, "cpu")
+        )
+        with counter:
+            parallel.forward_backward({"input_ids": tokens, "labels": tokens})
+    return priced, counter.counts
+
+
+# Under sequence parallelism the gradient of GPT's positions is gathered in the price and summed in the run; where
+# attention is not split, its gradient and its output are gathered, one more than priced in each of 3 blocks.
+EXTRA = {("gpt-tiny", True): {"gather": -1, "reduce": 1}, ("hf gpt2", True): {"gather": 3, "reduce": 0}}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP and SP"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "hf gpt2", "hf llama", "hf qwen3"])
+def test_the_collectives_that_are_priced_are_those_that_run(
+    name: str, degree: int, sequence_parallel: bool, folder: Path
+) -> None:
+    model, graph = small_model(name, folder)
+    priced, run = priced_and_run(model, graph, degree, sequence_parallel)
+    assert sum(run.values()) > 10
+    extra = EXTRA.get((name, sequence_parallel), {})
+    assert {k: run[k] for k in ("gather", "reduce")} == {k: priced[k] + extra.get(k, 0) for k in ("gather", "reduce")}
+
+
+def test_placements_never_lose_to_replication_by_more_than_the_split_weights_cost() -> None:
+    """On fast links a block split eight ways must be much faster than the same block done whole by every rank."""
+    problem = Problem.build(
+        graph_of("llama3-8b", 2048), cluster_of(A100, 8), training_of(8, 2048), Pins(pp=1, cp=1, micro_batch=1)
+    )
+    table = problem.table
+    times = {}
+    for choice in problem.space.choices:
+        if choice.recompute is Recompute.NONE and not choice.sequence_parallel:
+            parts = Point(table, choice).price((0,)).breakdown
+            times[choice.mesh.tp] = (parts.compute + parts.tensor_parallel) / choice.num_microbatches
+    assert times[8] < times[4] < times[2] < times[1]
