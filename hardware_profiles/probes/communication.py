@@ -104,10 +104,10 @@ def time_collectives(
     """Every kind of collective on every placement, sizes growing until a call takes too long; equal on all ranks."""
     found: list[CollectiveTiming] = []
     for placement in placements:
-        ranks, group = _own_group(placement)
+        group = _own_group(placement, device)
         for kind in KINDS:
             say(f"{kind.replace('_', '-')} of {placement.num_ranks} ranks at distance {placement.stride}")
-            for num_bytes, samples in _sweep(kind, group, ranks, device, effort).items():
+            for num_bytes, samples in _sweep(kind, group, device, effort).items():
                 found.append(
                     CollectiveTiming(
                         kind=kind,
@@ -117,7 +117,7 @@ def time_collectives(
                         samples_s=tuple(samples),
                     )
                 )
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(group.handle)
     return tuple(found)
 
 
@@ -128,13 +128,14 @@ def gathered(value: _Value) -> list[_Value]:
     return [part for part in parts if part is not None]
 
 
-def _own_group(placement: Placement) -> tuple[list[int], dist.ProcessGroup]:
+def _own_group(placement: Placement, device: torch.device) -> _Group:
     """Makes every group of the placement, as all ranks must, and returns this rank's."""
-    own: tuple[list[int], dist.ProcessGroup] | None = None
+    own: _Group | None = None
     for ranks in placement.groups(dist.get_world_size()):
-        group = dist.new_group(ranks)
-        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
-            own = ranks, group
+        handle = dist.new_group(ranks)
+        if isinstance(handle, dist.ProcessGroup):  # else this rank is no member
+            first, second = (torch.empty(LARGEST_BYTES[device.type] // 4, device=device).zero_() for _ in range(2))
+            own = _Group(ranks, handle, first, second)
     assert own is not None, f"rank {dist.get_rank()} is in no group of {placement}"
     return own
 
@@ -197,21 +198,28 @@ def _trip_s(message: torch.Tensor, answer: torch.Tensor, target: int, device: to
     return time.perf_counter() - start_s
 
 
-def _collective(
-    kind: CollectiveName, group: dist.ProcessGroup, ranks: Sequence[int], num_bytes: int, device: torch.device
-) -> tuple[Callable[[], object], int]:
+@dataclass(frozen=True)
+class _Group:
+    """This rank's group, with memory that was touched before anything is timed in it."""
+
+    ranks: list[int]
+    handle: dist.ProcessGroup
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def _collective(kind: CollectiveName, group: _Group, num_bytes: int) -> tuple[Callable[[], object], int]:
     """One collective on fp32 tensors, and the exact bytes that it counts."""
-    num_ranks = len(ranks)
+    num_ranks = len(group.ranks)
     count = max(1, num_bytes // 4 // num_ranks) * num_ranks
-    whole = torch.zeros(count, device=device)
-    part = torch.zeros(count // num_ranks, device=device)
-    other = torch.empty_like(whole)
+    whole, other, part = group.first[:count], group.second[:count], group.second[: count // num_ranks]
+    handle = group.handle
     calls: dict[CollectiveName, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send_recv": lambda: _shift(whole, other, ranks),
+        "all_reduce": lambda: dist.all_reduce(whole, group=handle),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=handle),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=handle),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=handle),
+        "send_recv": lambda: _shift(whole, other, group.ranks),
     }
     return calls[kind], 4 * count
 
@@ -228,16 +236,14 @@ def _shift(message: torch.Tensor, buffer: torch.Tensor, ranks: Sequence[int]) ->
         work.wait()
 
 
-def _sweep(
-    kind: CollectiveName, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, effort: Effort
-) -> dict[int, list[float]]:
+def _sweep(kind: CollectiveName, group: _Group, device: torch.device, effort: Effort) -> dict[int, list[float]]:
     """Samples by size. Every round goes through all sizes, so that a disturbance costs each of them one sample."""
     samples: dict[int, list[float]] = {}
     num_calls: dict[int, int] = {}
     num_bytes = SMALLEST_BYTES
     first_s = 0.0
     while num_bytes <= LARGEST_BYTES[device.type] and first_s <= effort.longest_call_s:
-        call, exact_bytes = _collective(kind, group, ranks, num_bytes, device)
+        call, exact_bytes = _collective(kind, group, num_bytes)
         call()
         first_s = _batch_s(call, device, 1)
         num_calls[exact_bytes] = max(1, min(_MAX_CALLS, int(_BATCH_S / first_s)))
@@ -246,7 +252,7 @@ def _sweep(
     for index in range(effort.num_samples):
         for size, calls in num_calls.items():
             if calls > 1 or index < effort.num_slow_samples:
-                call, _ = _collective(kind, group, ranks, size, device)
+                call, _ = _collective(kind, group, size)
                 samples[size].append(_batch_s(call, device, calls))
     return samples
 
