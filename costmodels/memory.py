@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.recipe import StateFacts
 from hardware_profiles.schema import SoftwareProfile
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
@@ -56,13 +57,15 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
     optimizer: str,
     zero_stage: int,
     num_shards: int,
-    gradients_stay_whole: bool = False,
+    facts: StateFacts | None = None,
+    is_replicated: bool = False,
 ) -> StateBytes:
     """State of so many parameter elements on one rank, between steps and at its largest.
 
     ``num_shards``: ranks the state is divided over (dp_shard, times cp where that shards too).
-    ``gradients_stay_whole``: a pipeline reduces only after its last micro-batch, so ZeRO 2 and 3 hold whole gradients
-    until then. Frozen parameters have neither gradients nor moments, yet FSDP2 keeps both of their copies. ZeRO 3
+    ``facts``: how another framework keeps gradients; ``is_replicated``: there is more than one
+    data-parallel rank, which is where its buffers come in. Frozen parameters have neither gradients nor moments, yet
+    FSDP2 keeps both of their copies. ZeRO 3
     leaves out the units that are gathered at the moment. ValueError names a value that is not known.
     """
     if precision not in COMPUTE_BYTES:
@@ -75,11 +78,17 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
         raise ValueError(f"the number of shards must be at least 1, got {num_shards}")
     num_elements = num_trainable + num_frozen
     shards = num_shards if zero_stage >= 1 else 1
-    gradient_shards = shards if zero_stage >= 2 and not gradients_stay_whole else 1
+    gradient_shards = shards if zero_stage >= 2 else 1
+    gradient_bytes, buffer_bytes, extra_bytes = float(GRADIENT_BYTES), 0.0, 0.0
+    if facts is not None:
+        gradient_bytes, extra_bytes = facts.gradient_bytes.value, facts.optimizer_extra_bytes.value
+        buffers = facts.sharded_replica_bytes if zero_stage >= 1 else facts.replica_bytes
+        buffer_bytes = buffers.value if is_replicated else 0.0
+    moments = MOMENT_BYTES[optimizer] + extra_bytes
     return StateBytes(
         parameters=num_elements * COMPUTE_BYTES[precision] * (zero_stage < 3),
-        gradients=num_trainable * GRADIENT_BYTES / gradient_shards,
-        optimizer=(num_elements * MASTER_BYTES + num_trainable * MOMENT_BYTES[optimizer]) / shards,
+        gradients=num_trainable * (gradient_bytes / gradient_shards + buffer_bytes),
+        optimizer=(num_elements * MASTER_BYTES + num_trainable * moments) / shards,
     )
 
 

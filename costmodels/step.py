@@ -54,11 +54,14 @@ def exposed_s(
     return exposed if exposed.ndim else float(exposed)
 
 
-def optimizer_step_s(num_elements: float, optimizer: str, device: DeviceProfile) -> float:
-    """Seconds to update ``num_elements`` fp32 parameters on one device; ValueError for an unknown optimiser."""
+def optimizer_step_s(num_elements: float, optimizer: str, device: DeviceProfile, extra_bytes: float = 0.0) -> float:
+    """Seconds to update ``num_elements`` fp32 parameters on one device; ValueError for an unknown optimiser.
+
+    ``extra_bytes``: moved per element besides, to copy, check and clip.
+    """
     if optimizer not in FP32_ACCESSES:
         raise ValueError(f"optimizer must be one of {', '.join(FP32_ACCESSES)}, got {optimizer!r}")
     if num_elements <= 0:
         return 0.0
-    num_bytes = num_elements * FP32_ACCESSES[optimizer] * FP32_BYTES
+    num_bytes = num_elements * (FP32_ACCESSES[optimizer] * FP32_BYTES + extra_bytes)
     return op_time_s(OpWorkload(OpClass.MEMORY_BOUND, 0.0, num_bytes), device, "fp32")

@@ -17,8 +17,8 @@ from planner.model_file import ModelKind, load_model, resolve_model
 from planner.parallelism import Optimizer, Placement, Precision
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.cost_table import CostTable
+from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
-from planner.pricing.sharded_unit import PricingTarget
 from planner.pricing.table_builder import Sharding, ShardKey, build_table, shard_units
 from planner.pricing.unit_costs import mixes_positions_outside_attention
 from planner.solver import decode, existing

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from benchmarks.published.frameworks import attention_name_of, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
+from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
 from costmodels.schedule import validate_schedule
-from hardware_profiles.schema import ClusterSpec
+from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
@@ -15,8 +18,8 @@ from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
 from planner.parallelism import MeshShape, Optimizer, Precision, ScheduleName
+from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
-from planner.pricing.sharded_unit import PricingTarget
 from planner.pricing.table_builder import Sharding, build_table, shard_units
 from planner.solver.cp_sat import CpSatSolver
 from planner.space.search_space import Choice, Training
@@ -43,10 +46,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunPricer:
-    """Prices runs one after another; graphs and placements that runs share are made once."""
+    """Prices runs one after another; graphs and placements that runs share are made once.
 
-    _graphs: dict[tuple[Architecture, str, str], ModelGraph] = field(
-        default_factory=dict[tuple[Architecture, str, str], ModelGraph]
+    ``recipes``, ``kernels`` and ``devices`` stand in for the shipped ones of the same names.
+    """
+
+    recipes: Mapping[str, Recipe] = field(default_factory=dict[str, Recipe])
+    kernels: Mapping[str, AttentionKernel] = field(default_factory=dict[str, AttentionKernel])
+    devices: Mapping[str, DeviceProfile] = field(default_factory=dict[str, DeviceProfile])
+
+    _graphs: dict[tuple[Architecture, str, float], ModelGraph] = field(
+        default_factory=dict[tuple[Architecture, str, float], ModelGraph]
     )
     _shardings: dict[tuple[object, ...], Sharding | None] = field(
         default_factory=dict[tuple[object, ...], "Sharding | None"]
@@ -55,23 +65,38 @@ class RunPricer:
 
     def price(self, run: Run) -> Prediction:
         """The prediction for ``run``; UnpriceableRunError says why there is none."""
-        cluster = cluster_of(run)
+        cluster = self.cluster(run)
         choice = choice_of(run)
         precision = _precision(run)
-        graph = self.graph(run, precision)
-        target = PricingTarget(graph, cluster, precision.value)
+        recipe = self.recipe(recipe_name_of(run))
+        name = attention_name_of(run, recipe)
+        kernel = self.kernels.get(name) or attention_kernel(name)
+        graph = self.graph(run, precision, recipe.dropout)
+        target = PricingTarget(graph, cluster, precision.value, recipe, kernel)
         sharding = self._sharding(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         key = (choice.mesh.tp, choice.sequence_parallel)
         table = build_table(target, training, {key: sharding}, (choice,))
         point = Point(table, choice)
-        return Prediction(point.price(point.even_starts()), cluster)
+        return Prediction(point.price(point.starts()), cluster, recipe.name)
 
-    def graph(self, run: Run, precision: Precision) -> ModelGraph:
+    def recipe(self, name: str) -> Recipe:
+        """The recipe called ``name``, as it stands here."""
+        return self.recipes.get(name) or load_recipe(name)
+
+    def cluster(self, run: Run) -> ClusterSpec:
+        """The machine of ``run``, its device as it stands here."""
+        cluster = cluster_of(run)
+        device = self.devices.get(cluster.profile.device.name)
+        if device is None:
+            return cluster
+        return cluster.model_copy(update={"profile": cluster.profile.model_copy(update={"device": device})})
+
+    def graph(self, run: Run, precision: Precision, dropout: float) -> ModelGraph:
         """The traced graph of the run's model."""
-        key = (run.architecture, precision.value, "")
+        key = (run.architecture, precision.value, dropout)
         if key not in self._graphs:
-            loaded = _loaded(family_config(run.architecture))
+            loaded = _loaded(family_config(run.architecture).model_copy(update={"dropout": dropout}))
             self._graphs[key] = trace_model(
                 loaded, TRACED_BATCH_SIZE, run.architecture.seq_len, traced_dtype(precision)
             )
@@ -81,7 +106,14 @@ class RunPricer:
         layout, profile = run.layout, target.cluster.profile
         degree_key = (layout.tp, layout.sequence_parallel)
         inside = layout.tp <= profile.node.num_devices
-        key = (run.architecture, target.precision, profile.name, inside or target.cluster.num_devices, *degree_key)
+        key = (
+            run.architecture,
+            target.recipe.name,
+            target.precision,
+            profile.name,
+            inside or target.cluster.num_devices,
+            *degree_key,
+        )
         if key not in self._shardings:
             self._shardings[key] = shard_units(target, degree_key, {}, self._solver.solve_placement)
         sharding = self._shardings[key]
@@ -103,7 +135,7 @@ def choice_of(run: Run) -> Choice:
             f"dp {layout.dp} * micro-batch {layout.micro_batch_size} does not divide {layout.global_batch_size}"
         )
     stages = layout.pp * layout.virtual_stages
-    if stages > run.architecture.layers:
+    if stages > run.architecture.layers + 2:
         raise UnpriceableRunError(f"{stages} pipeline stages for {run.architecture.layers} layers")
     num_microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
     schedule = _schedule(layout.schedule if layout.pp > 1 else "none")

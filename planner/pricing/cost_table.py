@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.communication import latency_and_seconds_per_byte
-from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, StateBytes, state_bytes
+from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
+from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
 from costmodels.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
@@ -98,6 +99,7 @@ class CostTable:
     costs: dict[CostKey, tuple[UnitCosts, ...]]
     states: dict[tuple[int, bool], tuple[UnitStates, ...]]
     flops_per_sequence: float  # forward and backward of the whole model, nothing recomputed
+    recipe: Recipe = field(default_factory=load_recipe)
     _stacked: dict[str, Array] = field(default_factory=dict[str, Array], repr=False, compare=False)
     _index: dict[CostKey, int] = field(default_factory=dict[CostKey, int], repr=False, compare=False)
     _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[float, float]] = field(
@@ -129,7 +131,7 @@ class CostTable:
         mesh, zero = choice.mesh, choice.zero_stage
         states = self.states[mesh.tp, choice.sequence_parallel]
         total = np.array([s.total for s in states]) * self.item_bytes
-        trainable = np.array([s.trainable for s in states]) * GRADIENT_BYTES
+        trainable = np.array([s.trainable for s in states]) * self.recipe.state.reduction_bytes.value
         if zero == 0:
             across = GroupPlacement(mesh.dp_replicate * mesh.cp, mesh.tp)
             return DataParallelTimes(np.zeros(len(states)), self._line(CollectiveKind.ALL_REDUCE, across, trainable))
@@ -141,7 +143,7 @@ class CostTable:
 
     def _line(self, kind: CollectiveKind, group: GroupPlacement, num_bytes: Array) -> Array:
         latency_s, s_per_byte = self._line_of(kind, group)
-        return np.where(num_bytes > 0, latency_s + s_per_byte * num_bytes, 0.0)
+        return np.where(num_bytes > 0, latency_s + s_per_byte * num_bytes / self.recipe.data_parallel_rate.value, 0.0)
 
     def _line_of(self, kind: CollectiveKind, group: GroupPlacement) -> tuple[float, float]:
         key = (kind, group)
@@ -163,16 +165,16 @@ class CostTable:
 
         gather, reduce = np.array([t.gather_s for t in times]), np.array([t.reduce_s for t in times])
         zero = np.array([c.zero_stage for c in choices])[:, None]
-        pipelined = np.array([c.mesh.pp > 1 for c in choices])[:, None]
-        forward, backward = take("forward_s"), take("backward_s") + take("recompute_s")
-        # ZeRO 3 gathers in forward and again in backward. Gradients are reduced every micro-batch
-        # from ZeRO 2 on, except in a pipeline, which reduces once a step.
+        adds_up = (zero < 2) & (np.array([c.num_microbatches for c in choices])[:, None] > 1)
+        compute_backward = take("backward_s") + np.where(adds_up, self._accumulation_s(choices), 0.0)
+        forward, backward = take("forward_s"), compute_backward + take("recompute_s")
+        # ZeRO 3 gathers in forward and again in backward; from ZeRO 2 on gradients are reduced every micro-batch.
         in_forward = np.where(zero == 3, gather, 0.0)
-        in_backward = in_forward + np.where((zero >= 2) & ~pipelined, reduce, 0.0)
+        in_backward = in_forward + np.where(zero >= 2, reduce, 0.0)
         software = self.cluster.profile.software
         return Parts(
             compute_forward_s=forward,
-            compute_backward_s=take("backward_s"),
+            compute_backward_s=compute_backward,
             recompute_s=take("recompute_s"),
             tensor_forward_s=take("tensor_forward_s"),
             tensor_backward_s=take("tensor_backward_s"),
@@ -181,6 +183,14 @@ class CostTable:
             data_forward_s=np.asarray(exposed_s(in_forward, forward, software)),
             data_backward_s=np.asarray(exposed_s(in_backward, backward, software)),
         )
+
+    def _accumulation_s(self, choices: list[Choice]) -> Array:
+        """Seconds to add one micro-batch's gradients to those before it, [points, kinds]."""
+        device = self.cluster.profile.device
+        bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
+        keys = [(c.mesh.tp, c.sequence_parallel) for c in choices]
+        by_key = {key: [s.trainable for s in self.states[key]] for key in set(keys)}
+        return np.array([by_key[key] for key in keys]) * self.recipe.accumulation_bytes.value / bandwidth
 
     def state_bytes(self, choice: Choice, trainable: float, frozen: float) -> StateBytes:
         """Bytes of states that one rank holds for so many elements of the tp rank's parameters."""
@@ -191,12 +201,16 @@ class CostTable:
             optimizer=self.training.optimizer.value,
             zero_stage=choice.zero_stage,
             num_shards=num_shards(choice),
-            gradients_stay_whole=choice.mesh.pp > 1,
+            facts=self.recipe.state,
+            is_replicated=choice.mesh.dp > 1,
         )
 
     def update_s(self, num_elements: float) -> float:
         """Seconds of the optimiser step over so many elements on one rank."""
-        return optimizer_step_s(num_elements, self.training.optimizer.value, self.cluster.profile.device)
+        device = self.cluster.profile.device
+        return optimizer_step_s(
+            num_elements, self.training.optimizer.value, device, self.recipe.update_extra_bytes.value
+        )
 
     @property
     def capacity_bytes(self) -> float:

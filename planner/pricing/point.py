@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from costmodels.memory import GRADIENT_BYTES, MemoryLedger
+from costmodels.memory import MemoryLedger
 from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import Schedule, build_schedule, peak_in_flight
 from costmodels.step import exposed_s
@@ -95,6 +96,26 @@ def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
     return (0, *(blocks[k] for k in starts[1:]))
 
 
+def spread_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
+    """As ``even_starts``, with the embedding and the head each counted as a block of its own."""
+    blocks = [u for u, block in enumerate(is_block) if block]
+    each = (len(blocks) + 2) // num_stages
+    return (0, *(min(blocks[0] - 1 + each * k, len(is_block) - 1) for k in range(1, num_stages)))
+
+
+def weighted_starts(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
+    """First units of stages filled in order until each reaches its share of ``weights``; None where one is empty.
+
+    As nanotron fills them (nanotron/models/base.py): the unit that passes a stage's share is its last.
+    """
+    total, passed, starts = sum(weights), 0.0, [0]
+    for unit, weight in enumerate(weights[:-1]):
+        passed += weight
+        if passed > total * len(starts) / num_stages and len(starts) < num_stages:
+            starts.append(unit + 1)
+    return tuple(starts) if len(starts) == num_stages else None
+
+
 @lru_cache(maxsize=256)
 def _schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     return build_schedule(schedule.value, num_ranks, virtual_stages, num_microbatches)
@@ -127,6 +148,22 @@ class Point:
     def even_starts(self) -> tuple[int, ...]:
         """Stages of equal numbers of blocks."""
         return even_starts(self.table.units.is_block, self.num_stages)
+
+    def starts(self) -> tuple[int, ...]:
+        """Stages as the recipe's framework cuts them by itself."""
+        units, num_stages = self.table.units, self.num_stages
+        num_blocks = sum(units.is_block)
+        if num_stages == 1:
+            return (0,)
+        if num_blocks % num_stages and (num_blocks + 2) % num_stages == 0:
+            return spread_starts(units.is_block, num_stages)
+        if self.table.recipe.partition == "weighted":
+            # Weights of blocks and head by their parameters; an embedding is only looked up.
+            elements = [self._states[kind].total + self._states[kind].tied for kind in units.kinds]
+            found = weighted_starts([0.0 if u == 0 else e for u, e in enumerate(elements)], num_stages)
+            if found is not None:
+                return found
+        return self.even_starts()
 
     def stage_problem(self) -> StageProblem:
         """The program that cuts the units into one stage a rank."""
@@ -177,8 +214,8 @@ class Point:
         largest = max(self._states[k].total for k in kinds)
         if choice.zero_stage == 3:
             rows.append(("gathered_parameters", UNITS_IN_TRANSIT * largest * table.item_bytes))
-        if choice.mesh.dp * choice.mesh.cp > 1:
-            rows.append(("reduction_buffers", UNITS_IN_TRANSIT * largest * GRADIENT_BYTES))
+        if choice.mesh.dp * choice.mesh.cp > 1 and not table.recipe.state.reduces_in_place:
+            rows.append(("reduction_buffers", UNITS_IN_TRANSIT * largest * table.recipe.state.reduction_bytes.value))
         return rows
 
     # -- the price ------------------------------------------------------------------------------
@@ -305,19 +342,22 @@ def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, par
     """Exposed seconds of the reductions and gathers that happen once a step on a rank that holds ``kinds``.
 
     Reduction hides behind the backward of the last micro-batch, except for the last bucket; gathering behind
-    the forward of the first, except for the first unit. A pipeline reduces after its last backward, unhidden.
+    the forward of the first, except for the first unit.
     """
     software = table.cluster.profile.software
     reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
     exposed = 0.0
-    if choice.mesh.pp > 1:
+    recipe = table.recipe
+    if not recipe.overlaps_reduction:
         exposed += float(reduce.sum())
     elif choice.zero_stage <= 1:
         behind = float((parts.compute_backward_s + parts.recompute_s)[0][kinds].sum())
         exposed += max(float(exposed_s(float(reduce.sum()), behind, software)), float(reduce[0]))
     else:
         exposed += float(reduce[0])
-    if choice.zero_stage in (1, 2):
+    if choice.zero_stage in (1, 2) and not recipe.overlaps_gather:
+        exposed += float(gather.sum())
+    elif choice.zero_stage in (1, 2):
         behind = float(parts.compute_forward_s[0][kinds].sum())
         exposed += max(float(exposed_s(float(gather.sum()), behind, software)), float(gather[0]))
     elif choice.zero_stage == 3:

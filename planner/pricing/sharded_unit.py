@@ -14,22 +14,12 @@ from math import prod
 
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.graph.model_graph import Node, OpClass, Unit
 from planner.graph.op_call import FLOATING, ITEM_BYTES
 from planner.parallelism import Partial, Placement, Replicate, Shard
-from planner.pricing.operator_time import node_time_s
+from planner.pricing.operator_time import PricingTarget, node_time_s
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.space.op_rules import OpStrategy, has_rule, is_view, op_name, strategies
-
-
-@dataclass(frozen=True)
-class PricingTarget:
-    """What is priced, and on what."""
-
-    graph: ModelGraph
-    cluster: ClusterSpec
-    precision: str
 
 
 @dataclass(frozen=True)
@@ -370,9 +360,8 @@ class PlacementModel:
             return cost
         node = self._graph.nodes[node_id]
         scale = 1 / self._graph.batch_size
-        device, precision = self._target.cluster.profile.device, self._target.precision
-        forward = node_time_s(node, device, precision, fraction=state.fraction, scale=scale, backward=False)
-        backward = node_time_s(node, device, precision, fraction=state.fraction, scale=scale, backward=True)
+        forward = node_time_s(node, self._target, fraction=state.fraction, scale=scale, backward=False)
+        backward = node_time_s(node, self._target, fraction=state.fraction, scale=scale, backward=True)
         return cost + round((forward + backward) * 1e9)
 
 

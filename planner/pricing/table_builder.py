@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
 from planner.pricing.cost_table import CostKey, CostTable, UnitRow
-from planner.pricing.sharded_unit import PlacementModel, PricingTarget, ShardedUnit
+from planner.pricing.operator_time import PricingTarget
+from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
 from planner.pricing.unit_costs import UnitCosts, unit_costs, unit_states
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.space.search_space import Choice, Training
@@ -88,4 +89,5 @@ def build_table(
             for key, sharding in shardings.items()
         },
         flops_per_sequence=(graph.forward_flops + graph.backward_flops) / graph.batch_size,
+        recipe=target.recipe,
     )

@@ -9,8 +9,8 @@ from costmodels.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
-from planner.pricing.operator_time import node_time_s
-from planner.pricing.sharded_unit import PricingTarget, ShardedUnit, is_floating, tensor_bytes
+from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s, num_scores
+from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
@@ -71,15 +71,21 @@ def unit_costs(
     scale = micro_batch_size / graph.batch_size / cp
     nodes = [graph.nodes[i] for i in unit.nodes]
     mode = recompute if unit.is_block else Recompute.NONE
-    forward = _compute_s(nodes, target, sharded, scale=scale, backward=False)
-    backward = _compute_s(nodes, target, sharded, scale=scale, backward=True)
-    tensor_forward, tensor_backward = _tensor_parallel_s(sharded, cluster, scale)
+    tensor_forward, tensor_backward = _tensor_parallel_s(sharded, target, scale)
     context_forward, context_backward = _context_parallel_s(nodes, graph, sharded, cluster, micro_batch_size, cp)
-    memory = _SavedBytes(graph, unit, sharded, scale)
+    communication = (tensor_forward + context_forward, tensor_backward + context_backward)
+    forward, backward = (
+        max(
+            _compute_s(nodes, target, sharded, scale=scale, backward=is_backward),
+            _host_s(nodes, target, sharded, backward=is_backward) - communication[is_backward],
+        )
+        for is_backward in (False, True)
+    )
+    memory = _SavedBytes(target, unit, sharded, scale)
     repeated = {
         Recompute.NONE: 0.0,
         Recompute.SELECTIVE: _compute_s(
-            [n for n in nodes if n.op_class not in _PRODUCTS], target, sharded, scale=scale, backward=False
+            [n for n in nodes if _is_repeated(n, target)], target, sharded, scale=scale, backward=False
         ),
         Recompute.FULL: forward + tensor_forward + context_forward,
     }[mode]
@@ -98,22 +104,38 @@ def unit_costs(
     )
 
 
+def _is_repeated(node: Node, target: PricingTarget) -> bool:
+    """Whether selective recomputation runs this operator again."""
+    if target.recipe.selective == "attention":
+        return node.op_class is OpClass.ATTENTION
+    return node.op_class not in _PRODUCTS
+
+
 def _compute_s(
     nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, scale: float, backward: bool
 ) -> float:
-    device, precision = target.cluster.profile.device, target.precision
     return sum(
-        node_time_s(n, device, precision, fraction=sharded.fractions.get(n.id, 1.0), scale=scale, backward=backward)
-        for n in nodes
+        node_time_s(n, target, fraction=sharded.fractions.get(n.id, 1.0), scale=scale, backward=backward) for n in nodes
     )
 
 
-def _tensor_parallel_s(sharded: ShardedUnit, cluster: ClusterSpec, scale: float) -> tuple[float, float]:
+def _host_s(nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, backward: bool) -> float:
+    """Seconds that the host needs to issue the unit's kernels: however short they are, they come no faster."""
+    recipe = target.recipe
+    num_collectives = sum(term.in_backward == backward for term in sharded.communication)
+    issued = sum(kernels_issued(node, target, backward=backward) for node in nodes)
+    return issued * recipe.host_s_per_kernel.value + num_collectives * recipe.host_s_per_collective.value
+
+
+def _tensor_parallel_s(sharded: ShardedUnit, target: PricingTarget, scale: float) -> tuple[float, float]:
     times = [0.0, 0.0]
     group = GroupPlacement(sharded.degree, 1)
+    exposed = 1 - target.recipe.tensor_overlap.value
     for term in sharded.communication:
-        latency_s, s_per_byte = latency_and_seconds_per_byte(term.kind, group, cluster)
-        times[term.in_backward] += latency_s + s_per_byte * term.num_bytes * (scale if term.scales else 1.0)
+        latency_s, s_per_byte = latency_and_seconds_per_byte(term.kind, group, target.cluster)
+        num_bytes = term.num_bytes * (scale if term.scales else 1.0)
+        seconds = latency_s + s_per_byte * num_bytes / target.recipe.tensor_parallel_rate.value
+        times[term.in_backward] += exposed * seconds
     return times[0], times[1]
 
 
@@ -148,8 +170,9 @@ def _context_parallel_s(
 class _SavedBytes:
     """What autograd keeps of one unit on one rank."""
 
-    def __init__(self, graph: ModelGraph, unit: Unit, sharded: ShardedUnit, scale: float) -> None:
-        self._graph, self._unit, self._sharded, self._scale = graph, unit, sharded, scale
+    def __init__(self, target: PricingTarget, unit: Unit, sharded: ShardedUnit, scale: float) -> None:
+        self._graph, self._unit, self._sharded, self._scale = target.graph, unit, sharded, scale
+        self._target = target
         self._inside = set(unit.nodes)
 
     def local_bytes(self, node: Node) -> float:
@@ -167,6 +190,13 @@ class _SavedBytes:
         }
         if mode is Recompute.FULL:
             return self._storages(entering)
+        if mode is Recompute.SELECTIVE and self._target.recipe.selective == "attention":
+            kept = [n for n in nodes if n.op_class is not OpClass.ATTENTION]
+            cores = {s for n in nodes if n.op_class is OpClass.ATTENTION for s in n.saves}
+            saved = {self._graph.nodes[s].storage for n in kept for s in n.saves} | {
+                self._graph.nodes[s].storage for s in cores
+            }
+            return self._storages(saved) + self._extras(kept)
         if mode is Recompute.SELECTIVE:
             products = [n for n in nodes if n.op_class in _PRODUCTS]
             return self._storages(entering | {n.storage for n in products}) + self._extras(
@@ -192,9 +222,16 @@ class _SavedBytes:
 
     def _extras(self, nodes: list[Node]) -> float:
         return sum(
-            n.saved_extra_bytes * self._sharded.fractions.get(n.id, 1.0) * (self._scale if n.batch_dependent else 1.0)
+            self._extra_bytes(n) * self._sharded.fractions.get(n.id, 1.0) * (self._scale if n.batch_dependent else 1.0)
             for n in nodes
         )
+
+    def _extra_bytes(self, node: Node) -> float:
+        """Bytes kept besides tensors of the graph: of attention that is not fused, its scores."""
+        kernel = self._target.attention_kernel
+        if node.op_class is OpClass.ATTENTION and not kernel.is_fused:
+            return kernel.saved_score_bytes.value * num_scores(node, self._graph)
+        return node.saved_extra_bytes
 
 
 def mixes_positions_outside_attention(graph: ModelGraph) -> bool:

@@ -35,11 +35,6 @@ def test_the_parts() -> None:
     assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9)
 
 
-def test_a_pipeline_holds_whole_gradients_until_its_last_microbatch() -> None:
-    state = state_bytes(100, precision="bf16", optimizer="adamw", zero_stage=3, num_shards=4, gradients_stay_whole=True)
-    assert state == StateBytes(parameters=0, gradients=400, optimizer=300)
-
-
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     state = state_bytes(0, num_frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
     assert state == StateBytes(parameters=200, gradients=0, optimizer=400)

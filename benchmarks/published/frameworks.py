@@ -1,0 +1,64 @@
+"""Which framework recipe and attention kernel a published run used, told from its source, notes and columns."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.published.runs import Run
+from costmodels.recipe import Recipe, attention_kernel
+
+# Words of a row's title, notes or sharding column, and the recipe they stand for; the first match counts.
+RECIPE_OF_WORDS = (
+    ("nanotron", "nanotron"),
+    ("llm-foundry", "fsdp-llm-foundry"),
+    ("composer", "fsdp-llm-foundry"),
+    ("fms-fsdp", "fsdp-compiled"),
+    ("internevo", "internevo"),
+    ("megatron-core", "megatron-core"),
+    ("nemo", "megatron-core"),
+    ("transformer engine", "megatron-core"),
+    ("parallelization layouts", "megatron-layouts-2023"),
+    ("megatron-deepspeed", "megatron-deepspeed"),
+    ("bigscience", "megatron-deepspeed"),
+    ("deepspeed", "megatron-deepspeed"),
+    ("gpt-neox", "megatron-deepspeed"),
+    ("torchtitan", "torchtitan"),
+    ("fsdp", "fsdp-compiled"),
+)
+# Megatron's own generations by the year in the source's title, where nothing more is said.
+MEGATRON_GENERATIONS = ((2021, "megatron-lm-2020"), (2023, "megatron-lm-2022"))
+NEWEST_MEGATRON = "megatron-core"
+# Names that sources give to attention kernels.
+KERNEL_OF_WORDS = (
+    ("flash_attention2", "flash2"),
+    ("flash_attentionv1", "flash1"),
+    ('kernel "fused"', "fused_softmax"),
+    ('kernel "torch"', "eager"),
+    ("fused softmax", "fused_softmax"),
+    ("triton", "triton"),
+)
+
+
+def recipe_name_of(run: Run) -> str:
+    """Name of the recipe of the framework that ran it: by the words of its text, else Megatron-LM of its year."""
+    text = run.text.lower()
+    name = next((recipe for word, recipe in RECIPE_OF_WORDS if word in text), None)
+    if name is None:
+        years = [int(year) for year in re.findall(r"\b(20[12]\d)\b", run.source)]
+        year = min(years, default=2022)
+        name = next((recipe for last, recipe in MEGATRON_GENERATIONS if year <= last), NEWEST_MEGATRON)
+    if name == "torchtitan" and "torch.compile" in text:
+        name = "torchtitan-compiled"
+    if name == "megatron-layouts-2023" and "rms kernel" in text:
+        name = "megatron-layouts-2023-fused-norm"
+    return name
+
+
+def attention_name_of(run: Run, recipe: Recipe) -> str:
+    """Name of the attention kernel that the notes name, or the recipe's with or without flash attention."""
+    text = run.text.lower()
+    named = next((kernel for word, kernel in KERNEL_OF_WORDS if word in text), None)
+    uses_flash = recipe.uses_flash if run.flash_attention is None else run.flash_attention
+    if named is not None and (run.flash_attention is None or attention_kernel(named).is_fused == uses_flash):
+        return named
+    return recipe.flash_kernel if uses_flash else recipe.plain_kernel

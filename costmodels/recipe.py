@@ -1,0 +1,106 @@
+"""Framework recipes: what a training framework does with a layout, as a handful of physical facts with sources.
+
+A recipe says which kernels run, what stays in memory per parameter and what is hidden behind what; how fast kernels and
+links are is the hardware profile's. ``planner search`` prices for our own executor, the recipe ``planner``.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib.resources import files
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hardware_profiles.schema import Quantity
+
+OUR_RECIPE = "planner"
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AttentionKernel(_Value):
+    """How the core of attention runs: fused, or with its scores (batch, heads, queries, keys) in memory.
+
+    A fused kernel has ``rate``, its speed over the one that the profile's efficiency is of. Otherwise two batched
+    products run at the GEMM rate, and each score element moves and keeps so many bytes.
+    """
+
+    name: str
+    is_fused: bool
+    rate: Quantity
+    score_bytes_forward: Quantity
+    score_bytes_backward: Quantity
+    saved_score_bytes: Quantity
+    num_kernels: Annotated[int, Field(ge=1)] = 1  # forward; backward has twice as many
+
+
+class StateFacts(_Value):
+    """Bytes of one parameter besides its 16-bit copy for compute and the fp32 master copy and moments."""
+
+    gradient_bytes: Quantity  # held from the first micro-batch to the optimiser step
+    replica_bytes: Quantity  # more on every rank where data parallelism replicates (buckets, copies)
+    sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
+    optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
+    reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
+
+
+class Recipe(_Value):
+    """One framework, in one software generation."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    description: str
+    flash_kernel: str  # with flash attention; names of recipes/attention.json
+    plain_kernel: str  # without
+    uses_flash: bool  # what a run that does not say so is taken to do
+    product_rate: Quantity  # rate of matrix products over the profile's: software generation
+    memory_traffic: Quantity  # bytes moved by memory-bound kernels over those of the traced operators
+    host_s_per_kernel: Quantity  # the host issues one kernel in so much time
+    host_s_per_collective: Quantity
+    state: StateFacts
+    accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
+    update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
+    norm_traffic: Quantity  # bytes moved by norms over those of a fused kernel: eager norms make many passes
+    tensor_parallel_rate: Quantity  # rate of tensor-parallel collectives over what the links sustain
+    data_parallel_rate: Quantity  # rate of gradient reduction and parameter gathering over what the links sustain
+    overlaps_reduction: bool  # gradients are reduced behind the backward pass
+    overlaps_gather: bool  # updated parameters are gathered behind the next forward pass
+    tensor_overlap: Quantity  # share of tensor-parallel communication that is hidden behind products
+    selective: Literal["products", "attention"]  # what selective recomputation keeps, or repeats: attention's core
+    partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    allocator_reserve_fraction: Quantity | None = None  # None: the profile's
+
+
+@lru_cache(maxsize=1)
+def _attention_kernels() -> dict[str, AttentionKernel]:
+    entries = json.loads((files("costmodels") / "recipes" / "attention.json").read_text(encoding="utf-8"))
+    return {entry["name"]: AttentionKernel.model_validate(entry) for entry in entries}
+
+
+def attention_kernel(name: str) -> AttentionKernel:
+    """The kernel called ``name``; ValueError lists those that are known."""
+    known = _attention_kernels()
+    if name not in known:
+        raise ValueError(f"no attention kernel {name!r}; known are {', '.join(known)}")
+    return known[name]
+
+
+@lru_cache(maxsize=32)
+def load_recipe(name: str = OUR_RECIPE) -> Recipe:
+    """The shipped recipe ``name``; ValueError lists those that there are."""
+    path = files("costmodels") / "recipes" / f"{name}.json"
+    if name not in list_recipes():
+        raise ValueError(f"no recipe {name!r}; shipped are {', '.join(list_recipes())}")
+    return Recipe.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def list_recipes() -> tuple[str, ...]:
+    """Names of all shipped recipes."""
+    names = (entry.name.removesuffix(".json") for entry in (files("costmodels") / "recipes").iterdir())
+    return tuple(sorted(name for name in names if name not in ("attention", "__pycache__")))
