@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="trace")(trace)
 
 
-def trace(
+def trace(  # over six arguments: one for each option of the command
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
     ],
