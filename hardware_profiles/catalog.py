@@ -76,10 +76,7 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
         )
     text = default_profile_name() if spec is None else spec
     if "," in text:
-        raise HardwareProfileError(
-            f"{text!r} names a mixed cluster; planning takes one kind of device",
-            hint="plan for each kind alone, or for the slowest of them with the sum of the devices",
-        )
+        _refuse_mixed(text)
     name, colon, count = text.rpartition(":")
     if colon and count.isdigit():
         if int(count) != num_devices:
@@ -119,6 +116,8 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
         _refuse(source, ["is nested too deeply to be a profile"])
     except ValueError as error:  # a number of more digits than Python converts
         _refuse(source, [f"is not JSON: {error}"])
+    if isinstance(data, dict) and "groups" in data and "device" not in data:
+        _refuse_mixed(source)
     try:
         profile = ClusterProfile.model_validate_json(json.dumps(data))
     except ValidationError as error:
@@ -159,6 +158,13 @@ def _readable(error: ValidationError) -> list[str]:
         rule = "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"]
         lines.append(f"{place}: {rule[0].lower()}{rule[1:]}{shown}")
     return lines
+
+
+def _refuse_mixed(source: str) -> NoReturn:
+    raise HardwareProfileError(
+        f"{source!r} names a mixed cluster; planning takes one kind of device",
+        hint="plan for each kind alone, or for the slowest of them with the sum of the devices",
+    )
 
 
 def _refuse(source: str, found: list[str]) -> NoReturn:

@@ -59,6 +59,7 @@ class DeviceProfile(_Value):
     sm_count: int | None = None
     usd_per_hour: Quantity | None = None
     watts: Quantity | None = None
+    failures_per_device_year: Quantity | None = None  # interruptions of a job, over all causes, per device of it
     detected_names: tuple[str, ...] = ()  # what the driver calls this device
 
 
@@ -67,6 +68,7 @@ class NodeProfile(_Value):
 
     num_devices: Annotated[int, Field(ge=1)]
     cpu_cores: int | None = None
+    num_numa_nodes: int | None = None
     ram_bytes: Quantity | None = None
     host_link_bytes_per_s: Quantity | None = None  # device <-> host, per device and direction
     nvme_bandwidth_bytes_per_s: Quantity | None = None  # per node
@@ -147,3 +149,32 @@ class ClusterSpec(_Value):
     def devices_per_node(self) -> int:
         """Devices of one node that are used."""
         return min(self.profile.node.num_devices, self.num_devices)
+
+
+class GroupLink(_Value):
+    """The way between two groups of a mixed cluster."""
+
+    between: tuple[str, str]
+    latency_s: Quantity
+    bandwidth_bytes_per_s: Quantity  # of one node, per direction
+
+
+class DeviceGroup(_Value):
+    """Devices of one kind inside a mixed cluster."""
+
+    name: str
+    cluster: ClusterSpec
+
+
+class MixedCluster(_Value):
+    """A cluster of several kinds of nodes. Groups without a link of their own meet over the slower one's network."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    groups: Annotated[tuple[DeviceGroup, ...], Field(min_length=2)]
+    links: tuple[GroupLink, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups."""
+        return sum(group.cluster.num_devices for group in self.groups)

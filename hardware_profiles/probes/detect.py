@@ -13,6 +13,14 @@ from pydantic import BaseModel, ConfigDict
 
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.probes.gpus import DetectedGpu, gpus_from_nvml, gpus_from_torch
+from hardware_profiles.probes.locality import NumaNode, PcieDevice, numa_nodes, pcie_devices, slow_links
+from hardware_profiles.probes.scheduler import (
+    KubernetesPod,
+    NodeResources,
+    SlurmAllocation,
+    kubernetes_pod,
+    slurm_allocation,
+)
 from hardware_profiles.schema import ClusterProfile
 
 _VIRTUAL_INTERFACE = re.compile(r"lo|(docker|veth|br-|cni|cali|flannel|virbr|tun|tap|dummy|tunl|sit|ifb).*")
@@ -53,25 +61,6 @@ class BlockDevice(_Value):
     is_nvme: bool
 
 
-class SlurmAllocation(_Value):
-    """The job this process belongs to, as SLURM's environment tells it."""
-
-    job_id: str
-    num_nodes: int | None
-    num_tasks: int | None
-    gpus_per_node: str | None
-    node_list: str | None
-    partition: str | None
-
-
-class KubernetesPod(_Value):
-    """The pod this process belongs to, as its environment tells it."""
-
-    pod_name: str | None
-    namespace: str | None
-    node_name: str | None
-
-
 class DetectedHardware(_Value):
     """What was found on this host; what could not be found stands in ``absent``, in words."""
 
@@ -87,6 +76,9 @@ class DetectedHardware(_Value):
     slurm: SlurmAllocation | None
     kubernetes: KubernetesPod | None
     absent: tuple[str, ...]
+    numa_nodes: tuple[NumaNode, ...] = ()
+    pcie_devices: tuple[PcieDevice, ...] = ()
+    warnings: tuple[str, ...] = ()  # what runs below what it could
 
     def summary(self) -> tuple[tuple[str, str], ...]:
         """What was found, as (what, in words)."""
@@ -94,8 +86,18 @@ class DetectedHardware(_Value):
             ("CPU", f"{self.cpu_model}, {self.num_cpu_cores} cores"),
             ("RAM", f"{self.ram_bytes / 2**30:.1f} GiB"),
         ]
-        if self.num_numa_nodes is not None:
-            rows.append(("NUMA nodes", str(self.num_numa_nodes)))
+        rows += [
+            (f"NUMA node {node.index}", f"CPUs {node.cpus or 'unknown'}, {(node.memory_bytes or 0) / 2**30:.1f} GiB")
+            for node in self.numa_nodes
+        ]
+        rows += [
+            (
+                f"PCIe {link.kind} {link.address}",
+                ("NUMA node unknown" if link.numa_node is None else f"NUMA node {link.numa_node}")
+                + (", link unknown" if link.bytes_per_s is None else f", {link.bytes_per_s / 1e9:.3g} GB/s"),
+            )
+            for link in self.pcie_devices
+        ]
         rows += [(f"GPU {gpu.index}", f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB") for gpu in self.gpus]
         rows += [
             (f"network {link.name}", f"{_rate_text(link.bandwidth_bytes_per_s)}, {'up' if link.is_up else 'down'}")
@@ -115,8 +117,11 @@ class DetectedHardware(_Value):
         ]
         if self.slurm is not None:
             rows.append(("SLURM job", f"{self.slurm.job_id} on {self.slurm.node_list or 'unnamed nodes'}"))
+            rows += [(f"SLURM node {node.name}", _resources_text(node)) for node in self.slurm.nodes]
         if self.kubernetes is not None:
             rows.append(("Kubernetes pod", self.kubernetes.pod_name or "unnamed"))
+            if self.kubernetes.node is not None:
+                rows.append((f"Kubernetes node {self.kubernetes.node.name}", _resources_text(self.kubernetes.node)))
         return tuple(rows)
 
 
@@ -125,23 +130,22 @@ def detect(sysfs: Path = Path("/sys"), environment: Mapping[str, str] | None = N
     variables = os.environ if environment is None else environment
     absent: list[str] = []
     gpus = _gpus(absent)
-    numa_nodes = _entries(sysfs / "devices/system/node", r"node\d+")
+    nodes, devices = numa_nodes(sysfs), pcie_devices(sysfs)
     infiniband = _infiniband_ports(sysfs)
-    slurm, kubernetes = _slurm(variables), _kubernetes(variables)
     for missing, words in (
-        (not numa_nodes, "NUMA: the kernel lists no NUMA nodes"),
+        (not nodes, "NUMA: the kernel lists no NUMA nodes"),
         (not infiniband, "InfiniBand: no RDMA adapter in /sys/class/infiniband"),
-        (slurm is None, "SLURM: no job (SLURM_JOB_ID is not set)"),
-        (kubernetes is None, "Kubernetes: no pod (KUBERNETES_SERVICE_HOST is not set)"),
+        (not devices, "PCIe: no GPU, network adapter or NVMe disk on the bus"),
     ):
         if missing:
             absent.append(words)
+    slurm, kubernetes = slurm_allocation(variables, absent), kubernetes_pod(variables, absent)
     return DetectedHardware(
         cpu_model=_cpu_model(),
         num_cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_physical_cores=psutil.cpu_count(logical=False),
         ram_bytes=psutil.virtual_memory().total,
-        num_numa_nodes=len(numa_nodes) or None,
+        num_numa_nodes=len(nodes) or None,
         gpus=gpus,
         network_interfaces=_network_interfaces(sysfs),
         infiniband_ports=infiniband,
@@ -149,6 +153,9 @@ def detect(sysfs: Path = Path("/sys"), environment: Mapping[str, str] | None = N
         slurm=slurm,
         kubernetes=kubernetes,
         absent=tuple(absent),
+        numa_nodes=nodes,
+        pcie_devices=devices,
+        warnings=slow_links(devices),
     )
 
 
@@ -320,32 +327,10 @@ def _block_devices(sysfs: Path) -> tuple[BlockDevice, ...]:
     return tuple(found)
 
 
-def _slurm(variables: Mapping[str, str]) -> SlurmAllocation | None:
-    if not variables.get("SLURM_JOB_ID"):
-        return None
-    return SlurmAllocation(
-        job_id=variables["SLURM_JOB_ID"],
-        num_nodes=_count(variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES")),
-        num_tasks=_count(variables.get("SLURM_NTASKS")),
-        gpus_per_node=variables.get("SLURM_GPUS_PER_NODE") or variables.get("SLURM_GPUS_ON_NODE"),
-        node_list=variables.get("SLURM_JOB_NODELIST"),
-        partition=variables.get("SLURM_JOB_PARTITION"),
-    )
-
-
-def _kubernetes(variables: Mapping[str, str]) -> KubernetesPod | None:
-    """POD_NAME, POD_NAMESPACE and NODE_NAME are the usual names given to the downward API."""
-    if not variables.get("KUBERNETES_SERVICE_HOST"):
-        return None
-    return KubernetesPod(
-        pod_name=variables.get("POD_NAME") or variables.get("HOSTNAME"),
-        namespace=variables.get("POD_NAMESPACE"),
-        node_name=variables.get("NODE_NAME"),
-    )
-
-
-def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+def _resources_text(node: NodeResources) -> str:
+    gpus = "GPUs unknown" if node.num_gpus is None else f"{node.num_gpus} x {node.gpu_type or 'GPU'}"
+    memory = "" if node.ram_bytes is None else f", {node.ram_bytes / 2**30:.0f} GiB"
+    return f"{gpus}, {node.num_cpu_cores or '?'} cores{memory}"
 
 
 def _rate_text(bytes_per_s: float | None) -> str:

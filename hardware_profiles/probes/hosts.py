@@ -35,6 +35,7 @@ def host_facts(
         settings={k: v for k, v in sorted(variables.items()) if k.startswith(("NCCL_", "GLOO_", "RCCL_"))},
         cpu_cores=detected.num_cpu_cores,
         ram_bytes=detected.ram_bytes,
+        num_numa_nodes=detected.num_numa_nodes,
     )
 
 

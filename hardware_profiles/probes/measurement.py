@@ -76,6 +76,7 @@ class HostFacts(_Value):
     settings: dict[str, str] = {}  # NCCL_* and GLOO_* of the environment
     cpu_cores: int | None = None
     ram_bytes: int | None = None
+    num_numa_nodes: int | None = None
 
 
 class PairTiming(_Value):

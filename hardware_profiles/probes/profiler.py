@@ -190,6 +190,7 @@ def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfi
     return NodeProfile(
         num_devices=nearest.node.num_devices if measurement.num_ranks == 1 else measurement.devices_per_node,
         cpu_cores=host.cpu_cores,
+        num_numa_nodes=host.num_numa_nodes,
         ram_bytes=measured(measurement, host.ram_bytes, "as the kernel states it") if host.ram_bytes else None,
         host_link_bytes_per_s=measured(
             measurement, statistics.median(links), "pinned copies of 256 MiB, the slower direction, all devices at once"

@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from hardware_profiles.catalog import HardwareProfileError, list_profiles, load_profile
+from hardware_profiles.mixed import is_mixed, mixed_cluster
 from hardware_profiles.sanity import quantities
-from hardware_profiles.schema import ClusterProfile, Quantity
+from hardware_profiles.schema import ClusterProfile, MixedCluster, Quantity
 from planner.errors import HardwareError
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -66,15 +67,46 @@ def _list(as_json: JsonOption = False) -> None:
 
 
 def _show(
-    name: Annotated[str, typer.Argument(help="Name, alias or JSON file of a profile.")],
+    name: Annotated[str, typer.Argument(help="Name, alias or JSON file of a profile, or NAME:COUNT,NAME:COUNT.")],
     as_json: JsonOption = False,
 ) -> None:
     """Show a profile: every number, how it is known, and its source."""
     with _as_planner_error():
-        profile = load_profile(name)
+        mixed = mixed_cluster(name) if is_mixed(name) else None
+        profile = load_profile(name) if mixed is None else None
     if as_json:
-        _print_json(profile)
+        _print_json(mixed or profile)
         return
+    if mixed is not None:
+        _show_mixed(mixed)
+    if profile is not None:
+        _show_profile(profile)
+
+
+def _show_mixed(mixed: MixedCluster) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(mixed.name)}[/]  {mixed.num_devices} devices in {len(mixed.groups)} groups")
+    table = Table()
+    for column in ("group", "profile", "devices", "memory", "peak", "between nodes"):
+        table.add_column(column, overflow="fold", justify="right" if column == "devices" else "left")
+    for group in mixed.groups:
+        profile = group.cluster.profile
+        table.add_row(
+            escape(group.name),
+            profile.name,
+            str(group.cluster.num_devices),
+            _amount(profile.device.memory_bytes.value, "B", binary=True),
+            _peak_text(profile),
+            _tier_texts(profile)[1],
+        )
+    console.print(table)
+    for link in mixed.links:
+        rate = _amount(link.bandwidth_bytes_per_s.value, "B/s")
+        console.print(f"{escape(' - '.join(link.between))}: {rate} a node", soft_wrap=True)
+    console.print("`planner search` plans for one kind of device at a time.", soft_wrap=True)
+
+
+def _show_profile(profile: ClusterProfile) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{escape(profile.name)}[/]  {escape(profile.description)}", soft_wrap=True)
     if profile.aliases:
@@ -113,6 +145,8 @@ def _detect(as_json: JsonOption = False) -> None:
     for what, found in detected.summary():
         table.add_row(what, escape(found))
     console.print(table)
+    for line in detected.warnings:
+        console.print(f"[yellow]slow:[/] {escape(line)}", soft_wrap=True)
     for line in detected.absent:
         console.print(f"absent: {escape(line)}", soft_wrap=True)
     console.print(f"nearest profile: [bold]{profile.name}[/]", soft_wrap=True)

@@ -88,7 +88,9 @@ def test_the_scheduler_is_read_from_the_environment(tmp_path: Path):
     assert (found.slurm.job_id, found.slurm.num_nodes, found.slurm.num_tasks) == ("17", 4, 32)
     assert found.kubernetes is not None
     assert found.kubernetes.pod_name == "worker-0"
-    assert not any(line.startswith(("SLURM", "Kubernetes")) for line in found.absent)
+    assert not any(line.startswith(("SLURM:", "Kubernetes:")) for line in found.absent)
+    assert "SLURM nodes: scontrol is not on the PATH" in found.absent
+    assert any(line.startswith("Kubernetes node: NODE_NAME") for line in found.absent)
 
 
 def _host(name: str, memory_gib: float, count: int, port_gbit: float = 0.0, ram_gib: float = 2000) -> DetectedHardware:

@@ -1,0 +1,129 @@
+"""Clusters of several kinds of nodes: ``a100-80gb:32,h100:32``, or a file of node groups and the links between them.
+
+The file: ``{"schema_version": 1, "name": "both halls", "groups": [{"name": "old", "hardware": "a100-80gb",
+"num_devices": 32}, ...], "links": [{"between": ["old", "new"], "latency_s": QUANTITY, "bandwidth_bytes_per_s":
+QUANTITY}]}``, where ``hardware`` is what ``--hardware`` takes and a quantity is as in a profile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hardware_profiles.catalog import MAX_FILE_BYTES, MAX_NUM_DEVICES, HardwareProfileError, load_profile
+from hardware_profiles.sanity import LONGEST_LATENCY_S
+from hardware_profiles.schema import ClusterSpec, DeviceGroup, GroupLink, MixedCluster
+
+
+class _GroupEntry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1)]
+    hardware: str
+    num_devices: Annotated[int, Field(ge=1, le=MAX_NUM_DEVICES)]
+
+
+class _GroupFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1]
+    name: str
+    groups: Annotated[tuple[_GroupEntry, ...], Field(min_length=2)]
+    links: tuple[GroupLink, ...] = ()
+
+
+def is_mixed(text: str) -> bool:
+    """Whether ``--hardware`` text names several kinds of devices: a list, or a file with groups."""
+    return "," in text or _groups_in(text) is not None
+
+
+def mixed_cluster(text: str) -> MixedCluster:
+    """The mixed cluster of ``NAME:COUNT,NAME:COUNT`` or of a file of node groups.
+
+    Raises ``HardwareProfileError`` with every violation.
+    """
+    document = None if "," in text else _groups_in(text)
+    if document is None:
+        return _checked(text, text, _from_list(text), ())
+    try:
+        file = _GroupFile.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg'].lower()}" for d in error.errors()]
+        _refuse(text, lines)
+    return _checked(text, file.name, [(g.name, g.hardware, g.num_devices) for g in file.groups], file.links)
+
+
+def _from_list(text: str) -> list[tuple[str, str, int]]:
+    groups: list[tuple[str, str, int]] = []
+    wrong: list[str] = []
+    for part in text.split(","):
+        name, _, count = part.strip().rpartition(":")
+        if not name or not count.isdigit() or not 1 <= int(count) <= MAX_NUM_DEVICES:
+            wrong.append(f"{part.strip()!r} is not NAME:COUNT")
+        else:
+            groups.append((name, name, int(count)))
+    if wrong:
+        _refuse(text, wrong)
+    return groups
+
+
+def _checked(source: str, name: str, entries: list[tuple[str, str, int]], links: tuple[GroupLink, ...]) -> MixedCluster:
+    groups: list[DeviceGroup] = []
+    wrong: list[str] = []
+    for group, hardware, num_devices in entries:
+        try:
+            cluster = ClusterSpec(profile=load_profile(hardware), num_devices=num_devices)
+        except HardwareProfileError as error:
+            wrong.append(f"group {group!r}: {error.message}")
+        else:
+            groups.append(DeviceGroup(name=group, cluster=cluster))
+    names = [group for group, _, _ in entries]
+    counts = {group: names.count(group) for group in sorted(set(names))}
+    wrong += [f"group {group!r} stands {count} times" for group, count in counts.items() if count > 1]
+    wrong += _wrong_links(links, names)
+    if len(entries) < 2:
+        wrong.append("a mixed cluster has at least two groups")
+    if wrong:
+        _refuse(source, wrong)
+    return MixedCluster(name=name, groups=tuple(groups), links=links)
+
+
+def _wrong_links(links: tuple[GroupLink, ...], names: list[str]) -> Iterator[str]:
+    seen: set[frozenset[str]] = set()
+    for index, link in enumerate(links):
+        ends = frozenset(link.between)
+        for end in sorted(ends - set(names)):
+            yield f"links.{index}: there is no group {end!r}"
+        if len(ends) == 1:
+            yield f"links.{index}: a link joins two groups, not {link.between[0]!r} to itself"
+        if ends in seen:
+            yield f"links.{index}: the link between {' and '.join(sorted(ends))} stands twice"
+        seen.add(ends)
+        if link.bandwidth_bytes_per_s.value <= 0:
+            yield f"links.{index}.bandwidth_bytes_per_s: must be above 0"
+        if link.latency_s.value > LONGEST_LATENCY_S:
+            yield f"links.{index}.latency_s: {link.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
+
+
+def _groups_in(text: str) -> dict[str, object] | None:
+    """The document of a JSON file that has groups; None for anything else, which ``load_profile`` judges."""
+    try:
+        path = Path(text.strip())
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and "groups" in document else None
+
+
+def _refuse(source: str, found: list[str]) -> NoReturn:
+    raise HardwareProfileError(
+        f"{source} is not a valid mixed cluster, {len(found)} violation{'s' if len(found) > 1 else ''}:\n"
+        + "\n".join(f"  - {line}" for line in found),
+        hint="name the groups as NAME:COUNT,NAME:COUNT, or in a JSON file as hardware_profiles/mixed.py describes it",
+    )
