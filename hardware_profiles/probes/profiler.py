@@ -59,7 +59,7 @@ def profile_machine(
         tell: Say = say if rank == 0 else _silent
         detected = detect()
         facts = host_facts(detected)
-        own = _measure_device(device, detected, tell, quick=quick)
+        own = measure_device(device, detected, tell, quick=quick)
         hosts = communication.gathered(facts) if is_cluster else [facts]
         devices = communication.gathered(own) if is_cluster else [own]
         measurement = ClusterMeasurement(
@@ -145,7 +145,8 @@ def _ranks() -> Generator[torch.device]:
             dist.destroy_process_group()
 
 
-def _measure_device(device: torch.device, detected: DetectedHardware, say: Say, *, quick: bool) -> DeviceMeasurement:
+def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *, quick: bool) -> DeviceMeasurement:
+    """Times launches, element-wise operators, attention, matrix products and pinned copies on one device."""
     held = context_bytes(device)
     deadline_s = time.monotonic() + (QUICK_OPERATORS_S if quick else FULL_OPERATORS_S)
     stride = QUICK_STRIDE if quick else 1
