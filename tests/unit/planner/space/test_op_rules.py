@@ -72,8 +72,8 @@ def distinct_nodes(graph: ModelGraph) -> list[Node]:
 def local_tensor(shape: tuple[int, ...], dtype: str, placement: Placement, mesh: DeviceMesh) -> DTensor:
     sizes = [s // mesh.size() if placement == Shard(d) else s for d, s in enumerate(shape)]
     local = torch.ones(sizes, dtype=getattr(torch, dtype))
-    tensor = DTensor.from_local(local, mesh, [torch_placement(str(placement))], run_check=False).detach()
-    tensor.requires_grad = local.is_floating_point()
+    tensor = DTensor.from_local(local, mesh, [torch_placement(str(placement))], run_check=False)
+    tensor.requires_grad_(local.is_floating_point())
     return tensor
 
 

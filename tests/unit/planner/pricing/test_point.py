@@ -1,0 +1,172 @@
+"""One point priced: its parts add up, its memory is that of its schedule, and shortened simulations stay true."""
+
+import random
+from dataclasses import astuple
+
+import pytest
+
+from costmodels.schedule import build_schedule, peak_in_flight
+from planner.parallelism import Recompute, ScheduleName
+from planner.pricing.point import Point, even_starts, in_flight, interleaved_in_flight
+from planner.problems import rank_memory_bytes
+from planner.space.search_space import Choice, Pins
+from tests.planning import problem_of
+
+CASES = [("llama3-8b", 16, {"batch": 64, "seq_len": 2048}), ("gpt2-1.5b", 8, {"batch": 64})]
+every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES, ids=["llama", "gpt"])
+
+
+def sample(model: str, num_devices: int, options: dict, number: int) -> list[Point]:
+    problem = problem_of(model, num_devices, **options)
+    choices = random.Random(0).sample(problem.space.choices, number)
+    return [Point(problem.table, choice) for choice in choices]
+
+
+@every_case
+def test_the_breakdown_sums_to_the_step(model: str, num_devices: int, options: dict) -> None:
+    for point in sample(model, num_devices, options, 120):
+        for exact in (False, True):
+            priced = point.price(point.even_starts(), exact=exact)
+            parts = astuple(priced.breakdown)
+            assert min(parts) >= 0, priced
+            assert sum(parts) == pytest.approx(priced.step_time_s, rel=1e-9), priced
+            choice = priced.choice
+            assert (priced.breakdown.recompute > 0) == (choice.recompute is not Recompute.NONE)
+            assert (priced.breakdown.tensor_parallel > 0) == (choice.mesh.tp > 1)
+            assert (priced.breakdown.context_parallel > 0) == (choice.mesh.cp > 1)
+            if choice.mesh.pp == 1:
+                assert priced.breakdown.bubble == priced.breakdown.pipeline_communication == 0
+
+
+@every_case
+def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict) -> None:
+    for point in sample(model, num_devices, options, 120):
+        priced = point.price(point.even_starts())
+        assert len(priced.ledgers) == priced.choice.mesh.pp
+        for ledger in priced.ledgers:
+            assert sum(num_bytes for _, num_bytes in ledger.rows) == pytest.approx(ledger.total_bytes)
+            names = [name for name, _ in ledger.rows]
+            assert len(set(names)) == len(names)
+        assert priced.peak_memory_bytes == max(ledger.total_bytes for ledger in priced.ledgers)
+        assert priced.fits == (priced.peak_memory_bytes <= point.table.capacity_bytes)
+
+
+@every_case
+def test_a_long_pipeline_is_extrapolated_truly(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.num_microbatches > 4 * c.mesh.pp]
+    for choice in random.Random(1).sample(choices, 40):
+        point = Point(problem.table, choice)
+        short, exact = (point.price(point.even_starts(), exact=flag) for flag in (False, True))
+        assert short.step_time_s == pytest.approx(exact.step_time_s, rel=1e-3), choice
+        assert short.ledgers == exact.ledgers
+
+
+@every_case
+def test_the_price_is_that_of_the_simulated_schedule(model: str, num_devices: int, options: dict) -> None:
+    for point in sample(model, num_devices, options, 60):
+        priced = point.price(point.even_starts(), exact=True)
+        timeline, parts = point.timeline(point.even_starts()), priced.breakdown
+        once = priced.step_time_s - timeline.makespan_s - parts.optimizer  # data-parallel work after the pipeline
+        assert -1e-9 <= once <= parts.data_parallel + 1e-9
+        waiting = parts.bubble + parts.pipeline_communication
+        assert timeline.makespan_s - max(timeline.busy_s) == pytest.approx(waiting, abs=1e-9 * priced.step_time_s)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B])
+@pytest.mark.parametrize(("num_ranks", "m"), [(1, 8), (2, 2), (4, 4), (4, 32), (8, 9)])
+def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: ScheduleName, num_ranks: int, m: int) -> None:
+    actions = build_schedule(schedule.value, num_ranks, 1, m)
+    held = tuple(round(peak_in_flight(actions[rank], {rank: 1.0})) for rank in range(num_ranks))
+    # Without a pipeline each micro-batch's backward follows its forward, whatever the schedule is called.
+    assert in_flight(schedule, num_ranks, m) == (held if num_ranks > 1 else (1,))
+
+
+@pytest.mark.parametrize(("num_ranks", "virtual", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (2, 5, 2)])
+def test_interleaved_stages_in_flight_are_those_at_the_peak(num_ranks: int, virtual: int, m: int) -> None:
+    actions = build_schedule("Interleaved1F1B", num_ranks, virtual, m)
+    counts = interleaved_in_flight(num_ranks, virtual, m)
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * virtual, num_ranks)
+        assert sum(counts[s] for s in stages) == peak_in_flight(actions[rank], dict.fromkeys(stages, 1.0))
+
+
+def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=64)
+    long = [c for c in problem.space.choices if c.num_microbatches == 64 and c.mesh.pp == 4]
+    assert {c.schedule for c in long} == set(ScheduleName)
+    for choice in long:
+        point = Point(problem.table, choice)
+        starts = point.even_starts()
+        kept = [sum(point._costs[problem.table.units.kinds[u]].kept_bytes for u in units) for units in _stages(starts)]
+        actions = build_schedule(choice.schedule.value, 4, choice.virtual_stages, 64)
+        for rank, ledger in enumerate(point.ledgers(starts)):
+            expected = peak_in_flight(actions[rank], {k: kept[k] for k in range(rank, len(kept), 4)})
+            assert ledger.bytes_of("activations") == pytest.approx(expected), choice
+
+
+def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
+    return [range(a, b) for a, b in zip(starts, (*starts[1:], num_units), strict=True)]
+
+
+def test_memory_of_the_stage_program_covers_the_ledger() -> None:
+    """What the solver may cut fits when it is priced: the program never counts less than the ledger."""
+    problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
+    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.virtual_stages == 1]
+    for choice in random.Random(2).sample(choices, 60):
+        point = Point(problem.table, choice)
+        starts = point.even_starts()
+        program = rank_memory_bytes(point.stage_problem(), starts)
+        for counted, ledger in zip(program, point.ledgers(starts), strict=True):
+            assert ledger.total_bytes <= counted * (1 + 1e-9), choice
+
+
+def test_sharding_more_never_takes_more_states() -> None:
+    problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
+    whole = [c for c in problem.space.choices if c.mesh.pp == 1 and c.mesh.tp == 1 and c.mesh.cp == 1]
+    by_stage: dict[int, float] = {}
+    for choice in whole:
+        if choice.mesh.dp_shard in (1, 16):
+            (ledger,) = Point(problem.table, choice).ledgers((0,))
+            by_stage[choice.zero_stage] = sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
+    assert by_stage[0] > by_stage[1] > by_stage[2] > by_stage[3] > 0
+    assert by_stage[3] * 16 <= by_stage[0] * (1 + 1e-9)
+
+
+def test_a_tied_weight_is_held_twice_where_a_pipeline_parts_it() -> None:
+    problem = problem_of("gpt2-1.5b", 8, batch=64)
+    names = ("parameters", "gradients", "optimizer")
+
+    def states(choice: Choice) -> float:
+        point = Point(problem.table, choice)
+        return sum(ledger.bytes_of(name) for ledger in point.ledgers(point.even_starts()) for name in names)
+
+    plain = [c for c in problem.space.choices if c.zero_stage == 0 and c.mesh.tp == 1 and c.mesh.cp == 1]
+    whole = next(states(c) for c in plain if c.mesh.pp == 1)
+    parted = next(states(c) for c in plain if c.mesh.pp == 8)
+    (tied,) = {p.num_elements for p in problem.target.graph.parameters if p.aliases}
+    assert parted == pytest.approx(whole * (1 + tied / problem.target.graph.num_params))
+
+
+@pytest.mark.parametrize(("num_blocks", "num_stages"), [(4, 1), (4, 2), (5, 2), (96, 16), (80, 32), (7, 7), (10, 4)])
+def test_even_stages_hold_equal_numbers_of_blocks(num_blocks: int, num_stages: int) -> None:
+    is_block = (False, *(True,) * num_blocks, False)
+    starts = even_starts(is_block, num_stages)
+    ends = (*starts[1:], len(is_block))
+    held = [sum(is_block[a:b]) for a, b in zip(starts, ends, strict=True)]
+    assert starts[0] == 0
+    assert len(held) == num_stages
+    assert max(held) - min(held) <= 1
+    assert held[-1] == min(held)  # the last stage has the head besides
+
+
+def test_a_pinned_gpipe_without_a_pipeline_holds_one_micro_batch() -> None:
+    free = problem_of("gpt2-1.5b", 8, batch=64)
+    pinned = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=ScheduleName.GPIPE))
+    choice = next(c for c in free.space.choices if c.mesh.pp == 1 and c.num_microbatches == 8)
+    ledger, same = (Point(p.table, c).ledgers((0,)) for p, c in ((free, choice), (pinned, _gpipe(choice))))
+    assert ledger == same
+
+
+def _gpipe(choice: Choice) -> Choice:
+    return choice._replace(schedule=ScheduleName.GPIPE)
