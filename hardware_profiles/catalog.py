@@ -14,7 +14,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from hardware_profiles.sanity import violations
-from hardware_profiles.schema import ClusterProfile, ClusterSpec
+from hardware_profiles.schema import SCHEMA_VERSION, ClusterProfile, ClusterSpec
 
 MAX_FILE_BYTES = 1_000_000
 MAX_NUM_DEVICES = 1_000_000
@@ -119,9 +119,11 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
     if isinstance(data, dict) and "groups" in data and "device" not in data:
         _refuse_mixed(source)
     try:
-        profile = ClusterProfile.model_validate_json(json.dumps(data))
+        profile = ClusterProfile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         _refuse(source, slips + _readable(error))
+    if isinstance(data, dict) and type(data.get("schema_version")) is not int:
+        slips.append(f"schema_version: must be the number {SCHEMA_VERSION}, is {data.get('schema_version')!r}")
     found = slips + list(violations(profile))
     if found:
         _refuse(source, found)
@@ -170,6 +172,12 @@ def _refuse_mixed(source: str) -> NoReturn:
 def _refuse(source: str, found: list[str]) -> NoReturn:
     count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
     raise HardwareProfileError(
-        f"{source} is not a valid hardware profile, {count}:\n" + "\n".join(f"  - {line}" for line in found),
+        f"{_shown(source)} is not a valid hardware profile, {count}:\n"
+        + "\n".join(f"  - {_shown(line)}" for line in found),
         hint=f"`planner hardware show {default_profile_name()} --json` prints a valid one to start from",
     )
+
+
+def _shown(text: str) -> str:
+    """``text`` without anything that a terminal would obey: what a damaged file holds is only shown."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

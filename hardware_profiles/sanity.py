@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from hardware_profiles.schema import (
     ClusterProfile,
     DeviceProfile,
+    Efficiency,
     NetworkTier,
     NodeProfile,
     Quantity,
@@ -19,6 +20,10 @@ from hardware_profiles.schema import (
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]*")
 LARGEST_VALUE = 1e18  # above every peak, size or rate that a machine of this age has in base units
 LONGEST_LATENCY_S = 1.0  # a message or a launch that takes longer is a slip of the unit
+LONGEST_TEXT = 2000  # characters: a source is a sentence or two
+LARGEST_COUNT = 1_000_000  # of devices, cores, links or sources of anything in one cluster
+LARGEST_FACTOR = 1000.0  # of oversubscription; a residual spread of e is already no prediction
+MOST_USD_PER_HOUR, MOST_WATTS, MOST_FAILURES_PER_YEAR = 1e4, 1e5, 1e4  # of one device
 REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
 
 
@@ -26,6 +31,7 @@ def violations(profile: ClusterProfile) -> tuple[str, ...]:
     """Every rule that ``profile`` breaks, each with its place and values; empty if it is sound."""
     return (
         *_names(profile),
+        *_texts_and_counts(profile, ""),
         *_value_ranges(profile),
         *_device(profile.device),
         *_node(profile.node),
@@ -61,6 +67,26 @@ def _names(profile: ClusterProfile) -> Iterator[str]:
         yield f"aliases: {list(profile.aliases)} repeat each other or the name {profile.name!r}"
 
 
+def _texts_and_counts(value: object, place: str) -> Iterator[str]:
+    """Texts that a terminal can show and a person can read, and counts of things that can be."""
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _texts_and_counts(getattr(value, name), f"{place}.{name}" if place else name)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from _texts_and_counts(item, f"{place}.{index}")  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, dict):
+        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _texts_and_counts(item, f"{place}.{key}")  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, str):
+        if len(value) > LONGEST_TEXT:
+            yield f"{place}: holds {len(value):,} characters, more than {LONGEST_TEXT:,}"
+        elif not value.strip() or not value.isprintable():
+            yield f"{place}: must be text without control characters, is {value[:60]!r}"
+    elif isinstance(value, int) and not 1 <= value <= LARGEST_COUNT:
+        yield f"{place}: must be between 1 and {LARGEST_COUNT:,}, is {value:,}"
+
+
 def _value_ranges(profile: ClusterProfile) -> Iterator[str]:
     for place, quantity in quantities(profile):
         if quantity.value > LARGEST_VALUE:
@@ -75,6 +101,11 @@ def _measured(*known: Quantity) -> bool:
 def _positive(place: str, quantity: Quantity | None) -> Iterator[str]:
     if quantity is not None and quantity.value <= 0:
         yield f"{place}: must be above 0, is {quantity.value:g}"
+
+
+def _at_most(place: str, value: float, most: float) -> Iterator[str]:
+    if value > most:
+        yield f"{place}: must be at most {most:g}, is {value:g}"
 
 
 def _share(place: str, quantity: Quantity | None, *, zero_allowed: bool = False) -> Iterator[str]:
@@ -104,6 +135,26 @@ def _device(device: DeviceProfile) -> Iterator[str]:
             yield f"device.efficiency.{op_class}: missing"
     for op_class, efficiency in device.efficiency.items():
         yield from _share(f"device.efficiency.{op_class}.fraction", efficiency.fraction)
+        yield from _at_most(f"device.efficiency.{op_class}.residual_spread", efficiency.residual_spread, LARGEST_FACTOR)
+        half_s = _half_size_s(device, efficiency)
+        if half_s > LONGEST_LATENCY_S:
+            yield (
+                f"device.efficiency.{op_class}.half_size_flops: every operator would take {half_s:g} s more, "
+                f"above {LONGEST_LATENCY_S:g} s"
+            )
+    for place, quantity, most in (
+        ("usd_per_hour", device.usd_per_hour, MOST_USD_PER_HOUR),
+        ("watts", device.watts, MOST_WATTS),
+        ("failures_per_device_year", device.failures_per_device_year, MOST_FAILURES_PER_YEAR),
+    ):
+        yield from _at_most(f"device.{place}", quantity.value if quantity else 0.0, most)
+
+
+def _half_size_s(device: DeviceProfile, efficiency: Efficiency) -> float:
+    """What the half size adds to every operator at the highest peak."""
+    peak = max((quantity.value for quantity in device.peak_flops_per_s.values()), default=0.0)
+    rate = peak * efficiency.fraction.value
+    return efficiency.half_size_flops.value / rate if efficiency.half_size_flops is not None and rate > 0 else 0.0
 
 
 def _node(node: NodeProfile) -> Iterator[str]:
@@ -147,8 +198,13 @@ def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]
             yield (f"{place}.collectives.{name}.latency_s: {rate.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s")
     if tier.latency_s.value > LONGEST_LATENCY_S:
         yield f"{place}.latency_s: {tier.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
-    if tier.num_devices is not None and tier.num_devices < 1:
-        yield f"{place}.num_devices: must be at least 1, is {tier.num_devices}"
+    yield from _at_most(f"{place}.oversubscription", tier.oversubscription, LARGEST_FACTOR)
+    yield from _at_most(f"{place}.residual_spread", tier.residual_spread, LARGEST_FACTOR)
+    for name, rate in tier.collectives.items():
+        yield from _at_most(f"{place}.collectives.{name}.residual_spread", rate.residual_spread, LARGEST_FACTOR)
+    small, large = sorted((tier.num_devices or devices_per_node, devices_per_node))
+    if small > 0 and large % small:
+        yield f"{place}.num_devices: {tier.num_devices} devices do not fit nodes of {devices_per_node}"
     inside_a_node = tier.num_devices is not None and tier.num_devices <= devices_per_node
     if inside_a_node and tier.links_per_node != devices_per_node:
         yield (

@@ -20,7 +20,7 @@ DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Quantity(_Value):

@@ -187,3 +187,56 @@ def test_profile_for_refuses_counts_that_contradict(num_devices: int, spec: str 
     with pytest.raises(HardwareProfileError) as caught:
         profile_for(num_devices, spec)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("device.memory_bytes.value", True, "valid number"),
+        ("device.memory_bytes.value", "8e10", "valid number"),
+        ("device.memory_bytes.source", " ", "control characters"),
+        ("device.memory_bytes.date", 0, "valid date"),
+        ("device.name", "a\0b", "control characters"),
+        ("device.sm_count", -5, "between 1 and 1,000,000"),
+        ("device.efficiency.gemm.half_size_flops", {"value": 1e18, "tag": "measured", "source": "x"}, "s more"),
+        ("device.efficiency.gemm.residual_spread", 1e9, "at most 1000"),
+        ("device.usd_per_hour", {"value": 1e12, "tag": "measured", "source": "x"}, "at most 10000"),
+        ("node.num_devices", 10**30, "between 1 and 1,000,000"),
+        ("node.num_devices", 8.0, "valid integer"),
+        ("description", "\x1b[2Jhello", "control characters"),
+        ("name", "a" * 5000, "5,000 characters"),
+        ("schema_version", True, "must be the number 1"),
+        ("schema_version", 1.0, "must be the number 1"),
+        ("tiers.0.num_devices", 3, "3 devices do not fit nodes of 8"),
+        ("tiers.1.links_per_node", "8", "valid integer"),
+        ("tiers.1.oversubscription", 1e30, "at most 1000"),
+        ("tiers.1.name", "nvlink", "names must differ"),
+    ],
+)
+def test_what_only_looks_like_a_profile_is_refused(
+    place: str, value: object, words: str, document: dict[str, Any], refusal: Callable[[object], str]
+):
+    *path, last = place.split(".")
+    target: Any = document
+    for part in path:
+        target = target[int(part)] if part.isdigit() else target[part]
+    target[last] = value
+    message = refusal(document)
+    assert words in message
+    assert message.isprintable() or set(filter(lambda char: not char.isprintable(), message)) == {"\n"}
+
+
+def test_numbers_too_large_for_a_float_are_refused_everywhere(
+    document: dict[str, Any], refusal: Callable[[object], str]
+):
+    document["tiers"][0]["residual_spread"] = document["tiers"][1]["oversubscription"] = "HUGE"
+    message = refusal(json.dumps(document).replace('"HUGE"', "1e999").encode())
+    assert "2 violations" in message
+    assert "finite" in message
+
+
+def test_a_key_cannot_command_the_terminal(document: dict[str, Any], refusal: Callable[[object], str]):
+    document["\x1b[2J"] = 1
+    message = refusal(document)
+    assert "\x1b" not in message
+    assert "\\x1b[2J: unknown key" in message
