@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name, profile_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
+from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
-from planner.model_file import ModelKind, load_model, resolve_model
+from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Optimizer, Placement, Precision
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.cost_table import CostTable
@@ -186,7 +187,7 @@ def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
 
 
 def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGraph:
-    """The graph of MODEL: read where it was traced before (no torch), traced otherwise."""
+    """The graph of MODEL: read where it was traced before, from graph.json or the cache; traced otherwise."""
     source = resolve_model(model)
     if source.kind is ModelKind.GRAPH:
         assert source.path is not None
@@ -197,10 +198,7 @@ def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGr
                 hint=f"trace it again: planner trace MODEL --seq-len {seq_len} -o {model}",
             )
         return graph
-    from planner.graph.tracer import trace_model, traced_dtype
-
-    loaded = load_model(source)
-    return trace_model(loaded, TRACED_BATCH_SIZE, seq_len or loaded.default_seq_len, traced_dtype(precision))
+    return traced_graph(TraceRequest(source, TRACED_BATCH_SIZE, seq_len, precision), default_folder())
 
 
 def training_of(request: Request, seq_len: int, notes: list[str]) -> Training:

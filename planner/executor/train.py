@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.errors import ModelError, PlannerError
+from planner.errors import ModelError, PlanError, PlannerError
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
@@ -73,6 +73,11 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
     with quiet_torch(), process_group() as device:
         check_world_size(plan)
         loaded = load_model(resolve_model(plan.model.source))
+        if loaded.stands_for is not None:
+            raise PlanError(
+                f"{plan.model.source} cannot be trained: {loaded.stands_for}",
+                hint="a model of the same sizes stands for it in planning only; give a model.py",
+            )
         if loaded.digest != plan.model.digest and dist.get_rank() == 0:
             _say(f"warning: {plan.model.source} has changed since the plan was made for it")
         mesh = build_mesh(plan, device.type)

@@ -24,6 +24,7 @@ def plan(num_devices: int, pins: Pins) -> Plan:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_published_degrees_are_kept_and_priced(name: str) -> None:
     num_devices, pins = LAYOUTS[name]
+    assert pins.pp is not None
     found = plan(num_devices, pins)
     mesh = found.mesh
     assert (mesh.pp, mesh.dp_replicate * mesh.dp_shard, mesh.tp, mesh.cp) == (pins.pp, pins.dp, pins.tp, 1)
