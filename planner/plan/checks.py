@@ -19,10 +19,15 @@ def degrees_text(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan) -> list[str]:
-    size = plan.mesh.shape().world_size
-    if size == plan.num_devices:
-        return []
-    return [f"mesh: {degrees_text(plan)} makes {size} ranks, but num_devices is {plan.num_devices}"]
+    found: list[str] = []
+    size, inside = plan.mesh.shape().world_size, plan.mesh.dp_shard * plan.mesh.cp
+    if size != plan.num_devices:
+        found.append(f"mesh: {degrees_text(plan)} makes {size} ranks, but num_devices is {plan.num_devices}")
+    if inside % plan.mesh.ep:
+        found.append(f"mesh.ep: {plan.mesh.ep} does not divide dp_shard * cp = {inside}")
+    if plan.placements.sequence_parallel and plan.mesh.tp == 1:
+        found.append("placements.sequence_parallel: needs tp > 1, but mesh.tp is 1")
+    return found
 
 
 def _batch(plan: Plan) -> list[str]:
@@ -57,6 +62,8 @@ def _stages(plan: Plan) -> list[str]:
     counts = Counter(module for stage in pipeline.stages for module in stage.modules)
     found += [f"pipeline.stages: module {m} stands in {n} stages" for m, n in counts.items() if n > 1]
     if pp == 1:
+        if pipeline.virtual_stages > 1:
+            found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")
         return found
     microbatches, interleaved = pipeline.num_microbatches, pipeline.schedule is ScheduleName.INTERLEAVED_1F1B
     if interleaved != (pipeline.virtual_stages > 1):
