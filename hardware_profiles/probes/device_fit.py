@@ -28,7 +28,8 @@ def device_of(measurement: ClusterMeasurement, nearest: ClusterProfile) -> Devic
     gemms: dict[DTypeName, list[OpTiming]] = {
         dtype: _of(operators, "gemm", dtype) for dtype in PRIMARY_DTYPES if _of(operators, "gemm", dtype)
     }
-    primary: DTypeName = "fp32" if is_cpu else next(iter(gemms))
+    known_peaks = nearest.device.peak_flops_per_s
+    primary: DTypeName = "fp32" if is_cpu else next(dtype for dtype in gemms if not is_known or dtype in known_peaks)
     rates: dict[DTypeName, tuple[float, float]] = {
         dtype: _sustained(timings, launch_s) for dtype, timings in gemms.items()
     }

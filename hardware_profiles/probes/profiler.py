@@ -150,14 +150,14 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
     held = context_bytes(device)
     deadline_s = time.monotonic() + (QUICK_OPERATORS_S if quick else FULL_OPERATORS_S)
     stride = QUICK_STRIDE if quick else 1
-    dtypes: tuple[DTypeName, ...] = ("bf16", "fp32")
-    primary: DTypeName = "bf16" if device.type == "cuda" else "fp32"
+    half: DTypeName = "bf16" if device.type == "cpu" or _has_bf16(device) else "fp16"
+    primary, secondary = (half, "fp32") if device.type == "cuda" else ("fp32", half)
     say("launches and element-wise operators")
     launches = time_launches(device)
     operators: list[OpTiming] = [*time_element_wise(device, primary, TORCH_DTYPES[primary], deadline_s)]
     say(f"attention in {primary}")
     operators += time_attention(device, primary, deadline_s, stride=stride)
-    for dtype in sorted(dtypes, key=lambda known: known != primary):
+    for dtype in (primary, secondary):
         say(f"matrix products in {dtype}")
         operators += time_gemms(device, dtype, deadline_s, stride=stride)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -170,6 +170,11 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
         operators=tuple(operators),
         host_link_samples_bytes_per_s=pinned_copy_bytes_per_s(device),
     )
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Whether the GPU itself multiplies bf16: NVIDIA from compute capability 8.0 on, AMD's CDNA GPUs all."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _measure_network(
