@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from planner.errors import InputError
+
+Value = TypeVar("Value", bound=BaseModel)
 
 MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
 MAX_VIOLATIONS = 20  # shown at once
@@ -59,3 +63,37 @@ def listed(violations: Iterable[str]) -> str:
     found = list(violations)
     more = f"; and {len(found) - MAX_VIOLATIONS} more" if len(found) > MAX_VIOLATIONS else ""
     return "; ".join(found[:MAX_VIOLATIONS]) + more
+
+
+@dataclass(frozen=True)
+class FileFormat(Generic[Value]):
+    """One kind of file: a versioned model, what its schema cannot say, and the way out where a file is none."""
+
+    name: str
+    model: type[Value]
+    version: int
+    contradictions: Callable[[Value], list[str]]
+    error_class: type[InputError]
+    way_out: str
+
+    def read(self, path: Path) -> Value:
+        """The value in ``path``; ``error_class`` with every violation where it is none."""
+        content = read_object(path, self.error_class)
+        version = content.get("schema_version")
+        if version != self.version:
+            raise self.error_class(
+                f"{path} is no {self.name} of this planner: schema_version is {version!r}, this planner reads "
+                f"{self.version}",
+                hint=self.way_out,
+            )
+        try:
+            value = self.model.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            raise self._refused(path, violations_of(error)) from error
+        found = self.contradictions(value)
+        if found:
+            raise self._refused(path, found)
+        return value
+
+    def _refused(self, path: Path, violations: list[str]) -> InputError:
+        return self.error_class(f"{path} is not a valid {self.name}: {listed(violations)}", hint=self.way_out)

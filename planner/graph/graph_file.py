@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from planner.errors import ModelError
 from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
-from planner.json_file import listed, read_object, violations_of, write_text
+from planner.json_file import FileFormat, write_text
 
 
 def graph_json(graph: ModelGraph) -> str:
@@ -24,28 +21,14 @@ def write_graph(graph: ModelGraph, path: Path) -> None:
 
 def read_graph(path: Path) -> ModelGraph:
     """The graph in ``path``; ModelError with every violation where it is none."""
-    content = read_object(path, ModelError)
-    version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ModelError(
-            f"{path}: schema_version is {version!r}, this planner reads {SCHEMA_VERSION}",
-            hint="trace the model again: planner trace MODEL -o graph.json",
-        )
-    try:
-        graph = ModelGraph.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        raise _violations(path, violations_of(error)) from error
-    problems = _inconsistencies(graph)
-    if problems:
-        raise _violations(path, problems)
-    return graph
-
-
-def _violations(path: Path, problems: list[str]) -> ModelError:
-    return ModelError(
-        f"{path} is not a valid graph: {listed(problems)}",
-        hint="trace the model again: planner trace MODEL -o graph.json",
-    )
+    return FileFormat(
+        name="graph",
+        model=ModelGraph,
+        version=SCHEMA_VERSION,
+        contradictions=_inconsistencies,
+        error_class=ModelError,
+        way_out="trace the model again: planner trace MODEL -o graph.json",
+    ).read(path)
 
 
 def _inconsistencies(graph: ModelGraph) -> list[str]:

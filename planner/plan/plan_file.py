@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from planner.errors import PlanError
-from planner.json_file import listed, read_object, violations_of, write_text
+from planner.json_file import FileFormat, write_text
 from planner.plan.checks import contradictions
 from planner.plan.schema import SCHEMA_VERSION, Plan
+
+PLAN_FILE = FileFormat(
+    name="plan",
+    model=Plan,
+    version=SCHEMA_VERSION,
+    contradictions=contradictions,
+    error_class=PlanError,
+    way_out="correct these keys, or search again: planner search MODEL -o plan.json",
+)
 
 
 def plan_json(plan: Plan) -> str:
@@ -25,25 +31,4 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def read_plan(path: Path) -> Plan:
     """The plan in ``path``; PlanError with every violation where it is none."""
-    content = read_object(path, PlanError)
-    version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise PlanError(
-            f"{path}: schema_version is {version!r}, this planner reads {SCHEMA_VERSION}",
-            hint="is it a plan at all? `planner search MODEL -o plan.json` writes one",
-        )
-    try:
-        plan = Plan.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        raise _refused(path, violations_of(error)) from error
-    found = contradictions(plan)
-    if found:
-        raise _refused(path, found)
-    return plan
-
-
-def _refused(path: Path, violations: list[str]) -> PlanError:
-    return PlanError(
-        f"{path} is not a valid plan: {listed(violations)}",
-        hint="correct these keys, or search again: planner search MODEL -o plan.json",
-    )
+    return PLAN_FILE.read(path)
