@@ -316,6 +316,7 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
     graph = load_graph(plan.model.source, section.seq_len, section.precision)
     if graph.digest != plan.model.digest:
         notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
+    existing.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = PricingTarget(graph, cluster, section.precision.value)
     key = (choice.mesh.tp, choice.sequence_parallel)

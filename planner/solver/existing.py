@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from costmodels.schedule import validate_schedule
 from planner.errors import PlanError
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
+from planner.parallelism import MeshShape, Offload, Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
 from planner.space.search_space import Choice
 
@@ -23,22 +24,46 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
             f"{plan.training.global_batch_size} sequences",
             hint="choose another --gpus, or search again",
         )
-    modes = {rule.mode for rule in plan.recompute if rule.modules}
-    if len(modes) > 1:
+    num_microbatches = per_rank // pipeline.micro_batch_size
+    broken = validate_schedule(pipeline.schedule.value, mesh.pp, pipeline.virtual_stages, num_microbatches)
+    if mesh.pp > 1 and broken:
         raise PlanError(
-            f"recompute: this planner prices one mode for all blocks, the plan has {', '.join(sorted(modes))}",
-            hint="use one mode, or run the plan and measure it",
+            f"on {num_devices} GPUs each data-parallel rank would run {num_microbatches} micro-batches: "
+            + "; ".join(broken),
+            hint="choose another --gpus, or search again",
         )
+    modes = {rule.mode for rule in plan.recompute if rule.modules}
     return Choice(
         mesh=mesh,
         zero_stage=plan.zero_stage,
         micro_batch_size=pipeline.micro_batch_size,
-        num_microbatches=per_rank // pipeline.micro_batch_size,
+        num_microbatches=num_microbatches,
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,
         recompute=next(iter(modes), Recompute.NONE),
         sequence_parallel=plan.placements.sequence_parallel,
     )
+
+
+def check_priceable(plan: Plan, graph: ModelGraph) -> None:
+    """PlanError that lists what in ``plan`` the cost models have no price for."""
+    found: list[str] = []
+    if plan.offload is not Offload.NONE:
+        found.append(f"offload: {plan.offload.value} has no price yet")
+    if plan.mesh.ep > 1:
+        found.append(f"mesh.ep: {plan.mesh.ep} has no price yet")
+    blocks = {unit.name for unit in graph.units if unit.is_block}
+    modes = dict.fromkeys(blocks, Recompute.NONE)
+    modes.update({module: rule.mode for rule in plan.recompute for module in rule.modules})
+    unknown = sorted(modes.keys() - blocks)
+    if unknown:
+        found.append(f"recompute: {', '.join(unknown)} are no repeated blocks of {graph.source}")
+    elif len(set(modes.values())) > 1:
+        found.append(
+            f"recompute: all blocks must have one mode to be priced, not {', '.join(sorted(set(modes.values())))}"
+        )
+    if found:
+        raise PlanError("this plan cannot be priced: " + "; ".join(found), hint="run it and measure, or search again")
 
 
 def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
@@ -59,16 +84,17 @@ def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
 
 def parameter_placements(plan: Plan, graph: ModelGraph) -> Mapping[str, Placement]:
     """Placement of every parameter, by each of its FQNs; PlanError for an entry that names nothing."""
-    names = [name for p in graph.parameters for name in (p.fqn, *p.aliases)]
-    placements: dict[str, Placement] = dict.fromkeys(names, Replicate())
+    aliases = {name: (p.fqn, *p.aliases) for p in graph.parameters for name in (p.fqn, *p.aliases)}
+    placements: dict[str, Placement] = dict.fromkeys(aliases, Replicate())
     unknown: list[str] = []
     for entry in plan.placements.tp:
         pattern = entry.module.split(".")
         for parameter, text in entry.parameters.items():
-            matched = [n for n in names if _matches(n.split("."), [*pattern, *parameter.split(".")])]
+            matched = [n for n in aliases if _matches(n.split("."), [*pattern, *parameter.split(".")])]
             if not matched:
                 unknown.append(f"{entry.module}.{parameter}")
-            placements.update(dict.fromkeys(matched, parse_placement(text)))
+            tied = [alias for name in matched for alias in aliases[name]]
+            placements.update(dict.fromkeys(tied, parse_placement(text)))
     if unknown:
         raise PlanError(
             f"placements.tp names parameters that {graph.source} does not have: {', '.join(unknown)}",

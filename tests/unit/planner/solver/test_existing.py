@@ -1,0 +1,198 @@
+"""A plan that exists is priced as the search priced it, on other devices too, or refused with the reason."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from planner.api import Problem, price_plan
+from planner.errors import InputError, PlanError
+from planner.graph.graph_file import write_graph
+from planner.parallelism import Offload, Recompute, Replicate, ScheduleName, Shard
+from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
+from planner.pricing.point import Point
+from planner.solver import existing
+from planner.solver.search import search
+from planner.space.search_space import Choice, Pins
+from tests.planning import graph_of, problem_of
+
+PROBLEMS = [
+    ("llama-tiny", 8, {"batch": 16, "seq_len": 64}),
+    ("gpt2-1.5b", 16, {"batch": 64}),
+    ("tests/fixtures/hf/gpt2", 16, {"batch": 64, "seq_len": 1024}),
+]
+every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS, ids=["llama", "gpt", "hf gpt2"])
+
+
+def plan_of(problem: Problem, choice: Choice, folder: Path) -> Plan:
+    """The plan of ``choice``, whose model is a traced graph in ``folder``."""
+    point = Point(problem.table, choice)
+    plan = problem.describe(point.price(point.even_starts(), exact=True))
+    path = folder / "graph.json"
+    if not path.exists():
+        write_graph(problem.target.graph, path)
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"source": str(path)})})
+
+
+@every_problem
+def test_a_plan_is_priced_as_it_was_when_it_was_made(
+    model: str, num_devices: int, options: dict, tmp_path: Path
+) -> None:
+    problem = problem_of(model, num_devices, **options)
+    split = [c for c in problem.space.choices if c.mesh.tp > 1]
+    chosen = [*random.Random(0).sample(problem.space.choices, 3), *random.Random(1).sample(split, 4)]
+    for choice in chosen:
+        plan = plan_of(problem, choice, tmp_path)
+        again = price_plan(plan).plan
+        assert plan.prediction is not None
+        assert again.prediction is not None
+        assert again.prediction.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6), choice
+        assert again.prediction.peak_memory_bytes == pytest.approx(plan.prediction.peak_memory_bytes, rel=1e-6)
+        unpriced = {"prediction": None, "search": None}
+        assert again.model_copy(update=unpriced) == plan.model_copy(update=unpriced)
+
+
+@every_problem
+def test_a_choice_and_its_stages_come_back_from_the_plan(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    for choice in random.Random(2).sample(problem.space.choices, 60):
+        point = Point(problem.table, choice)
+        plan = problem.describe(point.price(point.even_starts()))
+        assert existing.choice_of(plan, num_devices) == choice
+        assert existing.starts_of(plan, problem.target.graph) == point.even_starts()
+
+
+@every_problem
+def test_placements_come_back_from_the_plan(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    graph = problem.target.graph
+    key = (2, False)
+    choice = next(c for c in problem.space.choices if (c.mesh.tp, c.sequence_parallel) == key)
+    point = Point(problem.table, choice)
+    found = existing.parameter_placements(problem.describe(point.price(point.even_starts())), graph)
+    for sharded in problem.shardings[key]:
+        for fqn, placement in sharded.parameters.items():
+            assert found[fqn] == placement
+    for parameter in graph.parameters:
+        assert len({found[name] for name in (parameter.fqn, *parameter.aliases)}) == 1
+
+
+def tiny(folder: Path, pins: Pins) -> Plan:
+    problem = problem_of("llama-tiny", 8, batch=16, seq_len=64, pins=pins)
+    found = search(problem.table, problem.space.choices, problem.solver).best
+    assert found is not None
+    return plan_of(problem, found.choice, folder)
+
+
+def test_more_and_fewer_devices_change_the_data_parallel_degree(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(dp=8, dp_replicate=1, zero=1, micro_batch=1))
+    half, double = price_plan(plan, num_devices=4).plan, price_plan(plan, num_devices=16).plan
+    assert (half.mesh.dp_shard, half.num_devices, half.pipeline.num_microbatches) == (4, 4, 4)
+    assert (double.mesh.dp_shard, double.num_devices, double.pipeline.num_microbatches) == (16, 16, 1)
+    assert half.training == double.training == plan.training
+    times = [p.prediction.step_time_s for p in (half, plan, double) if p.prediction is not None]
+    assert times[0] > times[1]
+
+
+def test_other_hardware_prices_the_same_decisions(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(tp=2, pp=2))
+    faster = price_plan(plan, hardware="dgx-h100-80gb").plan
+    assert faster.hardware == "dgx-h100-80gb"
+    assert faster.placements == plan.placements
+    assert faster.pipeline == plan.pipeline
+    assert plan.prediction is not None
+    assert faster.prediction is not None
+    assert faster.prediction.step_time_s != plan.prediction.step_time_s
+
+
+def test_a_number_of_devices_that_the_plan_cannot_take_is_refused(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(tp=2, pp=2))
+    with pytest.raises(PlanError, match="7 GPUs are no multiple of the 4"):
+        price_plan(plan, num_devices=7)
+    with pytest.raises(PlanError, match="does not divide the global batch of 16"):
+        price_plan(plan, num_devices=4 * 5)
+
+
+def test_too_few_micro_batches_after_a_change_of_devices_are_refused(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(pp=4, schedule=ScheduleName.ONE_F_ONE_B, micro_batch=1))  # dp 2: 8 micro-batches
+    assert price_plan(plan, num_devices=16).plan.pipeline.num_microbatches == 4
+    with pytest.raises(PlanError, match="at least as many micro-batches as stages, got 2 for 4"):
+        price_plan(plan, num_devices=32)
+
+
+def test_what_has_no_price_is_refused_and_all_of_it_named(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(dp=8, recompute=Recompute.FULL))
+    (rule,) = plan.recompute
+    half = (RecomputeRule(mode=rule.mode, modules=rule.modules[:2]),)
+    with pytest.raises(PlanError, match="one mode to be priced, not full, none"):
+        price_plan(plan.model_copy(update={"recompute": half}))
+    strange = (RecomputeRule(mode=rule.mode, modules=("layers.99",)),)
+    mesh = plan.mesh.model_copy(update={"ep": 2})
+    with pytest.raises(PlanError) as caught:
+        price_plan(plan.model_copy(update={"recompute": strange, "offload": Offload.CPU, "mesh": mesh}))
+    for part in ("offload: cpu", "mesh.ep: 2", "layers.99 are no repeated blocks"):
+        assert part in caught.value.message
+
+
+def test_foreign_stages_and_placements_are_refused(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(pp=2))
+    first, second = plan.pipeline.stages
+    swapped = (
+        first.model_copy(update={"modules": second.modules}),
+        second.model_copy(update={"modules": first.modules}),
+    )
+    for stages, message in (
+        (swapped, "stages must hold the model's pieces in order"),
+        ((first, second.model_copy(update={"modules": second.modules[1:]})), "must all lie in one stage"),
+    ):
+        pipeline = plan.pipeline.model_copy(update={"stages": stages})
+        with pytest.raises(PlanError, match=message):
+            price_plan(plan.model_copy(update={"pipeline": pipeline}))
+    entry = ModulePlacement(module="layers.*.attention.qkv", parameters={"weight": "shard(0)"})
+    placements = plan.placements.model_copy(update={"tp": (entry,)})
+    with pytest.raises(PlanError, match=r"does not have: layers\.\*\.attention\.qkv\.weight"):
+        price_plan(plan.model_copy(update={"placements": placements}))
+
+
+def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
+    problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
+    graph = graph_of("tests/fixtures/hf/gpt2", 1024)
+    choice = next(c for c in problem.space.choices if c.mesh.tp == 2)
+    plan = problem.describe(Point(problem.table, choice).price(Point(problem.table, choice).even_starts()))
+    (tied,) = [p for p in graph.parameters if p.aliases]
+    for name in (tied.fqn, *tied.aliases):
+        module, _, parameter = name.rpartition(".")
+        entry = ModulePlacement(module=module, parameters={parameter: "shard(1)"})
+        found = existing.parameter_placements(
+            plan.model_copy(update={"placements": plan.placements.model_copy(update={"tp": (entry,)})}), graph
+        )
+        assert {found[n] for n in (tied.fqn, *tied.aliases)} == {Shard(1)}
+        assert found["transformer.h.0.ln_1.weight"] == Replicate()
+
+
+def test_a_plan_for_a_changed_model_is_priced_with_a_note(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(dp=8))
+    model = plan.model.model_copy(update={"digest": "0" * 64})
+    notes = price_plan(plan.model_copy(update={"model": model})).notes
+    assert any("has changed since the plan was made" in note for note in notes)
+    assert not any("has changed" in note for note in price_plan(plan).notes)
+
+
+def test_unknown_hardware_and_precision_are_refused(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(dp=8))
+    with pytest.raises(InputError, match="unknown hardware profile"):
+        price_plan(plan, hardware="dgx-a1000")
+    with pytest.raises(InputError, match="has no bf16 arithmetic"):
+        price_plan(plan, hardware="dgx-2-v100-32gb")
+
+
+def test_a_plan_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
+    problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
+    choice = max(
+        (c for c in problem.space.choices if c.mesh.pp == 1 and c.zero_stage == 1),
+        key=lambda c: max(ledger.total_bytes for ledger in Point(problem.table, c).ledgers((0,))),
+    )
+    answer = price_plan(plan_of(problem, choice, tmp_path))
+    assert answer.plan.prediction is not None
+    assert max(answer.plan.prediction.peak_memory_bytes) > answer.plan.prediction.memory_capacity_bytes
+    assert any("does not fit" in note for note in answer.notes)
