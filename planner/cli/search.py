@@ -100,6 +100,7 @@ def search(  # over 6 arguments: one for each option of the command line
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
     )  # fmt: skip
+    check_folder(output)
     answer = _find(request)
     show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     return 130 if answer.interrupted else 0
@@ -115,6 +116,14 @@ def check_not_built(ep: int | None, offload: Offload | None) -> None:
         raise InputError(
             f"--offload {offload}: offloading is not searched yet", hint="use --offload none or drop the pin"
         )
+
+
+def check_folder(output: Path | None) -> None:
+    """InputError before the search rather than after it, where there is no folder to write the plan to."""
+    from planner.errors import InputError
+
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"cannot write {output}: {output.parent} is no folder", hint="choose another -o FILE")
 
 
 def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:

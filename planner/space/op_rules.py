@@ -279,7 +279,10 @@ def _view(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrat
         return []
     rest = (Replicate(),) * (len(operands) - 1)
     found = [OpStrategy((Partial(), *rest), Partial(), 1.0, (False,) * len(operands))]
-    for dim_in, dim_out in leading_dims(operands[0].shape, node.shape):
+    before, after = operands[0].shape, node.shape
+    if node.batch_dependent and before and after:  # a batch of one must not be taken for a dim of size one
+        before, after = (2 * before[0], *before[1:]), (2 * after[0], *after[1:])
+    for dim_in, dim_out in leading_dims(before, after):
         if dim_in >= 1 and _splits(operands[0].shape, dim_in, degree) and _splits(node.shape, dim_out, degree):
             found.append(_carry(dim_in, dim_out, len(operands), degree))
     return found

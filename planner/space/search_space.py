@@ -170,11 +170,11 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
         found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
     if pins.sequence_parallel and pins.tp == 1:
         found.append("sequence parallelism needs tp > 1")
-    if pins.sequence_parallel and pins.tp and pins.tp > 1 and pins.tp not in limits.sequence_degrees:
-        allowed = ", ".join(map(str, sorted(limits.sequence_degrees))) or "none"
+    able = [d for d in sorted(limits.sequence_degrees) if training.seq_len % (d * max(1, pins.cp or 1)) == 0]
+    if pins.sequence_parallel and pins.tp and pins.tp > 1 and pins.tp not in able:
         found.append(
             f"tp={pins.tp} cannot split activations along the sequence of {training.seq_len} tokens; "
-            f"degrees that can: {allowed}"
+            f"degrees that can: {', '.join(map(str, able)) or 'none'}"
         )
     return found
 

@@ -21,11 +21,11 @@ from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
 from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.space.op_rules import OpStrategy, has_rule, leading_dims, op_name, strategies
 from tests.fake_world import fake_world
-from tests.planning import graph_of
-from tests.unit.planner.graph.traced import HF_CONFIGS, loaded_from_config
+from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 
 SEQ_LEN = 64
 MODELS = ("gpt-tiny", "llama-tiny", *(f"hf {name}" for name in HF_CONFIGS))
@@ -33,9 +33,11 @@ MODELS = ("gpt-tiny", "llama-tiny", *(f"hf {name}" for name in HF_CONFIGS))
 
 @cache
 def graph(name: str, folder: Path) -> ModelGraph:
-    if not name.startswith("hf "):
-        return graph_of(name, SEQ_LEN)
-    return trace_model(loaded_from_config(HF_CONFIGS[name[3:]], folder), 2, SEQ_LEN, "bfloat16")
+    return trace_model(loaded_model(name, folder), 2, SEQ_LEN, "bfloat16")
+
+
+def loaded_model(name: str, folder: Path) -> LoadedModel:
+    return loaded_from_config(HF_CONFIGS[name[3:]], folder) if name.startswith("hf ") else loaded(name)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +194,16 @@ def test_every_heavy_operator_has_a_rule(model: str, folder: Path) -> None:
     assert heavy
     assert all(has_rule(n) for n in heavy)
     assert all(any(s.compute_fraction == 0.5 for s in strategies(n, traced, 2)) for n in heavy)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_batch_of_one_has_the_rules_of_any_batch(model: str, folder: Path) -> None:
+    one = trace_model(loaded_model(model, folder), 1, SEQ_LEN, "bfloat16")
+    two = graph(model, folder)
+    assert [n.op for n in one.nodes] == [n.op for n in two.nodes]
+    for single, double in zip(one.nodes, two.nodes, strict=True):
+        if single.op.startswith("aten."):
+            assert strategies(single, one, 2) == strategies(double, two, 2), single
 
 
 def node(op: str, shape: tuple[int, ...], operands: tuple[int | str | None, ...] = (), **attributes: object) -> Node:

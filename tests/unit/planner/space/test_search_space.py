@@ -232,6 +232,8 @@ def test_the_batch_and_the_sequence_must_divide() -> None:
     odd = replace(TRAINING, global_batch_size=12, seq_len=1001)
     assert pin_violations(odd, Pins(dp=8), LIMITS) == ["dp=8 does not divide the global batch of 12 sequences"]
     assert pin_violations(odd, Pins(cp=2), LIMITS) == ["cp=2 does not divide the sequence of 1001 tokens"]
+    (violation,) = pin_violations(odd, Pins(tp=2, sequence_parallel=True), LIMITS)
+    assert violation.endswith("along the sequence of 1001 tokens; degrees that can: none")
     mixing = replace(LIMITS, context_splits=False)
     (violation,) = pin_violations(TRAINING, Pins(cp=2), mixing)
     assert violation.startswith("cp > 1 needs a model in which attention alone mixes positions")
