@@ -12,25 +12,22 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.published.data import OUT_OF_MEMORY, RUNS, shipped
+from benchmarks.published.page import write_page
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
 from planner.errors import PlannerError
 
-ROOT = Path(__file__).resolve().parents[1]
-# Where the measured runs lie beside a checkout; they are no part of it.
-DATA_FOLDERS = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
-RUNS, OUT_OF_MEMORY = "published_runs.csv", "out_of_memory_runs.csv"
-
 
 def main() -> int:
     """Exit code 0; 2 where the file is missing or is no table of runs."""
     options = _parser().parse_args()
-    runs_file = options.runs or _shipped(RUNS)
+    runs_file = options.runs or shipped(RUNS)
     if runs_file is None:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
-    failed_file = options.oom or (_shipped(OUT_OF_MEMORY) if options.runs is None else None)
+    failed_file = options.oom or (shipped(OUT_OF_MEMORY) if options.runs is None else None)
     pricer = RunPricer()
     try:
         rows = price_rows(read_runs(runs_file), pricer)
@@ -39,6 +36,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     summary = summarise(rows, failed)
+    if options.page:
+        found = {run.id: run for run in read_runs(runs_file) if isinstance(run, Run)}
+        write_page(options.page, found, rows, summary)
     if not options.quiet:
         print_rows(rows)
     print_summary(summary)
@@ -111,15 +111,12 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _shipped(name: str) -> Path | None:
-    return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="table of runs, columns as in shared/data/published_runs.csv")
     parser.add_argument("--oom", type=Path, help="table of configurations that ran out of memory")
     parser.add_argument("--json", type=Path, help="write rows and summary here")
+    parser.add_argument("--page", type=Path, help="write the accuracy page and its chart here")
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     return parser
 

@@ -49,6 +49,16 @@ class StateFacts(_Value):
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
 
 
+class ErrorBand(_Value):
+    """Where measured step times lay around predictions of runs that had no part in the fit, as measured / predicted."""
+
+    low: Annotated[float, Field(gt=0)]
+    high: Annotated[float, Field(gt=0)]
+    coverage: Annotated[float, Field(gt=0, lt=1)]  # share of the runs inside
+    num_runs: Annotated[int, Field(ge=1)]
+    source: Annotated[str, Field(min_length=1)]
+
+
 class Recipe(_Value):
     """One framework, in one software generation."""
 
@@ -66,15 +76,19 @@ class Recipe(_Value):
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
     update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
     norm_traffic: Quantity  # bytes moved by norms over those of a fused kernel: eager norms make many passes
+    norm_saved_bytes: Quantity  # kept per element of a norm besides its input: eager norms keep fp32 copies
     tensor_parallel_rate: Quantity  # rate of tensor-parallel collectives over what the links sustain
     data_parallel_rate: Quantity  # rate of gradient reduction and parameter gathering over what the links sustain
     overlaps_reduction: bool  # gradients are reduced behind the backward pass
     overlaps_gather: bool  # updated parameters are gathered behind the next forward pass
     tensor_overlap: Quantity  # share of tensor-parallel communication that is hidden behind products
-    selective: Literal["products", "attention"]  # what selective recomputation keeps, or repeats: attention's core
+    # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core.
+    selective: Literal["products", "alternate_products", "attention"]
+    gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     allocator_reserve_fraction: Quantity | None = None  # None: the profile's
+    error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
 
 
 @lru_cache(maxsize=1)

@@ -72,6 +72,9 @@ def _headline(plan: Plan) -> Text:
     if plan.prediction is not None:
         p = plan.prediction
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
+        if p.step_time_low_s is not None and p.step_time_high_s is not None:
+            held = f"{p.step_time_coverage:.0%} of held-out runs" if p.step_time_coverage else "held-out runs"
+            text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)})")
         text.append(
             f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
             f"(MFU {p.mfu:.1%}), {size(max(p.peak_memory_bytes))} of {size(p.memory_capacity_bytes)} on the "

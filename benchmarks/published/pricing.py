@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.published.frameworks import attention_name_of, recipe_name_of
 from benchmarks.published.machines import cluster_of
@@ -103,19 +103,15 @@ class RunPricer:
         return self._graphs[key]
 
     def _sharding(self, target: PricingTarget, run: Run) -> Sharding:
+        """Placements as Megatron splits blocks, whatever the links: those that are best inside a node."""
         layout, profile = run.layout, target.cluster.profile
         degree_key = (layout.tp, layout.sequence_parallel)
-        inside = layout.tp <= profile.node.num_devices
-        key = (
-            run.architecture,
-            target.recipe.name,
-            target.precision,
-            profile.name,
-            inside or target.cluster.num_devices,
-            *degree_key,
-        )
+        key = (run.architecture, target.recipe.name, target.precision, profile.device.name, *degree_key)
         if key not in self._shardings:
-            self._shardings[key] = shard_units(target, degree_key, {}, self._solver.solve_placement)
+            inside = profile.tiers[0].model_copy(update={"num_devices": None})
+            cluster = target.cluster.model_copy(update={"profile": profile.model_copy(update={"tiers": (inside,)})})
+            one_node = replace(target, cluster=cluster)
+            self._shardings[key] = shard_units(one_node, degree_key, {}, self._solver.solve_placement)
         sharding = self._shardings[key]
         if sharding is None:
             raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")

@@ -135,6 +135,9 @@ class PredictionSection(_Value):
     memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank
     breakdown_s: BreakdownSection
     usd_per_step: float | None = None
+    step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to
+    step_time_high_s: float | None = None
+    step_time_coverage: float | None = None  # share of those runs inside the band
 
 
 class Candidate(_Value):

@@ -16,7 +16,7 @@ from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
 from costmodels.workload import CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec
+from hardware_profiles.schema import ClusterSpec, SoftwareProfile
 from planner.parallelism import Recompute
 from planner.pricing.unit_costs import UnitCosts, UnitStates
 from planner.space.search_space import Choice, Training
@@ -171,7 +171,7 @@ class CostTable:
         # ZeRO 3 gathers in forward and again in backward; from ZeRO 2 on gradients are reduced every micro-batch.
         in_forward = np.where(zero == 3, gather, 0.0)
         in_backward = in_forward + np.where(zero >= 2, reduce, 0.0)
-        software = self.cluster.profile.software
+        software = self.software
         return Parts(
             compute_forward_s=forward,
             compute_backward_s=compute_backward,
@@ -211,6 +211,13 @@ class CostTable:
         return optimizer_step_s(
             num_elements, self.training.optimizer.value, device, self.recipe.update_extra_bytes.value
         )
+
+    @property
+    def software(self) -> SoftwareProfile:
+        """The cluster's software, with the recipe's allocator where that is known."""
+        reserve = self.recipe.allocator_reserve_fraction
+        software = self.cluster.profile.software
+        return software if reserve is None else software.model_copy(update={"allocator_reserve_fraction": reserve})
 
     @property
     def capacity_bytes(self) -> float:

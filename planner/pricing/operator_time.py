@@ -43,7 +43,7 @@ def node_time_s(node: Node, target: PricingTarget, *, fraction: float, scale: fl
         return 0.0
     device, precision, recipe = target.cluster.profile.device, target.precision, target.recipe
     if node.op_class in (OpClass.MEMORY_BOUND, OpClass.VIEW):
-        moved = num_bytes * recipe.memory_traffic.value * (recipe.norm_traffic.value if _is_norm(node) else 1.0)
+        moved = num_bytes * recipe.memory_traffic.value * (recipe.norm_traffic.value if is_norm(node) else 1.0)
         return op_time_s(OpWorkload(PricedClass.MEMORY_BOUND, 0.0, moved), device, precision)
     if node.op_class is OpClass.ATTENTION and not target.attention_kernel.is_fused:
         scores = num_scores(node, target.graph) * fraction * grown
@@ -55,7 +55,8 @@ def node_time_s(node: Node, target: PricingTarget, *, fraction: float, scale: fl
     return num_kernels * op_time_s(workload, device, precision)
 
 
-def _is_norm(node: Node) -> bool:
+def is_norm(node: Node) -> bool:
+    """Whether the operator is a layer norm or an RMS norm."""
     return "rms_norm" in node.op or "layer_norm" in node.op
 
 

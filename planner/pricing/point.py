@@ -103,17 +103,18 @@ def spread_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...
     return (0, *(min(blocks[0] - 1 + each * k, len(is_block) - 1) for k in range(1, num_stages)))
 
 
-def weighted_starts(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """First units of stages filled in order until each reaches its share of ``weights``; None where one is empty.
+def weighted_starts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """First units of stages filled in order until each reaches its share of ``weights``; the last may stay empty.
 
-    As nanotron fills them (nanotron/models/base.py): the unit that passes a stage's share is its last.
+    As nanotron fills them (nanotron/models/base.py): the unit that passes a stage's share is its last. Shares within a
+    thousandth count as reached: norms and biases, which it does not weigh, are no reason to pass one.
     """
-    total, passed, starts = sum(weights), 0.0, [0]
-    for unit, weight in enumerate(weights[:-1]):
+    total, passed, starts = sum(weights) * (1 + 1e-3), 0.0, [0]
+    for unit, weight in enumerate(weights):
         passed += weight
         if passed > total * len(starts) / num_stages and len(starts) < num_stages:
             starts.append(unit + 1)
-    return tuple(starts) if len(starts) == num_stages else None
+    return (*starts, *[len(weights)] * (num_stages - len(starts)))
 
 
 @lru_cache(maxsize=256)
@@ -160,16 +161,14 @@ class Point:
         if self.table.recipe.partition == "weighted":
             # Weights of blocks and head by their parameters; an embedding is only looked up.
             elements = [self._states[kind].total + self._states[kind].tied for kind in units.kinds]
-            found = weighted_starts([0.0 if u == 0 else e for u, e in enumerate(elements)], num_stages)
-            if found is not None:
-                return found
+            return weighted_starts([0.0 if u == 0 else e for u, e in enumerate(elements)], num_stages)
         return self.even_starts()
 
     def stage_problem(self) -> StageProblem:
         """The program that cuts the units into one stage a rank."""
         table, choice = self.table, self.choice
         kinds = list(table.units.kinds)
-        software = table.cluster.profile.software
+        software = table.software
         reserve = 1 + software.allocator_reserve_fraction.value
         pp = choice.mesh.pp
         by_kind = {
@@ -210,6 +209,8 @@ class Point:
         """Memory besides states and kept activations while one of ``units`` is at work."""
         table, choice = self.table, self.choice
         kinds = {table.units.kinds[u] for u in units}
+        if not kinds:
+            return []
         rows = [("working_set", max(self._costs[k].working_bytes for k in kinds))]
         largest = max(self._states[k].total for k in kinds)
         if choice.zero_stage == 3:
@@ -307,7 +308,7 @@ class Point:
         """The memory of every pipeline rank at its peak, row by row."""
         table, choice = self.table, self.choice
         pp = choice.mesh.pp
-        software = table.cluster.profile.software
+        software = table.software
         kept = stage_sums(tuple(self._costs[k].kept_bytes for k in table.units.kinds), starts)
         flying = self._activation_bytes(kept)
         found: list[MemoryLedger] = []
@@ -344,7 +345,9 @@ def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, par
     Reduction hides behind the backward of the last micro-batch, except for the last bucket; gathering behind
     the forward of the first, except for the first unit.
     """
-    software = table.cluster.profile.software
+    if not kinds:
+        return 0.0
+    software = table.software
     reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
     exposed = 0.0
     recipe = table.recipe

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from costmodels.communication import latency_and_seconds_per_byte
 from costmodels.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
-from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s, num_scores
+from planner.pricing.operator_time import PricingTarget, is_norm, kernels_issued, node_time_s, num_scores
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.space.op_rules import op_name
 
@@ -84,9 +85,7 @@ def unit_costs(
     memory = _SavedBytes(target, unit, sharded, scale)
     repeated = {
         Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: _compute_s(
-            [n for n in nodes if _is_repeated(n, target)], target, sharded, scale=scale, backward=False
-        ),
+        Recompute.SELECTIVE: _compute_s(_repeated(nodes, target), target, sharded, scale=scale, backward=False),
         Recompute.FULL: forward + tensor_forward + context_forward,
     }[mode]
     kept = memory.kept(mode)
@@ -104,11 +103,21 @@ def unit_costs(
     )
 
 
-def _is_repeated(node: Node, target: PricingTarget) -> bool:
-    """Whether selective recomputation runs this operator again."""
+def _kept_products(nodes: list[Node], target: PricingTarget) -> list[Node]:
+    """Operators whose outputs selective recomputation keeps."""
+    products = [n for n in nodes if n.op_class in _PRODUCTS]
+    if target.recipe.selective == "alternate_products":
+        attention = [n for n in products if n.op_class is OpClass.ATTENTION]
+        return attention + [n for n in products if n.op_class is not OpClass.ATTENTION][::2]
+    return products
+
+
+def _repeated(nodes: list[Node], target: PricingTarget) -> list[Node]:
+    """Operators that selective recomputation runs again."""
     if target.recipe.selective == "attention":
-        return node.op_class is OpClass.ATTENTION
-    return node.op_class not in _PRODUCTS
+        return [n for n in nodes if n.op_class is OpClass.ATTENTION]
+    kept = {n.id for n in _kept_products(nodes, target)}
+    return [n for n in nodes if n.id not in kept]
 
 
 def _compute_s(
@@ -174,6 +183,8 @@ class _SavedBytes:
         self._graph, self._unit, self._sharded, self._scale = target.graph, unit, sharded, scale
         self._target = target
         self._inside = set(unit.nodes)
+        splits_sequence = any(sharded.placements.get(i) == Shard(1) for i in unit.boundary)
+        self._keeps_split = target.recipe.gathers_inputs_again and splits_sequence
 
     def local_bytes(self, node: Node) -> float:
         """One rank's part of the node's output for one micro-batch."""
@@ -198,7 +209,7 @@ class _SavedBytes:
             }
             return self._storages(saved) + self._extras(kept)
         if mode is Recompute.SELECTIVE:
-            products = [n for n in nodes if n.op_class in _PRODUCTS]
+            products = _kept_products(nodes, self._target)
             return self._storages(entering | {n.storage for n in products}) + self._extras(
                 [n for n in products if n.op_class is OpClass.ATTENTION]
             )
@@ -218,7 +229,13 @@ class _SavedBytes:
         return largest
 
     def _storages(self, storages: set[int]) -> float:
-        return sum(self.local_bytes(self._graph.nodes[s]) for s in storages if self._graph.nodes[s].batch_dependent)
+        kept = (self._graph.nodes[s] for s in storages if self._graph.nodes[s].batch_dependent)
+        return sum(self._kept_share(node) * self.local_bytes(node) for node in kept)
+
+    def _kept_share(self, node: Node) -> float:
+        """Of a rank's part of the output: what was gathered for a product may be kept split."""
+        is_gathered = self._keeps_split and self._sharded.local_share(node.id) == 1.0 and is_floating(node)
+        return 1 / self._sharded.degree if is_gathered else 1.0
 
     def _extras(self, nodes: list[Node]) -> float:
         return sum(
@@ -231,6 +248,8 @@ class _SavedBytes:
         kernel = self._target.attention_kernel
         if node.op_class is OpClass.ATTENTION and not kernel.is_fused:
             return kernel.saved_score_bytes.value * num_scores(node, self._graph)
+        if is_norm(node):
+            return node.saved_extra_bytes + self._target.recipe.norm_saved_bytes.value * prod(node.shape)
         return node.saved_extra_bytes
 
 

@@ -122,7 +122,7 @@ class _Group:
         static = self._static_bytes()
         kept = self._table.column("kept_bytes")[self._rows]
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
-        software = self._table.cluster.profile.software
+        software = self._table.software
         outside = MemoryLedger().with_reserve(software, 0).total_bytes
         tensors = self._interleaved_bytes(static, kept) if self._virtual > 1 else self._weighted_bytes(static, kept)
         return (tensors + working) * (1 + software.allocator_reserve_fraction.value) + outside

@@ -163,6 +163,7 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
     tokens = training.global_batch_size * training.seq_len
     flops_per_s = table.flops_per_sequence * training.global_batch_size / time / num_devices
     price = cluster.profile.device.usd_per_hour
+    band = table.recipe.error_band
     return PredictionSection(
         step_time_s=time,
         tokens_per_s_per_gpu=tokens / time / num_devices,
@@ -173,6 +174,9 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
         memory_breakdown_bytes=tuple({n: round(b) for n, b in ledger.rows} for ledger in priced.ledgers),
         breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
         usd_per_step=None if price is None else price.value * num_devices * time / 3600,
+        step_time_low_s=None if band is None else time * band.low,
+        step_time_high_s=None if band is None else time * band.high,
+        step_time_coverage=None if band is None else band.coverage,
     )
 
 
@@ -192,6 +196,18 @@ def candidate(label: str, priced: Priced, table: CostTable) -> Candidate:
         peak_memory_bytes=round(priced.peak_memory_bytes),
         fits=priced.peak_memory_bytes <= table.capacity_bytes,
     )
+
+
+def execution_warnings(choice: Choice, table: CostTable) -> tuple[str, ...]:
+    """What `planner run` would refuse in the plan, and the pin that avoids it."""
+    found: list[str] = []
+    if choice.mesh.cp > 1:
+        found.append(
+            f"planner run does not execute context parallelism yet (cp={choice.mesh.cp}): pin --cp 1 to train with it"
+        )
+    if table.training.precision.value in ("fp16", "fp8"):
+        found.append(f"planner run does not execute {table.training.precision.value} yet: bf16 and fp32 it does")
+    return tuple(found)
 
 
 def layout_text(choice: Choice) -> str:

@@ -1,0 +1,14 @@
+"""Where the tables of published runs lie beside a checkout; they are no part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA_FOLDERS = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
+RUNS, OUT_OF_MEMORY = "published_runs.csv", "out_of_memory_runs.csv"
+
+
+def shipped(name: str) -> Path | None:
+    """The table called ``name``, where it is at hand."""
+    return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)

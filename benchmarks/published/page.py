@@ -1,0 +1,179 @@
+"""docs/accuracy.md and its chart, made from the rows of one fidelity run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from benchmarks.published.runs import Run
+from benchmarks.published.summary import Row, Summary
+from costmodels.recipe import load_recipe
+
+INTRODUCTION = """# How close predictions come
+
+Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by hand. Every row of the table of
+published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
+recipes (`costmodels/recipes`) were fitted by `python -m benchmarks.calibrate` to these same rows, so the figures here
+are **in sample**; the section "Held out" says what remains when a source had no part in the fit. An error is predicted
+over measured, less one.
+"""
+NOT_MODELLED = """## What is not modelled
+
+- Machines that were sick: runs 2 to 20 times slower than others of the same layout and cluster (nanotron sweep:
+  pipelines of many small micro-batches with tensor parallelism, groups across nodes) are priced as if all were well.
+- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone.
+- Sending takes the sender of a pipeline no time, only the receiver waits.
+- Zero-bubble schedules, offload and the imbalance of experts: such rows are skipped, or priced as balanced.
+- Fragmentation as such: the allocator's reserve is one share of what is allocated.
+- Caches of the chip: memory-bound kernels move every byte through device memory.
+- The host: each kernel takes the same time to issue, whatever the machine's processor.
+- Rows whose global batch was inferred by the table's makers: in some 13B rows of the layout study step time grows with
+  the micro-batch as if there were eight times fewer micro-batches; they are priced as they stand.
+"""
+WORST_ROWS = 25
+CHART_SIZE, CHART_MARGIN = 560, 50
+
+
+def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], summary: Summary) -> None:
+    """Writes the page and, beside it, the chart of the same name."""
+    priced = [row for row in rows if row.error is not None]
+    chart = path.with_suffix(".svg")
+    chart.write_text(_chart(priced), encoding="utf-8")
+    parts = [
+        INTRODUCTION,
+        _summary(summary),
+        f"![measured against predicted step time]({chart.name})\n",
+        _bands({row.recipe for row in priced}),
+        _by("source", priced, lambda row: row.source),
+        _by("recipe", priced, lambda row: row.recipe),
+        _by("GPU", priced, lambda row: runs[row.id].hardware.gpu_type),
+        _by("model size (hidden width)", priced, lambda row: _width(runs[row.id])),
+        _by("parallel mode", priced, lambda row: _mode(runs[row.id])),
+        _by("recomputation", priced, lambda row: runs[row.id].layout.recompute.value),
+        _worst(priced),
+        NOT_MODELLED,
+        _all_rows(rows),
+    ]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _summary(summary: Summary) -> str:
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    tau = summary.kendall_tau_within_groups
+    wrong, ran = summary.num_ran_called_infeasible, summary.num_ran_priced
+    right, failed = summary.num_oom_called_infeasible, summary.num_oom_priced
+    lines = [
+        "| figure | value |",
+        "|---|---|",
+        f"| rows, skipped | {summary.num_rows}, {summary.num_skipped} |",
+        f"| step time MAPE, median, 90th percentile | {percent(summary.mape)}, {percent(summary.median_ape)}, "
+        f"{percent(summary.p90_ape)} |",
+        f"| step time bias | {percent(summary.bias)} |",
+        f"| Kendall's tau inside {summary.num_groups} groups | {'-' if tau is None else f'{tau:.3f}'} |",
+        f"| regret of the layout predicted fastest, mean and worst | {percent(summary.mean_regret)}, "
+        f"{percent(summary.max_regret)} |",
+        f"| peak memory MAPE | {percent(summary.memory_mape)} ("
+        + ", ".join(f"{kind} {percent(error)}" for kind, error in summary.memory_mape_by_kind.items())
+        + ") |",
+        f"| ran, but called infeasible | {wrong} of {ran} |",
+        f"| out of memory, and called infeasible | {right} of {failed} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bands(names: set[str]) -> str:
+    """What the recipes say of held-out runs."""
+    lines = [
+        "## Held out\n",
+        "Each source left out of the fit in turn (`python -m benchmarks.calibrate --held-out --write`); the band",
+        "holds the given share of measured over predicted step times of those runs. `planner search` shows the band",
+        "of our executor (`planner`), which is that of all sources together.\n",
+        "| recipe | band | share of runs inside | runs |",
+        "|---|---|---|---|",
+    ]
+    for name in ("planner", *sorted(names - {"planner"})):
+        band = load_recipe(name).error_band
+        if band is not None:
+            lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.coverage:.0%} | {band.num_runs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by(title: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row.error or 0.0)
+    lines = [f"## By {title}\n", f"| {title} | rows | MAPE | median | bias |", "|---|---|---|---|---|"]
+    for name, errors in sorted(groups.items()):
+        absolute = list(map(abs, errors))
+        lines.append(
+            f"| {name} | {len(errors)} | {fmean(absolute):.1%} | {median(absolute):.1%} | {fmean(errors):+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _width(run: Run) -> str:
+    hidden = run.architecture.hidden
+    return next((f"{low:>5} and more" for low in (12288, 8192, 4096, 2048) if hidden >= low), " below 2048")
+
+
+def _mode(run: Run) -> str:
+    layout = run.layout
+    names = [f"ZeRO {layout.zero_stage}" if layout.zero_stage else "", "TP" if layout.tp > 1 else ""]
+    names += ["SP" if layout.sequence_parallel else "", "PP" if layout.pp > 1 else "", "DP" if layout.dp > 1 else ""]
+    return " + ".join(name for name in names if name) or "one GPU"
+
+
+def _worst(rows: Sequence[Row]) -> str:
+    lines = ["## The worst rows\n", "| run | measured s | predicted s | error |", "|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: -abs(math.log1p(row.error or 0.0)))[:WORST_ROWS]:
+        lines.append(
+            f"| {row.id} | {row.measured_step_time_s:.4g} | {row.predicted_step_time_s:.4g} | {row.error:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _all_rows(rows: Sequence[Row]) -> str:
+    lines = ["## Every row\n", "| run | measured s | predicted s | error | memory error |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row.skipped is not None or row.error is None:
+            lines.append(f"| {row.id} | | skipped: {row.skipped} | | |")
+            continue
+        memory = "" if row.memory_error is None else f"{row.memory_error:+.1%}"
+        times = f"{row.measured_step_time_s:.4g} | {row.predicted_step_time_s:.4g}"
+        lines.append(f"| {row.id} | {times} | {row.error:+.1%} | {memory} |")
+    return "\n".join(lines) + "\n"
+
+
+def _chart(rows: Sequence[Row]) -> str:
+    """Measured (across) against predicted (up), both logarithmic, with the line of equality."""
+    points = [(row.measured_step_time_s or 1.0, row.predicted_step_time_s or 1.0) for row in rows]
+    low = math.log10(min(min(point) for point in points)) if points else 0.0
+    high = math.log10(max(max(point) for point in points)) if points else 1.0
+    span = CHART_SIZE - 2 * CHART_MARGIN
+
+    def place(seconds: float) -> float:
+        return CHART_MARGIN + span * (math.log10(seconds) - low) / (high - low)
+
+    dots = "".join(
+        f'<circle cx="{place(measured):.1f}" cy="{CHART_SIZE - place(predicted):.1f}" r="2" fill-opacity="0.4"/>'
+        for measured, predicted in points
+    )
+    ticks = "".join(
+        f'<text x="{place(10.0**k):.0f}" y="{CHART_SIZE - 30}" text-anchor="middle">{10.0**k:g}</text>'
+        f'<text x="{CHART_MARGIN - 8}" y="{CHART_SIZE - place(10.0**k) + 4:.0f}" text-anchor="end">{10.0**k:g}</text>'
+        for k in range(math.ceil(low), math.floor(high) + 1)
+    )
+    first, last = CHART_MARGIN, CHART_SIZE - CHART_MARGIN
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{CHART_SIZE}" height="{CHART_SIZE}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f'<line x1="{first}" y1="{last}" x2="{last}" y2="{first}" stroke="gray"/>{dots}{ticks}'
+        f'<text x="{CHART_SIZE / 2}" y="{CHART_SIZE - 8}" text-anchor="middle">measured step time, s</text>'
+        f'<text x="14" y="{CHART_SIZE / 2}" text-anchor="middle" transform="rotate(-90 14 {CHART_SIZE / 2})">'
+        f"predicted step time, s</text></svg>\n"
+    )

@@ -1,0 +1,164 @@
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published.pricing import RunPricer
+from benchmarks.published.runs import Rejected, Run, read_runs
+from benchmarks.published.summary import Row, kendall_tau, order_in_group, summarise
+from planner.parallelism import Recompute
+
+ROOT = Path(__file__).resolve().parents[3]
+ROW = {
+    "id": "toy",
+    "source_title": "A toy of 2022",
+    "source_ref": "",
+    "notes": "",
+    "model_name": "toy",
+    "layers": "4",
+    "hidden": "512",
+    "heads": "8",
+    "kv_heads": "",
+    "head_dim": "",
+    "ffn": "2048",
+    "vocab": "1024",
+    "seq_len": "256",
+    "mlp_type": "gelu",
+    "tied_embeddings": "True",
+    "gpu_type": "A100-80GB-SXM",
+    "gpu_mem_gb": "80",
+    "n_gpus": "8",
+    "gpus_per_node": "8",
+    "inter_node_link_gbps_per_gpu": "",
+    "dp": "2",
+    "tp": "2",
+    "pp": "2",
+    "vpp": "1",
+    "cp": "1",
+    "sp": "False",
+    "ep": "1",
+    "zero_stage_or_fsdp": "1(all DP)",
+    "global_batch_sequences": "32",
+    "micro_batch": "2",
+    "precision": "bf16",
+    "recompute": "none",
+    "offload": "none",
+    "flash_attention": "True",
+    "schedule": "1F1B",
+    "iteration_time_s": "0.1",
+    "peak_memory_gb_per_gpu": "2",
+    "peak_memory_kind": "max over ranks of torch max_memory_allocated (GiB)",
+    "group": "toys",
+}
+
+
+def write(path: Path, *changes: dict[str, str]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(ROW))
+        writer.writeheader()
+        writer.writerows({**ROW, **change} for change in changes)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pricer() -> RunPricer:
+    return RunPricer()
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    (run,) = read_runs(write(tmp_path_factory.mktemp("runs") / "runs.csv", {}))
+    assert isinstance(run, Run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "stage", "shard_size"),
+    [
+        ("0", 0, None),
+        ("1(shard 8, in-node)", 1, 8),
+        ("FSDP-FULL_SHARD(3)", 3, None),
+        ("FSDP-SHARD_GRAD_OP(2)", 2, None),
+        ("FSDP2(3)", 3, None),
+        ("HSDP", 3, None),
+    ],
+)
+def test_sharding_words(tmp_path: Path, words: str, stage: int, shard_size: int | None) -> None:
+    (run,) = read_runs(write(tmp_path / "runs.csv", {"zero_stage_or_fsdp": words}))
+    assert isinstance(run, Run)
+    assert (run.layout.zero_stage, run.layout.shard_size) == (stage, shard_size)
+
+
+def test_a_row_without_a_needed_number_is_rejected_with_the_reason(tmp_path: Path) -> None:
+    rows = list(read_runs(write(tmp_path / "runs.csv", {"hidden": ""}, {"micro_batch": "two"}, {})))
+    assert [isinstance(row, Rejected) for row in rows] == [True, True, False]
+    assert isinstance(rows[0], Rejected)
+    assert rows[0].reason == "hidden is blank and has no default"
+
+
+def test_scores_in_memory_cost_time_and_memory(toy: Run, pricer: RunPricer) -> None:
+    fused = pricer.price(toy).priced
+    plain = pricer.price(replace(toy, flash_attention=False)).priced
+    assert plain.step_time_s > fused.step_time_s
+    assert plain.ledgers[0].bytes_of("activations") > fused.ledgers[0].bytes_of("activations")
+
+
+def test_recomputation_costs_time_and_saves_memory(toy: Run, pricer: RunPricer) -> None:
+    full = pricer.price(replace(toy, layout=replace(toy.layout, recompute=Recompute.FULL))).priced
+    none = pricer.price(toy).priced
+    assert full.step_time_s > none.step_time_s
+    assert full.peak_memory_bytes < none.peak_memory_bytes
+
+
+def test_faster_links_never_make_a_run_slower(toy: Run, pricer: RunPricer) -> None:
+    times: list[float] = []
+    for rate in (10e9, 100e9, 400e9):
+        hardware = replace(toy.hardware, devices_per_node=2, inter_node_bits_per_s=rate)
+        times.append(pricer.price(replace(toy, hardware=hardware)).priced.step_time_s)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_a_slow_host_bounds_small_kernels(toy: Run, pricer: RunPricer) -> None:
+    name = pricer.price(toy).recipe_name
+    recipe = pricer.recipe(name)
+    slow = recipe.model_copy(update={"host_s_per_kernel": recipe.host_s_per_kernel.model_copy(update={"value": 1e-3})})
+    bound = replace(pricer, recipes={name: slow}).price(toy).priced.step_time_s
+    # 16 micro-batches, 2 blocks a stage: at least some ten kernels each way and block
+    assert bound > 8 * 2 * 20 * 1e-3 > pricer.price(toy).priced.step_time_s
+
+
+def test_kendalls_tau_and_regret() -> None:
+    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
+    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1
+    assert kendall_tau([(1, 1), (2, 1), (3, 1)]) == 0
+    assert order_in_group([(1.0, 5.0), (1.2, 4.0), (2.0, 9.0)]) == pytest.approx((1 / 3, 0.2))
+
+
+def test_summary_counts_feasibility_and_skipped_rows() -> None:
+    ran = [Row(str(i), "s", "g", 1.0, 1.1, 0.1, fits=i > 0) for i in range(4)]
+    failed = [Row(str(i), "s", "", None, 1.0, fits=i == 0) for i in range(4)]
+    summary = summarise([*ran, Row("x", "s", "", 1.0, skipped="why")], failed)
+    assert (summary.num_rows, summary.num_skipped, summary.num_groups) == (5, 1, 1)
+    assert summary.oom_recall == 3 / 4
+    assert summary.oom_precision == 3 / 4
+    assert summary.mape == pytest.approx(0.1)
+
+
+def test_the_program_writes_the_keys_of_the_interface(tmp_path: Path) -> None:
+    runs = write(tmp_path / "runs.csv", {}, {"id": "other", "schedule": "DualPipe"})
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.fidelity", "--runs", str(runs), "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    document = json.loads(out.read_text(encoding="utf-8"))
+    keys = "id measured_step_time_s predicted_step_time_s error measured_peak_memory_bytes predicted_peak_memory_bytes"
+    assert set(f"{keys} memory_error skipped".split()) <= document["rows"][0].keys()
+    summary = """num_rows num_skipped mape median_ape p90_ape bias mape_by_source memory_mape kendall_tau_within_groups
+        mean_regret max_regret oom_precision oom_recall"""
+    assert set(summary.split()) <= document["summary"].keys()
+    assert document["rows"][1]["skipped"] == "schedule 'DualPipe' is not priced"
+    assert "skipped: schedule" in done.stdout
