@@ -11,9 +11,13 @@ what the model computes in float32 stay in float32.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import logging
 import traceback
 import warnings
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,13 +115,28 @@ def export_step(loaded: LoadedModel, stand_in: StandIn) -> torch.export.Exported
     """torch.export of the forward pass with its loss; ModelError names the operator and the line."""
     step = TrainingStep(stand_in.model, loaded.loss_fn, stand_in.inputs)
     try:
-        with warnings.catch_warnings(), torch.device(stand_in.device):
-            warnings.simplefilter("ignore")  # export's own; what the user's code warns of shows when it runs
+        with quiet_export(), torch.device(stand_in.device):
             return torch.export.export(step, (stand_in.batch,), strict=False)
     except ModelError:
         raise
     except Exception as error:
         raise _trace_error(loaded, error) from error
+
+
+@contextlib.contextmanager
+def quiet_export() -> Generator[None]:
+    """Keeps torch's warnings, logs and half-traced graphs from the user, whose own warnings show when the model runs.
+
+    What goes wrong is in the exception.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def list_parameters(model: nn.Module) -> tuple[Parameter, ...]:

@@ -1,0 +1,352 @@
+"""The command line as a user meets it: exit codes, what goes to stdout and what to stderr, and every bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import main
+from planner.graph.graph_file import write_graph
+from planner.parallelism import Precision
+from planner.plan.schema import Plan
+from tests.planning import graph_of
+
+Run = Callable[..., tuple[int, str, str]]
+TINY = ("search", "llama-tiny", "--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A wide terminal, and traces kept for this session alone."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``planner`` with arguments: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        code = caught.value.code
+        assert isinstance(code, int)
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    write_graph(graph_of("llama-tiny", 64), path)
+    return path
+
+
+# -- what works -----------------------------------------------------------------------------------------
+
+
+def test_search_shows_a_table_and_talks_on_stderr(run: Run) -> None:
+    code, out, err = run(*TINY[:-4])
+    assert code == 0
+    assert "llama-tiny (230 k parameters) on 8 GPUs of dgx-h100-80gb" in out
+    for part in ("Where the time goes", "Peak memory by pipeline rank", "plain FSDP", "OPTIMAL"):
+        assert part in out, part
+    assert "no --hardware given: planning for dgx-h100-80gb" in err
+    assert "no --global-batch given: 65536 sequences of 64 tokens" in err
+    assert "note" not in out
+
+
+def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    code, out, err = run(*TINY, "--json", "-o", file)
+    assert code == 0
+    plan = Plan.model_validate_json(out)
+    assert Plan.model_validate_json(file.read_text()) == plan
+    assert f"wrote {file}" in err
+    assert plan.search is not None
+    assert plan.search.status == "OPTIMAL"
+    assert plan.search.bound_step_time_s == plan.prediction.step_time_s  # type: ignore[union-attr]
+
+
+def test_estimate_says_what_search_said(run: Run, tmp_path: Path) -> None:
+    file, again = tmp_path / "plan.json", tmp_path / "again.json"
+    run(*TINY, "-o", file)
+    code, out, err = run("estimate", file, "--json", "-o", again)
+    assert (code, err) == (0, f"wrote {again}\n")
+    made, priced = Plan.model_validate_json(file.read_text()), Plan.model_validate_json(out)
+    assert made.prediction is not None
+    assert priced.prediction is not None
+    assert priced.prediction.step_time_s == pytest.approx(made.prediction.step_time_s, rel=1e-6)
+    assert priced.prediction.peak_memory_bytes == pytest.approx(made.prediction.peak_memory_bytes, rel=1e-6)
+    assert Plan.model_validate_json(again.read_text()) == priced
+
+
+def test_every_pin_is_kept(run: Run) -> None:
+    pins = "--tp 2 --pp 2 --dp 2 --cp 1 --ep 1 --zero 1 --micro-batch 2 --schedule Interleaved1F1B --virtual-stages 2"
+    more = "--recompute full --offload none --sequence-parallel --optimizer sgd"
+    code, out, _ = run(*TINY, *pins.split(), *more.split(), "--json")
+    assert code == 0
+    plan = Plan.model_validate_json(out)
+    mesh, pipeline = plan.mesh, plan.pipeline
+    assert (mesh.tp, mesh.pp, mesh.dp_replicate * mesh.dp_shard, mesh.cp, mesh.ep) == (2, 2, 2, 1, 1)
+    assert (plan.zero_stage, pipeline.micro_batch_size, pipeline.virtual_stages) == (1, 2, 2)
+    assert pipeline.schedule == "Interleaved1F1B"
+    assert plan.recompute[0].mode == "full"
+    assert plan.placements.sequence_parallel
+    assert plan.training.optimizer == "sgd"
+
+
+def test_top_gives_that_many_runners_up(run: Run) -> None:
+    for top in (1, 3):
+        _, out, _ = run(*TINY, "--top", top, "--json")
+        search = Plan.model_validate_json(out).search
+        assert search is not None
+        assert len(search.runners_up) == top
+
+
+def test_a_graph_gives_the_plan_of_its_model(run: Run, graph_file: Path) -> None:
+    plans = [Plan.model_validate_json(run("search", m, *TINY[2:], "--json")[1]) for m in ("llama-tiny", graph_file)]
+    for plan in plans:
+        assert plan.search is not None
+    unlike = {"search": None, "model": None}
+    assert plans[0].model_copy(update=unlike) == plans[1].model_copy(update=unlike)
+
+
+def test_a_config_and_a_user_file_are_planned(run: Run) -> None:
+    for model in ("tests/fixtures/hf/llama", "examples/tiny_gpt.py"):
+        code, out, _ = run("search", model, "--gpus", 8, "--seq-len", 128, "--global-batch", 16, "--json")
+        assert code == 0
+        assert Plan.model_validate_json(out).model.source == model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp8"])
+def test_other_precisions(run: Run, precision: str) -> None:
+    code, out, _ = run("search", "llama-tiny", "--gpus", 8, "--global-batch", 16, "--precision", precision, "--json")
+    assert code == 0
+    assert Plan.model_validate_json(out).training.precision == Precision(precision)
+
+
+# -- what does not ----------------------------------------------------------------------------------------
+
+
+def refused(run: Run, *arguments: object) -> str:
+    """What a wrong command line is told; nothing on stdout, no traceback."""
+    code, out, err = run(*arguments)
+    assert code == 2, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.startswith("error: ")
+    assert "\nhint: " in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("absent.py", "no such file: absent.py"),
+        ("absent.json", "no such file: absent.json"),
+        ("llama3-7b", "nearest presets: llama3-70b, llama3-8b"),
+        ("tests", "folder tests holds no config.json"),
+        ("pyproject.toml", "no model 'pyproject.toml'"),
+    ],
+)
+def test_a_model_that_cannot_be_found(run: Run, model: str, message: str) -> None:
+    assert message in refused(run, "search", model, "--gpus", 8)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1\n", "has no build_model()"),
+        ("def build_model(\n", "model.py:1: '(' was never closed"),
+        ("raise RuntimeError('not today')\n", "not today"),
+        ("def build_model():\n    return 3\n", "int"),
+    ],
+)
+def test_a_file_without_a_model(run: Run, code: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(code)
+    assert message in refused(run, "search", path, "--gpus", 8)
+
+
+UNTRACEABLE = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        if x.sum() > 0:
+            x = x + 1
+        return self.head(x)
+"""
+
+
+def test_a_model_that_cannot_be_traced_is_told_where(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(UNTRACEABLE)
+    message = refused(run, "search", path, "--gpus", 8, "--seq-len", 8)
+    assert "model.py:12 `if x.sum() > 0:`" in message
+    assert "the control flow depends on the values of tensors" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hardware", "dgx-a10"), "the nearest names are dgx-a100-80gb"),
+        (("--hardware", "absent-profile.json"), "cannot be read"),
+        (("--hardware", "pyproject.toml"), "is not a valid hardware profile"),
+        (("--hardware", "dgx-2-v100-32gb"), "has no bf16 arithmetic"),
+        (("--tp", 3), "tp=3 does not divide the 8 GPUs; allowed: 1, 2, 4, 8"),
+        (("--pp", 8), "pp 8 * virtual stages 1 exceeds the 4 blocks of the model"),
+        (("--tp", 4, "--pp", 4), "pp * tp = 16 does not divide the 8 GPUs"),
+        (("--dp", 8, "--global-batch", 12), "dp=8 does not divide the global batch of 12 sequences"),
+        (("--global-batch", 12, "--micro-batch", 8), "micro-batch 8 * dp 1 does not divide the global batch of 12"),
+        (("--seq-len", 63, "--tp", 2, "--sequence-parallel"), "cannot split activations along the sequence of 63"),
+        (("--zero", 4), "--zero"),
+        (("--schedule", "2F2B"), "'GPipe', '1F1B', 'Interleaved1F1B'"),
+        (("--ep", 2), "expert parallelism is not searched yet"),
+        (("--offload", "cpu"), "offloading is not searched yet"),
+        (("--gpus", 0), "--gpus"),
+        (("--gpus", 10**7), "between 1 and 1,000,000"),
+        (("--frobnicate",), "No such option: --frobnicate"),
+        (("-o", "no/such/folder/plan.json"), "no/such/folder is no folder"),
+    ],
+)
+def test_bad_options(run: Run, options: tuple[object, ...], message: str) -> None:
+    assert message in refused(run, "search", "llama-tiny", "--gpus", 8, *options)
+
+
+def test_all_contradictions_at_once(run: Run) -> None:
+    message = refused(run, *TINY, "--tp", 3, "--pp", 5, "--micro-batch", 7)
+    assert message.count("\n  - ") == 4
+    assert all(part in message for part in ("tp=3", "pp=5", "micro-batch 7"))
+
+
+def test_a_missing_number_of_gpus(run: Run) -> None:
+    assert "--gpus" in refused(run, "search", "llama-tiny")
+
+
+def test_a_graph_of_another_length_is_refused_with_the_way_out(run: Run, graph_file: Path) -> None:
+    message = refused(run, "search", graph_file, "--gpus", 8, "--seq-len", 128)
+    assert "was traced with sequences of 64 tokens, not 128" in message
+    assert "planner trace MODEL --seq-len 128" in message
+
+
+def test_nothing_fits(run: Run) -> None:
+    code, out, err = run("search", "llama3-70b", "--gpus", 1, "--hardware", "dgx-a100-80gb")
+    assert (code, out) == (3, "")
+    assert "nothing fits: memory binds" in err
+    assert "optimizer" in err
+    assert "on that many of these GPUs a plan fits" in err
+    assert "Traceback" not in err
+
+
+def test_a_pin_that_prevents_fitting_is_named(run: Run) -> None:
+    small = ("--gpus", 8, "--hardware", "dgx-a100-80gb", "--seq-len", 2048, "--global-batch", 8)
+    code, _, err = run("search", "llama3-8b", *small, "--zero", 0, "--tp", 1, "--pp", 1, "--cp", 1)
+    assert code == 3
+    assert "with tp=1, pp=1, cp=1, zero=0" in err
+    assert "without that pin a plan fits" in err
+
+
+def test_no_time(run: Run) -> None:
+    code, out, err = run(*TINY, "--time-limit", 0)
+    assert (code, out) == (4, "")
+    assert "no plan was found in time (0 of" in err
+    assert "--time-limit" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[]", "holds a JSON list"),
+        ('{"model": "llama"}', "schema_version is None"),
+        ('{"schema_version": 2}', "schema_version is 2, this planner reads 1"),
+        ('{"schema_version": 1}', "mesh: Field required"),
+    ],
+)
+def test_what_is_no_plan(run: Run, content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    assert message in refused(run, "estimate", path)
+
+
+def test_a_missing_plan_and_a_foreign_key(run: Run, tmp_path: Path) -> None:
+    assert "cannot read" in refused(run, "estimate", tmp_path / "plan.json")
+    _, out, _ = run(*TINY, "--json")
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(out), "strategy": "best"}))
+    assert "strategy: Extra inputs are not permitted" in refused(run, "estimate", path)
+
+
+def test_a_plan_of_a_model_that_is_gone(run: Run, tmp_path: Path) -> None:
+    _, out, _ = run(*TINY, "--json")
+    plan = json.loads(out)
+    plan["model"]["source"] = "gone.py"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert "no such file: gone.py" in refused(run, "estimate", tmp_path / "plan.json")
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    code, _, err = run("search", "absent.py", "--gpus", 8, "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "no such file: absent.py" in err
+
+
+def test_markup_in_names_is_shown_as_it_is(run: Run) -> None:
+    assert "no model 'a[red]b'" in refused(run, "search", "a[red]b", "--gpus", 8)
+
+
+# -- without torch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("hardware", "list"),
+        ("hardware", "show", "dgx-h100-80gb"),
+        ("models",),
+        ("search", "GRAPH", "--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16"),
+        ("search", "absent", "--gpus", "8"),
+        ("estimate", "absent.json"),
+        ("--help",),
+    ],
+    ids=lambda a: " ".join(a[:2]),
+)
+def test_no_torch_is_imported(arguments: tuple[str, ...], graph_file: Path) -> None:
+    program = (
+        "import sys\n"
+        "from planner.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "sys.exit(7 if 'torch' in sys.modules else 0)"
+    )
+    given = [str(graph_file) if a == "GRAPH" else a for a in arguments]
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or done.stderr
+
+
+def test_the_program_exits_with_the_code_of_its_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "search", "absent.py", "--gpus", "8"],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no such file: absent.py\nhint: ")
