@@ -160,6 +160,7 @@ class Problem:
             placements=decode.placement_section(choice, graph, sharding, table.units.kinds),
             recompute=decode.recompute_rules(choice, graph),
             prediction=decode.prediction_section(priced, table),
+            warnings=decode.execution_warnings(choice, table),
         )
 
 
