@@ -8,9 +8,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextlib.contextmanager
-def fake_world(num_ranks: int) -> Generator[None]:
-    """Makes this process rank 0 of ``num_ranks`` while the context lasts."""
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+def fake_world(num_ranks: int, rank: int = 0) -> Generator[None]:
+    """Makes this process ``rank`` of ``num_ranks`` while the context lasts."""
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield
     finally:
