@@ -92,7 +92,8 @@ def _bands(names: set[str]) -> str:
         "## Held out\n",
         "Each source left out of the fit in turn (`python -m benchmarks.calibrate --held-out --write`); the band",
         "holds the given share of measured over predicted step times of those runs. `planner search` shows the band",
-        "of our executor (`planner`), which is that of all sources together.\n",
+        "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
+        "`benchmarks/results/calibration_published-runs_*.md`.\n",
         "| recipe | band | share of runs inside | runs |",
         "|---|---|---|---|",
     ]
