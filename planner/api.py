@@ -120,11 +120,12 @@ class Problem:
         best = self.reprice(outcome.best)
         runners = [p for p in outcome.ranking if p.choice != best.choice][:num_runners_up]
         reference = self.closest_baseline(baseline)
-        bound = best.step_time_s if outcome.is_exhausted else min(outcome.bound_s, best.step_time_s)
+        is_proved = outcome.is_exhausted and all(s.is_proved for kinds in self.shardings.values() for s in kinds)
+        bound = best.step_time_s if is_proved else min(outcome.bound_s, best.step_time_s)
         return self.describe(best).model_copy(
             update={
                 "search": SearchSection(
-                    status="OPTIMAL" if outcome.is_exhausted else "FEASIBLE",
+                    status="OPTIMAL" if is_proved else "FEASIBLE",
                     bound_step_time_s=bound,
                     gap=(best.step_time_s - bound) / best.step_time_s,
                     num_candidates=outcome.num_candidates,

@@ -42,6 +42,7 @@ class ShardedUnit:
     parameters: dict[str, Placement]
     module_outputs: dict[str, Placement]  # module FQN -> placement its output is redistributed to
     communication: tuple[CommunicationTerm, ...]
+    is_proved: bool = True  # no other placement takes less time
 
     def local_share(self, node_id: int) -> float:
         """Share of the node's output that one rank holds."""
@@ -159,6 +160,7 @@ class PlacementModel:
             parameters=parameters,
             module_outputs=outputs,
             communication=tuple(terms),
+            is_proved=solution.bound_ns >= solution.cost_ns,
         )
 
     # -- states ---------------------------------------------------------------------------------
