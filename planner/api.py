@@ -281,7 +281,7 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
 
 
 def smallest_change(problem: Problem) -> str:
-    """The first of: dropping one pin, or more GPUs, with which something fits."""
+    """The first with which something fits: dropping one pin, dropping all, more GPUs."""
     target, training, pins = problem.target, problem.space.training, problem.space.pins
     for field in fields(pins):
         if getattr(pins, field.name) is None:
@@ -289,13 +289,18 @@ def smallest_change(problem: Problem) -> str:
         freed = replace(pins, **{field.name: None})
         if something_fits(target.graph, target.cluster, training, freed):
             return f"drop --{field.name.replace('_', '-')}: without that pin a plan fits"
+    if pins != NO_PINS and something_fits(target.graph, target.cluster, training, NO_PINS):
+        return f"drop the pins {pins.describe()}: without all of them a plan fits"
     for factor in MORE_DEVICES:
         num_devices = target.cluster.num_devices * factor
-        batch = max(training.global_batch_size, num_devices)
-        grown = replace(training, global_batch_size=-(-batch // num_devices) * num_devices)
+        batch = -(-max(training.global_batch_size, num_devices) // num_devices) * num_devices
+        grown = replace(training, global_batch_size=batch)
         cluster = target.cluster.model_copy(update={"num_devices": num_devices})
         if something_fits(target.graph, cluster, grown, NO_PINS):
-            return f"use --gpus {num_devices}: on that many of these GPUs a plan fits"
+            options = f"--gpus {num_devices}" + (
+                f" --global-batch {batch}" if batch != training.global_batch_size else ""
+            )
+            return f"use {options}{' without pins' if pins != NO_PINS else ''}: on that many of these GPUs a plan fits"
     return "use devices with more memory, a shorter --seq-len, or --precision bf16"
 
 
