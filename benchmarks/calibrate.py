@@ -57,6 +57,7 @@ PARAMETERS: dict[str, tuple[float, float, float]] = {
 # A collective goes through Python, autograd and the communication library: about so many kernel launches.
 KERNELS_PER_COLLECTIVE = 2
 COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
+SPREAD = 101  # quantiles that stand for one source
 Values = Mapping[str, float]
 
 
@@ -233,11 +234,14 @@ def report_held_out(
 
 
 def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequence[float]]) -> None:
-    """The band of each recipe from the held-out residuals of its sources; of recipes without runs from all of them."""
+    """The band of each recipe from the held-out residuals of its sources; of recipes without runs from all of them.
+
+    Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
+    """
     of_names = {name: found.sources for found in fits.values() for name in found.names}
     for name in list_recipes():
         sources = of_names.get(name, tuple(held_out))
-        ratios = sorted(math.exp(-e) for source in sources for e in held_out[source])
+        ratios = sorted(ratio for source in sources for ratio in _spread([math.exp(-e) for e in held_out[source]]))
         tail = (1 - COVERAGE) / 2
         low, high = (ratios[round(share * (len(ratios) - 1))] for share in (tail, 1 - tail))
         path = RECIPES / f"{name}.json"
@@ -246,10 +250,16 @@ def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequ
             "low": round(min(low, 1.0), 3),
             "high": round(max(high, 1.0), 3),
             "coverage": COVERAGE,
-            "num_runs": len(ratios),
+            "num_runs": sum(len(held_out[source]) for source in sources),
             "source": f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}",
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """As many values of each source: its quantiles in even steps."""
+    ordered = sorted(values)
+    return [ordered[round(k / (SPREAD - 1) * (len(ordered) - 1))] for k in range(SPREAD)]
 
 
 def write(name: str, found: Fit, reserve: float | None) -> None:
