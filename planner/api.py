@@ -130,8 +130,8 @@ class Problem:
                     gap=(best.step_time_s - bound) / best.step_time_s,
                     num_candidates=outcome.num_candidates,
                     elapsed_s=outcome.elapsed_s,
-                    baseline=None if reference is None else decode.candidate("plain FSDP", reference, self.table),
-                    runners_up=tuple(decode.candidate(f"#{i + 2}", p, self.table) for i, p in enumerate(runners)),
+                    baseline=None if reference is None else decode.candidate("plain FSDP", reference),
+                    runners_up=tuple(decode.candidate(f"#{i + 2}", p) for i, p in enumerate(runners)),
                 )
             }
         )

@@ -21,6 +21,7 @@ from hardware_profiles.probes.scheduler import (
     kubernetes_pod,
     slurm_allocation,
 )
+from hardware_profiles.probes.sysfs import entries, text
 from hardware_profiles.schema import ClusterProfile
 
 _VIRTUAL_INTERFACE = re.compile(r"lo|(docker|veth|br-|cni|cali|flannel|virbr|tun|tap|dummy|tunl|sit|ifb).*")
@@ -261,32 +262,17 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _entries(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str | None:
-    """The content of a one-line file of sysfs; None where it is missing or the driver refuses to answer."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
 def _network_interfaces(sysfs: Path) -> tuple[NetworkInterface, ...]:
     found: list[NetworkInterface] = []
-    for path in _entries(sysfs / "class/net", r".+"):
+    for path in entries(sysfs / "class/net", r".+"):
         if _VIRTUAL_INTERFACE.fullmatch(path.name) or not path.is_dir():
             continue
-        megabits = _text(path / "speed") or ""
+        megabits = text(path / "speed") or ""
         known = megabits.isdigit() and int(megabits) > 0
         found.append(
             NetworkInterface(
                 name=path.name,
-                is_up=_text(path / "operstate") == "up",
+                is_up=text(path / "operstate") == "up",
                 bandwidth_bytes_per_s=int(megabits) * 1e6 / 8 if known else None,
             )
         )
@@ -295,15 +281,15 @@ def _network_interfaces(sysfs: Path) -> tuple[NetworkInterface, ...]:
 
 def _infiniband_ports(sysfs: Path) -> tuple[InfinibandPort, ...]:
     found: list[InfinibandPort] = []
-    for adapter in _entries(sysfs / "class/infiniband", r".+"):
-        for port in _entries(adapter / "ports", r"\d+"):
-            rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate") or "")
+    for adapter in entries(sysfs / "class/infiniband", r".+"):
+        for port in entries(adapter / "ports", r"\d+"):
+            rate = re.match(r"([\d.]+) Gb/sec", text(port / "rate") or "")
             found.append(
                 InfinibandPort(
                     adapter=adapter.name,
                     port=int(port.name),
-                    is_active="ACTIVE" in (_text(port / "state") or ""),
-                    link_layer=_text(port / "link_layer") or "unknown",
+                    is_active="ACTIVE" in (text(port / "state") or ""),
+                    link_layer=text(port / "link_layer") or "unknown",
                     bandwidth_bytes_per_s=float(rate[1]) * 1e9 / 8 if rate else None,
                 )
             )
@@ -312,15 +298,15 @@ def _infiniband_ports(sysfs: Path) -> tuple[InfinibandPort, ...]:
 
 def _block_devices(sysfs: Path) -> tuple[BlockDevice, ...]:
     found: list[BlockDevice] = []
-    for disk in _entries(sysfs / "block", r".+"):
-        sectors = _text(disk / "size") or ""
+    for disk in entries(sysfs / "block", r".+"):
+        sectors = text(disk / "size") or ""
         if _VIRTUAL_DISK.fullmatch(disk.name) or not sectors.isdigit() or sectors == "0":
             continue
         found.append(
             BlockDevice(
                 name=disk.name,
                 size_bytes=int(sectors) * _SECTOR_BYTES,
-                is_rotational=_text(disk / "queue/rotational") == "1",
+                is_rotational=text(disk / "queue/rotational") == "1",
                 is_nvme=disk.name.startswith("nvme"),
             )
         )

@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from hardware_profiles.probes.sysfs import entries, text
+
 # PCI class codes (PCI Code and ID Assignment Specification): 03 display, 12 accelerators, 02 network, 0108 NVMe.
 PcieKind = Literal["gpu", "network", "nvme"]
 _KINDS: dict[str, PcieKind] = {
@@ -45,12 +47,12 @@ class PcieDevice(_Value):
 def numa_nodes(sysfs: Path) -> tuple[NumaNode, ...]:
     """The NUMA nodes that the kernel lists."""
     found: list[NumaNode] = []
-    for folder in _entries(sysfs / "devices/system/node", r"node\d+"):
-        total = re.search(r"MemTotal:\s*(\d+) kB", _text(folder / "meminfo") or "")
+    for folder in entries(sysfs / "devices/system/node", r"node\d+"):
+        total = re.search(r"MemTotal:\s*(\d+) kB", text(folder / "meminfo") or "")
         found.append(
             NumaNode(
                 index=int(folder.name.removeprefix("node")),
-                cpus=_text(folder / "cpulist") or "",
+                cpus=text(folder / "cpulist") or "",
                 memory_bytes=int(total[1]) * 1024 if total else None,
             )
         )
@@ -60,12 +62,12 @@ def numa_nodes(sysfs: Path) -> tuple[NumaNode, ...]:
 def pcie_devices(sysfs: Path) -> tuple[PcieDevice, ...]:
     """GPUs, network adapters and NVMe disks with their links; virtual devices state no link."""
     found: list[PcieDevice] = []
-    for folder in _entries(sysfs / "bus/pci/devices", r"[0-9a-fA-F:.]+"):
-        code = _text(folder / "class") or ""
+    for folder in entries(sysfs / "bus/pci/devices", r"[0-9a-fA-F:.]+"):
+        code = text(folder / "class") or ""
         kind: PcieKind | None = next((kind for prefix, kind in _KINDS.items() if code.startswith(prefix)), None)
         if kind is None:
             continue
-        node = _text(folder / "numa_node") or ""
+        node = text(folder / "numa_node") or ""
         found.append(
             PcieDevice(
                 address=folder.name,
@@ -90,24 +92,10 @@ def slow_links(devices: tuple[PcieDevice, ...]) -> tuple[str, ...]:
 
 def _link(folder: Path, which: str) -> float | None:
     """Bytes per second of ``current_link_speed`` ("16.0 GT/s PCIe") times ``current_link_width`` ("16")."""
-    speed = re.match(r"([\d.]+) GT/s", _text(folder / f"{which}_link_speed") or "")
-    width = _text(folder / f"{which}_link_width") or ""
+    speed = re.match(r"([\d.]+) GT/s", text(folder / f"{which}_link_speed") or "")
+    width = text(folder / f"{which}_link_width") or ""
     if speed is None or not width.isdigit() or width == "0":
         return None
     rate = float(speed[1])
     coding = next((share for limit, share in _CODING if rate <= limit), _CODING[-1][1])
     return rate * 1e9 * int(width) * coding / 8
-
-
-def _entries(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None

@@ -180,7 +180,7 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
     )
 
 
-def candidate(label: str, priced: Priced, table: CostTable) -> Candidate:
+def candidate(label: str, priced: Priced) -> Candidate:
     """A row of the table beside the plan."""
     choice = priced.choice
     return Candidate(
@@ -194,7 +194,7 @@ def candidate(label: str, priced: Priced, table: CostTable) -> Candidate:
         sequence_parallel=choice.sequence_parallel,
         step_time_s=priced.step_time_s,
         peak_memory_bytes=round(priced.peak_memory_bytes),
-        fits=priced.peak_memory_bytes <= table.capacity_bytes,
+        fits=priced.fits,
     )
 
 
