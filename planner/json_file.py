@@ -40,12 +40,22 @@ def write_text(path: Path, text: str) -> None:
 
 def read_object(path: Path, error_class: type[InputError]) -> dict[str, object]:
     """The JSON object in ``path``; ``error_class`` where it is none."""
+    return _object_in(read_content(path, error_class), path, error_class)
+
+
+def read_content(path: Path, error_class: type[InputError]) -> bytes:
+    """What ``path`` holds; ``error_class`` where it cannot be read or is too large to be one of ours."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise error_class(f"{path} is larger than {MAX_JSON_BYTES:,} bytes", hint="is it the right file?")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
     except OSError as error:
         raise error_class(f"cannot read {path}: {error.strerror}", hint="check the path and its permissions") from error
+
+
+def _object_in(content: bytes, path: Path, error_class: type[InputError]) -> dict[str, object]:
+    try:
+        value = json.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise error_class(f"{path} is not JSON: {error}", hint="is it damaged, or another kind of file?") from error
     if not isinstance(value, dict):
@@ -78,22 +88,27 @@ class FileFormat(Generic[Value]):
 
     def read(self, path: Path) -> Value:
         """The value in ``path``; ``error_class`` with every violation where it is none."""
-        content = read_object(path, self.error_class)
-        version = content.get("schema_version")
+        content = read_content(path, self.error_class)
+        try:
+            value = self.model.model_validate_json(content)
+        except ValidationError as error:
+            self._check_version(content, path)  # says more than the violations of another version would
+            raise self._refused(path, violations_of(error)) from error
+        if "schema_version" not in value.model_fields_set:
+            self._check_version(content, path)
+        found = self.contradictions(value)
+        if found:
+            raise self._refused(path, found)
+        return value
+
+    def _check_version(self, content: bytes, path: Path) -> None:
+        version = _object_in(content, path, self.error_class).get("schema_version")
         if version != self.version:
             raise self.error_class(
                 f"{path} is no {self.name} of this planner: schema_version is {version!r}, this planner reads "
                 f"{self.version}",
                 hint=self.way_out,
             )
-        try:
-            value = self.model.model_validate_json(json.dumps(content))
-        except ValidationError as error:
-            raise self._refused(path, violations_of(error)) from error
-        found = self.contradictions(value)
-        if found:
-            raise self._refused(path, found)
-        return value
 
     def _refused(self, path: Path, violations: list[str]) -> InputError:
         return self.error_class(f"{path} is not a valid {self.name}: {listed(violations)}", hint=self.way_out)

@@ -1,8 +1,9 @@
 """Traces are kept in the user's cache directory: the same model, sizes and software are not traced twice.
 
 An entry's name is a digest of all that the graph depends on: the content of the model, the
-micro-batch, the versions of torch and transformers, and the code that traces. Entries are written
-whole or not at all; one that cannot be read is traced again. (No torch here.)
+micro-batch, the versions of torch and transformers, and the code that traces. An entry is a line
+with the digest of the rest, and the graph as JSON without what equals a default. It is written whole
+or not at all; one whose digest differs is traced again. (No torch here.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from planner.json_file import write_text
 from planner.model_file import LoadedModel, ModelSource, digest_of, digest_without_loading, load_model
 from planner.parallelism import Precision
 
+SUFFIX = ".graph"
 MAX_ENTRIES = 64  # the oldest go; a large model's graph is a few megabytes
 
 
@@ -55,14 +57,15 @@ def traced_graph(request: TraceRequest, folder: Path | None) -> ModelGraph:
     if digest is None:
         loaded = load_model(request.source)
         digest = loaded.digest
-    entry = folder / f"{_key(request, digest)}.json"
+    entry = folder / f"{_key(request, digest)}{SUFFIX}"
     graph = _read(entry)
     if graph is not None:
         return graph.model_copy(update={"source": request.source.name})
     graph = _trace(request, loaded or load_model(request.source))
     with contextlib.suppress(InputError, OSError):  # a full or read-only disk only costs time
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(entry, graph.model_dump_json())
+        content = graph.model_dump_json(exclude_defaults=True)
+        write_text(entry, f"{digest_of(content)}\n{content}")
         _drop_oldest(folder)
     return graph
 
@@ -99,12 +102,14 @@ def _code_digest() -> str:
 
 def _read(entry: Path) -> ModelGraph | None:
     try:
-        return ModelGraph.model_validate_json(entry.read_bytes())
+        digest, _, content = entry.read_bytes().partition(b"\n")
+        return ModelGraph.model_validate_json(content) if digest == digest_of(content).encode() else None
     except (OSError, ValidationError):
         return None
 
 
 def _drop_oldest(folder: Path) -> None:
-    entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    """What a killed writer left goes too: it grows old as the entries do."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in entries[MAX_ENTRIES:]:
         path.unlink(missing_ok=True)

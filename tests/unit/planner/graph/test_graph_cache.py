@@ -68,6 +68,16 @@ def test_a_damaged_entry_is_traced_again(content: bytes, tmp_path: Path) -> None
     assert len(entry.read_bytes()) > 1000
 
 
+def test_one_changed_digit_is_noticed(tmp_path: Path) -> None:
+    graph = traced_graph(REQUEST, tmp_path)
+    (entry,) = entries(tmp_path)
+    content = entry.read_bytes()
+    flops = f'"forward_flops":{graph.forward_flops}'
+    assert content.count(flops.encode()) == 1
+    entry.write_bytes(content.replace(flops.encode(), f'"forward_flops":{graph.forward_flops + 1}'.encode()))
+    assert traced_graph(REQUEST, tmp_path) == graph
+
+
 def test_writers_at_the_same_time_do_not_disturb_one_another(tmp_path: Path) -> None:
     graph = traced_graph(REQUEST, tmp_path / "seed")
     program = (
@@ -93,11 +103,11 @@ def test_a_folder_that_cannot_be_made_only_costs_time(tmp_path: Path) -> None:
 
 def test_the_oldest_entries_go(tmp_path: Path) -> None:
     for index in range(graph_cache.MAX_ENTRIES):
-        (tmp_path / f"{index}.json").write_text("{}")
-        os.utime(tmp_path / f"{index}.json", (index, index))
+        (tmp_path / f"{index}.graph").write_text("{}")
+        os.utime(tmp_path / f"{index}.graph", (index, index))
     traced_graph(REQUEST, tmp_path)
     assert len(entries(tmp_path)) == graph_cache.MAX_ENTRIES
-    assert not (tmp_path / "0.json").exists()
+    assert not (tmp_path / "0.graph").exists()
 
 
 def test_a_preset_in_the_cache_needs_no_torch(tmp_path: Path) -> None:
