@@ -3,10 +3,12 @@
     start(action) = max(end of the rank's previous action, arrival of the input)
     arrival       = end of the producer + send_s, or its end where both stages live on one rank
     F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
+    I(s, i) needs and is needed as B is;  W(s, i) needs I(s, i) alone, which its rank has run before
 
 A discrete-event simulation of a static list schedule; each action is visited once. Closed forms it meets with equal
 stages and free sends (Narayanan et al. 2021): (m + p - 1)·(f + b) for GPipe and 1F1B, and a bubble shorter by the
-number of virtual stages for Interleaved1F1B.
+number of virtual stages for Interleaved1F1B. Where F, I and W are equally long the schedules that split backward passes
+leave a third of the bubble (InterleavedZeroBubble) or none (ZB-2P, ZBVZeroBubble; Qi et al. 2024).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from costmodels.schedule import BACKWARD, FORWARD, Action, Schedule
+from costmodels.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 
 
 class TimedAction(NamedTuple):
@@ -60,7 +62,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The schedule in numbers: forward of stage s and micro-batch i has key s·m + i, backward keys follow all those."""
+    """The schedule in numbers: forward of stage s and micro-batch i has key s·m + i.
+
+    The gradient of the stage's input follows all those, whether B or I makes it, and then the weight gradients.
+    """
 
     keys: tuple[tuple[int, ...], ...]  # of every rank's actions
     seconds: tuple[tuple[float, ...], ...]  # of every rank's actions
@@ -69,16 +74,23 @@ class _Problem:
 
     @property
     def num_keys(self) -> int:
-        return 2 * len(self.rank_of_stage) * self.num_microbatches
+        return 3 * len(self.rank_of_stage) * self.num_microbatches
 
 
-def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], send_s: float) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    send_s: float,
+    split_s: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> Timeline:
     """Runs ``schedule`` with the given seconds of each stage and of one send between ranks.
 
-    ``forward_s`` and ``backward_s`` are indexed by stage. ValueError if the lists do not fit together or if the order
+    ``forward_s`` and ``backward_s`` are indexed by stage, and so are the two of ``split_s``: input and weight
+    gradient where the schedule runs them apart. ValueError if the lists do not fit together or if the order
     of actions can never complete (deadlock; the message names the actions that wait).
     """
-    problem = _number(schedule, forward_s, backward_s)
+    problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
     producers = _producers(problem)
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting: dict[int, int] = {}  # key -> rank that cannot go on before it
@@ -111,7 +123,12 @@ def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequenc
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def _number(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> _Problem:
+def _number(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    split_s: tuple[Sequence[float], Sequence[float]],
+) -> _Problem:
     num_stages = len(forward_s)
     if len(backward_s) != num_stages:
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
@@ -124,14 +141,36 @@ def _number(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
-    offset = {FORWARD: 0, BACKWARD: num_stages * num_microbatches}
-    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s}
+    per_kind = num_stages * num_microbatches
+    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
+    input_s, weight_s = split_s
+    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s, INPUT_GRADIENT: input_s, WEIGHT_GRADIENT: weight_s}
     keys = tuple(tuple(offset[k] + s * num_microbatches + i for k, s, i in actions) for actions in schedule)
     seconds = tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
-    num_actions = sum(map(len, keys))
-    if num_actions != 2 * num_stages * num_microbatches or len(set(chain.from_iterable(keys))) != num_actions:
+    if not _is_complete(schedule, num_stages, num_microbatches):
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
     return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)
+
+
+def _is_complete(schedule: Schedule, num_stages: int, num_microbatches: int) -> bool:
+    """Whether each micro-batch has one F and then one B, or one I and after it one W, in every stage."""
+    forward: set[tuple[int, int]] = set()
+    begun: set[tuple[int, int]] = set()
+    finished: set[tuple[int, int]] = set()
+    for kind, stage, microbatch in chain.from_iterable(schedule):
+        key = (stage, microbatch)
+        if kind == FORWARD:
+            is_next = key not in forward
+            forward.add(key)
+        elif kind == INPUT_GRADIENT:
+            is_next = key in forward and key not in begun
+            begun.add(key)
+        else:
+            is_next = key not in finished and key in forward and (key in begun) == (kind == WEIGHT_GRADIENT)
+            finished.add(key)
+        if not is_next:
+            return False
+    return len(finished) == num_stages * num_microbatches == len(forward)
 
 
 def _producers(problem: _Problem) -> list[tuple[int, bool]]:
@@ -150,7 +189,7 @@ def _producers(problem: _Problem) -> list[tuple[int, bool]]:
         is_sent = ranks[stage + 1] != ranks[stage]
         producers += [(num_forward + (stage + 1) * per_stage + i, is_sent) for i in range(per_stage)]
     producers += [(num_forward - per_stage + i, False) for i in range(per_stage)]
-    return producers
+    return producers + [(-1, False)] * num_forward
 
 
 def _check_complete(schedule: Schedule, ends: Sequence[Sequence[float]]) -> None:

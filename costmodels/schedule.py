@@ -1,37 +1,45 @@
 """Pipeline schedules: the list of actions of every rank, in the order torch.distributed.pipelining runs them.
 
-Rank r holds stages r, r + p, r + 2p, ... (chunk c of rank r is stage c·p + r). With p ranks, m micro-batches and v
-stages a rank:
+Rank r holds stages r, r + p, r + 2p, ... (chunk c of rank r is stage c·p + r); under the last two schedules it holds
+two in the shape of a V (``v_schedule``). With p ranks, m micro-batches and v stages a rank:
 
     GPipe            F(0) .. F(m-1), B(0) .. B(m-1)
     1F1B             min(m, p - r) forwards, then one backward and one forward in turn, then the backwards left
     Interleaved1F1B  groups of q micro-batches pass through a rank's v stages in turn, q = m / max(1, m // p);
                      min(v·m, (v-1)·q + 2·(p-1-r)) forwards, then forward and backward in turn, then the rest
+    InterleavedZeroBubble
+                     the same with p-1-r in place of 2·(p-1-r), I in place of B, and each W once r more Is are done;
+                     with v = 1 it is ZB-H1, the ZB-1P of the paper with all actions equally long
+    ZB-2P            ZB-H2: v = 1, 2·(p-1-r) forwards more than one, W 2·r later: no bubble, at twice the activations
+    ZBVZeroBubble, DualPipeV
 
 Sources: Huang et al., "GPipe" (2019); Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (1F1B, 2021)
-and "Efficient large-scale language model training on GPU clusters using Megatron-LM" (interleaving, 2021). Held
-against torch's own lists in tests/contracts.
+and "Efficient large-scale language model training on GPU clusters using Megatron-LM" (interleaving, 2021); Qi et al.,
+"Zero bubble pipeline parallelism" (2024). Those of torch are held against its own lists in tests/contracts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
 
-FORWARD: Literal["F"] = "F"
-BACKWARD: Literal["B"] = "B"
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+from costmodels.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
+from costmodels.v_schedule import dual_pipe_v, zero_bubble_v
 
-
-class Action(NamedTuple):
-    """One rank's work on one micro-batch in one stage: ``F`` forward or ``B`` backward."""
-
-    kind: Literal["F", "B"]
-    stage: int
-    microbatch: int
-
-
-Schedule = tuple[tuple[Action, ...], ...]
+TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*TORCH_SCHEDULES, "ZB-2P")
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB-2P")
+_IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+# Fewest and most stages a rank; None: any number.
+_STAGES_A_RANK: Mapping[str, tuple[int, int | None]] = {
+    "GPipe": (1, 1),
+    "1F1B": (1, 1),
+    "Interleaved1F1B": (2, None),
+    "InterleavedZeroBubble": (1, None),
+    "ZBVZeroBubble": (2, 2),
+    "DualPipeV": (2, 2),
+    "ZB-2P": (1, 1),
+}
 
 
 def validate_schedule(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int) -> tuple[str, ...]:
@@ -49,16 +57,22 @@ def validate_schedule(name: str, num_ranks: int, virtual_stages: int, num_microb
     ]
     if problems:
         return tuple(problems)
-    if name != "Interleaved1F1B" and virtual_stages != 1:
-        problems.append(f"{name} has one stage a rank, got {virtual_stages} virtual stages")
-    if name == "Interleaved1F1B" and virtual_stages < 2:
-        problems.append("Interleaved1F1B needs at least 2 virtual stages a rank, got 1")
+    fewest, most = _STAGES_A_RANK[name]
+    if most is not None and virtual_stages != most:
+        number = "one stage" if most == 1 else f"{most} stages"
+        problems.append(f"{name} has {number} a rank, got {virtual_stages} virtual stages")
+    elif virtual_stages < fewest:
+        problems.append(f"{name} needs at least {fewest} virtual stages a rank, got {virtual_stages}")
     if name == "1F1B" and num_microbatches < num_ranks:
         problems.append(f"1F1B needs at least as many micro-batches as stages, got {num_microbatches} for {num_ranks}")
-    if name == "Interleaved1F1B" and num_microbatches % max(1, num_microbatches // num_ranks):
+    if name == "DualPipeV" and num_microbatches < 2 * num_ranks:
+        problems.append(
+            f"DualPipeV needs at least as many micro-batches as stages, got {num_microbatches} for {2 * num_ranks}"
+        )
+    if name in _IN_ROUNDS and num_microbatches % max(1, num_microbatches // num_ranks):
         rounds = num_microbatches // num_ranks
         problems.append(
-            f"Interleaved1F1B needs micro-batches that divide into {rounds} rounds "
+            f"{name} needs micro-batches that divide into {rounds} rounds "
             f"(micro-batches // ranks = {num_microbatches} // {num_ranks}), got {num_microbatches}"
         )
     return tuple(problems)
@@ -69,27 +83,48 @@ def build_schedule(name: str, num_ranks: int, virtual_stages: int, num_microbatc
     problems = validate_schedule(name, num_ranks, virtual_stages, num_microbatches)
     if problems:
         raise ValueError("; ".join(problems))
-    ranks = range(num_ranks)
-    if name == "GPipe":
-        return tuple(_with_warmup(rank, num_microbatches, num_microbatches) for rank in ranks)
-    if name == "1F1B":
-        return tuple(_with_warmup(rank, num_microbatches, min(num_microbatches, num_ranks - rank)) for rank in ranks)
-    return tuple(_interleaved(rank, num_ranks, virtual_stages, num_microbatches) for rank in ranks)
+    p, m, shape = num_ranks, num_microbatches, (num_ranks, virtual_stages, num_microbatches)
+    ranks = range(p)
+    match name:
+        case "GPipe":
+            return tuple(_with_warmup(rank, m, m) for rank in ranks)
+        case "1F1B":
+            return tuple(_with_warmup(rank, m, min(m, p - rank)) for rank in ranks)
+        case "Interleaved1F1B":
+            return tuple(_interleaved(rank, shape, 2 * (p - 1 - rank), None) for rank in ranks)
+        case "InterleavedZeroBubble":
+            return tuple(_interleaved(rank, shape, p - 1 - rank, rank) for rank in ranks)
+        case "ZB-2P":
+            return tuple(_interleaved(rank, shape, 2 * (p - 1 - rank), 2 * rank) for rank in ranks)
+        case "ZBVZeroBubble":
+            return tuple(zero_bubble_v(rank, p, m) for rank in ranks)
+        case _:
+            return tuple(dual_pipe_v(rank, p, m) for rank in ranks)
 
 
-def peak_in_flight(actions_of_rank: Sequence[Action], activation_bytes_by_stage: Mapping[int, float]) -> float:
-    """Largest sum of activations that a rank holds at once: from the forward of a micro-batch to its backward.
+def peak_in_flight(
+    actions_of_rank: Sequence[Action],
+    activation_bytes_by_stage: Mapping[int, float],
+    waiting_bytes_by_stage: Mapping[int, float] | None = None,
+) -> float:
+    """Largest sum of activations that a rank holds at once: from the forward of a micro-batch to its last backward.
 
-    ``activation_bytes_by_stage``: bytes one micro-batch keeps in a stage (or 1.0, to count micro-batches).
+    ``activation_bytes_by_stage``: bytes one micro-batch keeps in a stage (or 1.0, to count micro-batches), until its
+    B or W. ``waiting_bytes_by_stage``: gradients it holds besides from I to W.
     """
+    waiting = waiting_bytes_by_stage or {}
+    split = {(stage, microbatch) for kind, stage, microbatch in actions_of_rank if kind == INPUT_GRADIENT}
     held = 0.0
     peak = 0.0
-    for kind, stage, _ in actions_of_rank:
+    for kind, stage, microbatch in actions_of_rank:
         if kind == FORWARD:
             held += activation_bytes_by_stage[stage]
-            peak = max(peak, held)
+        elif kind == INPUT_GRADIENT:
+            held += waiting.get(stage, 0.0)
         else:
-            held -= activation_bytes_by_stage[stage]
+            extra = waiting.get(stage, 0.0) if (stage, microbatch) in split else 0.0
+            held -= activation_bytes_by_stage[stage] + extra
+        peak = max(peak, held)
     return peak
 
 
@@ -102,15 +137,21 @@ def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Ac
     return tuple(actions)
 
 
-def _interleaved(rank: int, num_ranks: int, virtual_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+def _interleaved(rank: int, shape: tuple[int, int, int], more_forwards: int, delay: int | None) -> tuple[Action, ...]:
+    """Forwards ahead, then one forward and one backward in turn; ``shape`` is (ranks, stages a rank, micro-batches).
+
+    ``more_forwards``: those ahead of what the other stages of the rank need. ``delay``: how many input gradients a
+    weight gradient lets pass; None: backward passes are whole.
+    """
+    num_ranks, virtual_stages, num_microbatches = shape
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
     total = virtual_stages * num_microbatches
-    num_warmup = min(total, (virtual_stages - 1) * per_round + 2 * (num_ranks - 1 - rank))
+    num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)
 
-    def nth(kind: Literal["F", "B"], position: int) -> Action:
+    def nth(kind: Kind, position: int) -> Action:
         one_round, within = divmod(position, per_round * virtual_stages)
         chunk, index = divmod(within, per_round)
-        if kind == BACKWARD:
+        if kind != FORWARD:
             chunk = virtual_stages - 1 - chunk
         return Action(kind, chunk * num_ranks + rank, one_round * per_round + index)
 
@@ -118,5 +159,9 @@ def _interleaved(rank: int, num_ranks: int, virtual_stages: int, num_microbatche
     for position in range(total):
         if num_warmup + position < total:
             actions.append(nth(FORWARD, num_warmup + position))
-        actions.append(nth(BACKWARD, position))
+        actions.append(nth(BACKWARD if delay is None else INPUT_GRADIENT, position))
+        if delay is not None and position >= delay:
+            actions.append(nth(WEIGHT_GRADIENT, position - delay))
+    if delay is not None:
+        actions += [nth(WEIGHT_GRADIENT, position) for position in range(max(0, total - delay), total)]
     return tuple(actions)

@@ -92,6 +92,32 @@ class ScheduleName(StrEnum):
     GPIPE = "GPipe"
     ONE_F_ONE_B = "1F1B"
     INTERLEAVED_1F1B = "Interleaved1F1B"
+    INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
+    ZBV_ZERO_BUBBLE = "ZBVZeroBubble"
+    DUAL_PIPE_V = "DualPipeV"
+    ZB_2P = "ZB-2P"  # of Qi et al. (2024): torch does not have it, so it is priced, but not searched or executed
+
+    @property
+    def is_v(self) -> bool:
+        """Whether a rank holds two stages, one towards the last rank and one back from it."""
+        return self in (ScheduleName.ZBV_ZERO_BUBBLE, ScheduleName.DUAL_PIPE_V)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are made at different times."""
+        return self.is_v or self in (ScheduleName.INTERLEAVED_ZERO_BUBBLE, ScheduleName.ZB_2P)
+
+    @property
+    def is_cut_freely(self) -> bool:
+        """Whether each rank holds one stage, whose size the solver chooses; the others' stages are alike."""
+        return self in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
+
+
+def pp_rank_of_stage(schedule: ScheduleName, stage: int, num_ranks: int) -> int:
+    """The pipeline rank that holds ``stage``: in turn, or down and up again in a V."""
+    if schedule.is_v and stage >= num_ranks:
+        return 2 * num_ranks - 1 - stage
+    return stage % num_ranks
 
 
 @dataclass(frozen=True)

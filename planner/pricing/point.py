@@ -8,9 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from costmodels.action import Schedule
 from costmodels.memory import MemoryLedger
 from costmodels.pipeline import Timeline, simulate
-from costmodels.schedule import Schedule, build_schedule, peak_in_flight
+from costmodels.schedule import build_schedule, peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import ScheduleName
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards

@@ -1,14 +1,17 @@
 """Our action lists are those that torch.distributed.pipelining runs, recorded from its own classes."""
 
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import schedules as of_torch
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from costmodels.schedule import Action, build_schedule
+from costmodels.action import Action, Kind
+from costmodels.schedule import SPLIT_SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, build_schedule
+from planner.parallelism import ScheduleName, pp_rank_of_stage
 
-KINDS: dict[str, Literal["F", "B"]] = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 class RecordingStage:
@@ -57,18 +60,65 @@ def test_one_stage_a_rank(p: int, m: int) -> None:
         assert ours == tuple(recorded(schedule, rank, p, m) for rank in range(p)), name
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "m"), [(1, 2, 3), (2, 2, 2), (2, 2, 8), (4, 2, 3), (4, 2, 8), (4, 3, 10), (4, 4, 16), (8, 2, 24)]
-)
-def test_several_stages_a_rank(p: int, v: int, m: int) -> None:
+def flat(actions: Iterable[of_torch._Action | None]) -> Iterator[Action]:
+    """torch's actions as ours: its pairs of DualPipeV, which its loop runs one after the other, as two."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from flat(action.sub_actions)
+        elif action is not None:
+            yield Action(KINDS[action.computation_type.name], action.stage_index, action.microbatch_index or 0)
+
+
+def of_several_stages(name: str, rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    """What torch's class ``name`` lists for one rank, without a process group."""
     state = SimpleNamespace(
         pp_group_size=p,
         n_local_stages=v,
+        num_stages=p * v,
         _n_microbatches=m,
         microbatches_per_round=m // max(1, m // p),
     )
-    for rank, ours in enumerate(build_schedule("Interleaved1F1B", p, v, m)):
-        theirs = ScheduleInterleaved1F1B._calculate_single_rank_operations(state, rank)  # type: ignore[arg-type]
-        assert ours == tuple(
-            Action(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index or 0) for a in theirs if a
-        )
+    return tuple(flat(of_torch.get_schedule_class(name)._calculate_single_rank_operations(state, rank)))
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m"), [(1, 2, 3), (2, 2, 2), (2, 2, 8), (4, 2, 3), (4, 2, 8), (4, 3, 10), (4, 4, 16), (8, 2, 24)]
+)
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_several_stages_a_rank(name: str, p: int, v: int, m: int) -> None:
+    for rank, ours in enumerate(build_schedule(name, p, v, m)):
+        assert ours == of_several_stages(name, rank, p, v, m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (4, 8), (4, 10), (8, 24)])
+def test_zero_bubble_with_one_stage_a_rank(p: int, m: int) -> None:
+    for rank, ours in enumerate(build_schedule("InterleavedZeroBubble", p, 1, m)):
+        assert ours == of_several_stages("InterleavedZeroBubble", rank, p, 1, m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 31), (5, 12), (8, 16), (8, 64)])
+@pytest.mark.parametrize("name", V_SCHEDULES)
+def test_stages_in_a_v(name: str, p: int, m: int) -> None:
+    for rank, ours in enumerate(build_schedule(name, p, 2, m)):
+        assert ours == of_several_stages(name, rank, p, 2, m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 2), (4, 5), (8, 7)])
+def test_a_v_of_few_microbatches(p: int, m: int) -> None:
+    for rank, ours in enumerate(build_schedule("ZBVZeroBubble", p, 2, m)):
+        assert ours == of_several_stages("ZBVZeroBubble", rank, p, 2, m)
+
+
+def test_stages_lie_on_the_ranks_that_torch_gives_them() -> None:
+    for name in ScheduleName:
+        style = "v" if name.value in V_SCHEDULES else "loop"
+        for p in (1, 2, 4, 5):
+            theirs = of_torch.generate_stage_to_rank_mapping(p, 2 * p, style)
+            assert {stage: pp_rank_of_stage(name, stage, p) for stage in range(2 * p)} == theirs
+
+
+def test_one_vocabulary() -> None:
+    assert {name.value for name in ScheduleName} == {*TORCH_SCHEDULES, "ZB-2P"}
+    assert {name.value for name in ScheduleName if name.splits_backward} == set(SPLIT_SCHEDULES)
+    for name in TORCH_SCHEDULES:
+        assert of_torch.get_schedule_class(name) is not None

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodels.action import Action
 from costmodels.pipeline import simulate
-from costmodels.schedule import Action, build_schedule, validate_schedule
+from costmodels.schedule import SCHEDULES, SPLIT_SCHEDULES, V_SCHEDULES, build_schedule, validate_schedule
 
 seconds = st.floats(min_value=0.001, max_value=10)
 
@@ -24,6 +25,28 @@ def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m
     schedule = build_schedule("Interleaved1F1B", p, v, m)
     timeline = simulate(schedule, [1.0 / v] * (p * v), [2.0 / v] * (p * v), 0.0)
     assert timeline.makespan_s == pytest.approx(m * 3.0 + (p - 1) * 3.0 / v)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 16), (8, 32)])
+def test_splitting_backward_passes_fills_the_bubble(p: int, m: int) -> None:
+    def idle(name: str, v: int) -> list[float]:
+        """Seconds each rank waits between its first and its last action; F, I and W take one second."""
+        each = [1.0 / v] * (p * v)
+        timeline = simulate(build_schedule(name, p, v, m), each, [2.0 / v] * (p * v), 0.0, (each, each))
+        assert timeline.busy_s == pytest.approx([3.0 * m] * p)
+        return [rank[-1].end_s - rank[0].start_s - 3.0 * m for rank in timeline.ranks]
+
+    whole = idle("1F1B", 1)
+    assert max(whole) == pytest.approx((p - 1) * 3.0)
+    # Qi et al. (2024), table 2: (p-1)(F + I - W), a third of 1F1B's where all are equal; nothing for the other two
+    assert idle("InterleavedZeroBubble", 1) == pytest.approx([seconds / 3 for seconds in whole])
+    assert idle("ZB-2P", 1) == pytest.approx([0.0] * p)
+    assert idle("ZBVZeroBubble", 2) == pytest.approx([0.0] * p)
+
+
+def test_a_split_backward_takes_the_seconds_of_its_halves() -> None:
+    schedule = ((Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)),)
+    assert simulate(schedule, [1.0], [99.0], 0.0, ([2.0], [4.0])).makespan_s == pytest.approx(7.0)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
@@ -44,10 +67,10 @@ def test_stages_of_one_rank_need_no_send() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[str, int, int, int]:
-    name = draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
+    name = draw(st.sampled_from(SCHEDULES))
     p = draw(st.integers(1, 5))
-    v = draw(st.integers(2, 3)) if name == "Interleaved1F1B" else 1
-    m = p * draw(st.integers(1, 4))
+    v = 2 if name in V_SCHEDULES else draw(st.integers(2, 3)) if name.startswith("Interleaved") else 1
+    m = p * draw(st.integers(2 if name == "DualPipeV" else 1, 4))
     return name, p, v, m
 
 
@@ -58,32 +81,42 @@ def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.
     forward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
     backward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
     schedule = build_schedule(name, p, v, m)
-    timeline = simulate(schedule, forward, backward, send_s)
+    split = ([0.4 * b for b in backward], [0.6 * b for b in backward])
+    timeline = simulate(schedule, forward, backward, send_s, split)
 
-    work = [m * sum(forward[s] + backward[s] for s in range(rank, p * v, p)) for rank in range(p)]
+    stages = [{action.stage for action in actions} for actions in schedule]
+    work = [m * sum(forward[s] + backward[s] for s in mine) for mine in stages]
     assert timeline.busy_s == pytest.approx(work)
     assert timeline.makespan_s >= max(work) - 1e-9
-    one_through = sum(forward) + sum(backward) + (2 * (p * v - 1) * send_s if p > 1 else 0)
-    assert timeline.makespan_s >= one_through - 1e-9
+    rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
+    hops = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(p * v - 1))
+    through = 0.4 if name in SPLIT_SCHEDULES else 1.0
+    assert timeline.makespan_s >= sum(forward) + through * sum(backward) + 2 * hops * send_s - 1e-9
 
     end = {timed.action: timed.end_s for rank in timeline.ranks for timed in rank}
     start = {timed.action: timed.start_s for rank in timeline.ranks for timed in rank}
-    hop = send_s if p > 1 else 0.0
+
+    def arrival(action: Action, at: int) -> float:
+        return end[action] + (send_s if rank_of[action.stage] != rank_of[at] else 0.0)
+
     for action, begun in start.items():
         kind, stage, i = action
         if kind == "F" and stage > 0:
-            assert begun >= end[Action("F", stage - 1, i)] + hop - 1e-9
-        if kind == "B" and stage < p * v - 1:
-            assert begun >= end[Action("B", stage + 1, i)] + hop - 1e-9
-        if kind == "B":
+            assert begun >= arrival(Action("F", stage - 1, i), stage) - 1e-9
+        if kind in ("B", "I") and stage < p * v - 1:
+            gradient = next(a for k in ("B", "I") if (a := Action(k, stage + 1, i)) in end)
+            assert begun >= arrival(gradient, stage) - 1e-9
+        if kind in ("B", "I"):
             assert begun >= end[Action("F", stage, i)] - 1e-9
+        if kind == "W":
+            assert begun >= end[Action("I", stage, i)] - 1e-9
     for rank in timeline.ranks:
         for previous, following in pairwise(rank):
             assert following.start_s >= previous.end_s
 
     slower = [f * 1.5 for f in forward]
-    assert simulate(schedule, slower, backward, send_s).makespan_s >= timeline.makespan_s - 1e-9
-    assert simulate(schedule, forward, backward, send_s + 1).makespan_s >= timeline.makespan_s - 1e-9
+    assert simulate(schedule, slower, backward, send_s, split).makespan_s >= timeline.makespan_s - 1e-9
+    assert simulate(schedule, forward, backward, send_s + 1, split).makespan_s >= timeline.makespan_s - 1e-9
 
 
 def test_an_order_that_never_completes_is_refused() -> None:
@@ -101,6 +134,8 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
         simulate(schedule, [1.0], [1.0], 0.0)
     with pytest.raises(ValueError, match="exactly once in every stage"):
         simulate((schedule[0][:-1], schedule[1]), [1.0] * 2, [1.0] * 2, 0.0)
+    with pytest.raises(ValueError, match="exactly once in every stage"):
+        simulate(((Action("F", 0, 0), Action("W", 0, 0), Action("I", 0, 0)),), [1.0], [1.0], 0.0)
     with pytest.raises(ValueError, match="stage 0 runs on ranks 0 and 1"):
         simulate((schedule[0], schedule[0]), [1.0] * 2, [1.0] * 2, 0.0)
 

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.schedule import Action, build_schedule, peak_in_flight, validate_schedule
+from costmodels.action import Action
+from costmodels.schedule import SCHEDULES, build_schedule, peak_in_flight, validate_schedule
+from planner.parallelism import ScheduleName, pp_rank_of_stage
 
 
 def counting(num_stages: int, weight: float = 1.0) -> dict[int, float]:
@@ -38,11 +40,33 @@ def test_stages_of_unequal_size_are_weighed() -> None:
     assert peak_in_flight(actions, {0: 3.0, 2: 10.0}) == 13.0
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_activations_of_the_schedules_that_split_backward_passes(p: int) -> None:
+    # Qi et al. (2024): against the p micro-batches of 1F1B, ZB-1P and ZB-V hold 1x and ZB-2P 2x, on every rank alike;
+    # DeepSeek-V3's table: DualPipe holds one stage more than there are, and DualPipeV has 2p stages
+    expected = {
+        ("InterleavedZeroBubble", 1): p,
+        ("InterleavedZeroBubble", 2): p,
+        ("ZB-2P", 1): 2 * p - 1,
+        ("ZBVZeroBubble", 2): p,
+        ("DualPipeV", 2): p + 1 / 2,
+    }
+    for (name, v), number in expected.items():
+        peaks = [peak_in_flight(a, counting(p * v, 1 / v)) for a in build_schedule(name, p, v, 4 * p)]
+        assert peaks == pytest.approx([number] * p), name
+
+
+def test_gradients_wait_beside_activations() -> None:
+    actions = [Action("F", 0, 0), Action("I", 0, 0), Action("F", 0, 1), Action("W", 0, 0), Action("B", 0, 1)]
+    assert peak_in_flight(actions, {0: 3.0}, {0: 0.5}) == 6.5
+    assert peak_in_flight(actions[-2:-1], {0: 0.0}, {0: 1.0}) == 0.0
+
+
 @given(
     p=st.integers(1, 8),
     v=st.integers(1, 4),
     m=st.integers(1, 24),
-    name=st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]),
+    name=st.sampled_from(SCHEDULES),
 )
 def test_every_rank_runs_every_microbatch_of_its_stages_once(p: int, v: int, m: int, name: str) -> None:
     if validate_schedule(name, p, v, m):
@@ -50,14 +74,24 @@ def test_every_rank_runs_every_microbatch_of_its_stages_once(p: int, v: int, m: 
             build_schedule(name, p, v, m)
         return
     for rank, actions in enumerate(build_schedule(name, p, v, m)):
-        expected = {Action(kind, c * p + rank, i) for kind in ("F", "B") for c in range(v) for i in range(m)}
-        assert Counter(actions) == Counter(expected)
+        mine = [stage for stage in range(p * v) if pp_rank_of_stage(ScheduleName(name), stage, p) == rank]
+        forwards = {Action("F", stage, i) for stage in mine for i in range(m)}
+        backwards = {action._replace(kind="B") for action in forwards}
+        whole = Counter(a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")
+        assert whole == Counter(forwards | backwards)
+        split = {a[1:] for a in actions if a.kind == "I"}
+        assert Counter(a[1:] for a in actions if a.kind == "W") == Counter(split)
 
 
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("ZBV", 4, 1, 8), "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'"),
+        (("ZBV", 4, 1, 8), f"schedule must be one of {', '.join(SCHEDULES)}, got 'ZBV'"),
+        (("ZBVZeroBubble", 4, 1, 8), "ZBVZeroBubble has 2 stages a rank, got 1 virtual stages"),
+        (
+            ("DualPipeV", 4, 2, 7),
+            "DualPipeV needs at least as many micro-batches as stages, got 7 for 8",
+        ),
         (("1F1B", 4, 1, 3), "1F1B needs at least as many micro-batches as stages, got 3 for 4"),
         (("1F1B", 4, 2, 8), "1F1B has one stage a rank, got 2 virtual stages"),
         (("GPipe", 4, 2, 8), "GPipe has one stage a rank, got 2 virtual stages"),
