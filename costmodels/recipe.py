@@ -72,6 +72,7 @@ class Recipe(_Value):
     memory_traffic: Quantity  # bytes moved by memory-bound kernels over those of the traced operators
     host_s_per_kernel: Quantity  # the host issues one kernel in so much time
     host_s_per_collective: Quantity
+    host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
     state: StateFacts
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
     update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
@@ -89,6 +90,11 @@ class Recipe(_Value):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     allocator_reserve_fraction: Quantity | None = None  # None: the profile's
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
+
+    def issue_s(self, *, is_sharded: bool) -> float:
+        """Seconds in which the host issues one kernel, of tensors that tensor parallelism splits or of whole ones."""
+        sharded = self.host_s_per_sharded_kernel
+        return sharded.value if is_sharded and sharded is not None else self.host_s_per_kernel.value
 
 
 @lru_cache(maxsize=1)

@@ -128,12 +128,19 @@ def _compute_s(
     )
 
 
+def issued_by_host(
+    nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, backward: bool
+) -> tuple[int, int]:
+    """Kernels and tensor-parallel collectives that the host issues for a unit."""
+    num_collectives = sum(term.in_backward == backward for term in sharded.communication)
+    return sum(kernels_issued(node, target, backward=backward) for node in nodes), num_collectives
+
+
 def _host_s(nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, backward: bool) -> float:
     """Seconds that the host needs to issue the unit's kernels: however short they are, they come no faster."""
-    recipe = target.recipe
-    num_collectives = sum(term.in_backward == backward for term in sharded.communication)
-    issued = sum(kernels_issued(node, target, backward=backward) for node in nodes)
-    return issued * recipe.host_s_per_kernel.value + num_collectives * recipe.host_s_per_collective.value
+    num_kernels, num_collectives = issued_by_host(nodes, target, sharded, backward=backward)
+    kernel_s = target.recipe.issue_s(is_sharded=sharded.degree > 1)
+    return num_kernels * kernel_s + num_collectives * target.recipe.host_s_per_collective.value
 
 
 def _tensor_parallel_s(sharded: ShardedUnit, target: PricingTarget, scale: float) -> tuple[float, float]:
