@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,6 @@ from planner.errors import ModelError
 from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
 from planner.graph.graph_file import graph_json, read_graph, write_graph
 from planner.graph.model_graph import ModelGraph, Node
-from planner.graph.op_call import ITEM_BYTES
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Precision
 
@@ -109,9 +107,8 @@ def _cuts(graph: ModelGraph) -> Table:
     for title in ("after", "tensors", "MiB"):
         table.add_column(title, justify="left" if title == "after" else "right")
     seen: set[tuple[int, ...]] = set()
-    for unit in graph.units[:-1]:
-        sizes = tuple(prod(graph.nodes[n].shape) * ITEM_BYTES[graph.nodes[n].dtype] for n in unit.boundary)
-        if (unit.kind, *sizes) not in seen:
-            seen.add((unit.kind, *sizes))
-            table.add_row(unit.name, str(len(sizes)), f"{sum(sizes) / 2**20:,.1f}")
+    for unit, cut in zip(graph.units, graph.cut_points, strict=False):
+        if (unit.kind, len(cut.tensors), cut.num_bytes) not in seen:
+            seen.add((unit.kind, len(cut.tensors), cut.num_bytes))
+            table.add_row(cut.after, str(len(cut.tensors)), f"{cut.num_bytes / 2**20:,.1f}")
     return table

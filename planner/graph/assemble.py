@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.graph.model_graph import ModelGraph, Node, Parameter
+from planner.graph.model_graph import CutPoint, ModelGraph, Node, Parameter, Unit
 from planner.graph.op_call import TensorValue
 from planner.graph.units import find_units
 
@@ -50,6 +50,7 @@ def assemble_graph(
         edges=tuple(edges),
         blocks=blocks,
         units=units,
+        cut_points=cut_points(units, nodes),
         warnings=(*warnings, *_without_gradient(nodes, parameters)),
     )
 
@@ -63,6 +64,19 @@ def _without_gradient(nodes: Sequence[Node], parameters: Sequence[Parameter]) ->
     return (
         f"{len(idle)} trainable parameters get no gradient, the first is {idle[0]}: unused, or used under no_grad "
         "(checkpoint with use_reentrant=True is such a use)",
+    )
+
+
+def cut_points(units: Sequence[Unit], nodes: Sequence[Node]) -> tuple[CutPoint, ...]:
+    """Where a pipeline may cut: behind each unit but the last."""
+    return tuple(
+        CutPoint(
+            after=unit.name,
+            node=unit.nodes[-1],
+            tensors=unit.boundary,
+            num_bytes=sum(TensorValue(nodes[i].shape, nodes[i].dtype).num_bytes for i in unit.boundary),
+        )
+        for unit in units[:-1]
     )
 
 

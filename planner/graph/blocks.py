@@ -67,6 +67,10 @@ class BlockFinder:
         """FQNs of the blocks below ``parent``, in execution order; overlapping ones are left out."""
         return self._disjoint(self._find(parent))
 
+    def dominates(self, blocks: Sequence[str]) -> bool:
+        """Whether ``blocks`` are most of the model, a head beside them aside."""
+        return bool(blocks) and self._work(blocks) >= DOMINANT_SHARE * self._rivals_work("", blocks)
+
     def _find(self, parent: str) -> tuple[str, ...]:
         chain = self._chain(parent)
         if not chain:

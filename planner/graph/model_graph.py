@@ -102,8 +102,17 @@ class Unit(_Value):
     nodes: tuple[int, ...]
     parameters: tuple[str, ...]  # FQNs of first owners; a tied parameter belongs to its first user
     tied_parameters: tuple[str, ...] = ()  # used here, owned by an earlier unit
-    is_block: bool = False  # a repeated block: the grain of recomputation and of sharded units
+    is_block: bool = False  # a block, or where those are few a piece: the grain of recomputation and of sharded units
     boundary: tuple[int, ...] = ()  # node ids alive after this unit: what a pipeline cut here must send
+
+
+class CutPoint(_Value):
+    """A place where a pipeline may cut, and what must be sent there forward for the traced micro-batch."""
+
+    after: str  # name of the unit
+    node: int  # the last before the cut
+    tensors: tuple[int, ...]  # node ids
+    num_bytes: int
 
 
 class ModelGraph(_Value):
@@ -126,6 +135,7 @@ class ModelGraph(_Value):
     edges: tuple[tuple[int, int], ...]
     blocks: tuple[Block, ...]
     units: tuple[Unit, ...]
+    cut_points: tuple[CutPoint, ...] = ()  # between each unit and the next
     warnings: tuple[str, ...] = ()
 
     def to_networkx(self) -> nx.DiGraph[int]:

@@ -1,4 +1,7 @@
-"""The pieces a pipeline may not cut: each repeated block, and what lies before, between and after."""
+"""The pieces a pipeline may not cut: each block, and what lies before, between and after.
+
+Where repeated blocks are not most of a model, the modules that its work divides into stand beside them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 from planner.graph.blocks import BlockFinder, ModuleTree, ancestors
 from planner.graph.model_graph import Block, Node, Parameter, Unit
+from planner.graph.pieces import find_pieces
 from planner.graph.signature import Signature, signature_of
 
 
@@ -29,8 +33,10 @@ def find_units(
     consumers: dict[int, list[int]] = {}
     for producer, consumer in edges:
         consumers.setdefault(producer, []).append(consumer)
-    blocks = BlockFinder(nodes, by_name, tree, consumers).find()
-    ranges = _ranges(nodes, blocks, tree)
+    finder = BlockFinder(nodes, by_name, tree, consumers)
+    blocks = finder.find()
+    pieces = blocks if finder.dominates(blocks) else find_pieces(nodes, consumers, tree, blocks)
+    ranges = _ranges(nodes, pieces, tree)
     unit_of_node = [index for index, piece in enumerate(ranges) for _ in range(piece.first, piece.stop)]
     owners = _parameter_owners(nodes, parameters, by_name, unit_of_node, tree)
     modules = _maximal_modules(parameters, owners, unit_of_node, tree)
@@ -49,35 +55,45 @@ def find_units(
         )
         for index, piece in enumerate(ranges)
     )
-    return _blocks_by_kind(units), units
+    kinds_of_blocks: dict[Signature, list[str]] = {}
+    for block in blocks:
+        kinds_of_blocks.setdefault(signature_of(tree.node_ids[block], nodes, by_name, block), []).append(block)
+    return tuple(Block(modules=tuple(names), count=len(names)) for names in kinds_of_blocks.values()), units
 
 
 def _ranges(nodes: Sequence[Node], blocks: Sequence[str], tree: ModuleTree) -> tuple[_Range, ...]:
-    """Contiguous ranges of nodes: ``pre``, the blocks with ``glue`` where it has weights, ``post``."""
+    """Contiguous ranges of nodes: ``pre``, the blocks with ``glue`` between them, ``post``.
+
+    What has no weights joins the block before it (before the first, that one): it could be no stage.
+    """
     if not blocks:
         return (_Range("model", 0, len(nodes)),)
     spans = [tree.span(block) for block in blocks]
-    ranges = [_Range("pre", 0, spans[0][0])] if spans[0][0] > 0 else []
-    glue_length = 0
-    for index, (block, (first, last)) in enumerate(zip(blocks, spans, strict=True)):
-        is_last = index + 1 == len(blocks)
-        next_first = len(nodes) if is_last else spans[index + 1][0]
-        between = nodes[last + 1 : next_first]
-        if is_last:
-            previous = nodes[spans[index - 1][1] + 1 :][:glue_length]
-            same = [node.op for node in between[:glue_length]] == [node.op for node in previous]
-            stop = last + 1 + (glue_length if same else 0)
+    starts = [first for first, _ in spans[1:]]
+    stops = [last + 1 for _, last in spans[:-1]]
+    ranges = [_Range("pre", 0, spans[0][0])] if _has_weights(nodes[: spans[0][0]]) else []
+    first = ranges[-1].stop if ranges else 0
+    glue: Sequence[Node] = ()
+    for block, stop, next_first in zip(blocks, stops, starts, strict=False):
+        between = nodes[stop:next_first]
+        if _has_weights(between):
             ranges.append(_Range(block, first, stop, block))
-            if stop < len(nodes):
-                ranges.append(_Range("post", stop, len(nodes)))
-        elif any(isinstance(operand, str) for node in between for operand in node.operands):
-            ranges.append(_Range(block, first, last + 1, block))
-            ranges.append(_Range(f"glue.{sum(r.block is None for r in ranges)}", last + 1, next_first))
-            glue_length = 0
+            ranges.append(_Range(f"glue.{sum(r.block is None for r in ranges)}", stop, next_first))
+            glue = ()
         else:
             ranges.append(_Range(block, first, next_first, block))
-            glue_length = len(between)
-    return tuple(ranges)
+            glue = between
+        first = next_first
+    stop = spans[-1][1] + 1
+    if [node.op for node in nodes[stop : stop + len(glue)]] == [node.op for node in glue]:
+        stop += len(glue)
+    has_post = _has_weights(nodes[stop:])
+    ranges.append(_Range(blocks[-1], first, stop if has_post else len(nodes), blocks[-1]))
+    return (*ranges, _Range("post", stop, len(nodes))) if has_post else tuple(ranges)
+
+
+def _has_weights(nodes: Sequence[Node]) -> bool:
+    return any(isinstance(operand, str) for node in nodes for operand in node.operands)
 
 
 def _parameter_owners(
@@ -165,11 +181,3 @@ def _tied(
         if isinstance(operand, str)
     )
     return tuple(fqn for fqn in used if owners[fqn] != index)
-
-
-def _blocks_by_kind(units: Sequence[Unit]) -> tuple[Block, ...]:
-    by_kind: dict[int, list[str]] = {}
-    for unit in units:
-        if unit.is_block:
-            by_kind.setdefault(unit.kind, []).append(unit.name)
-    return tuple(Block(modules=tuple(names), count=len(names)) for names in by_kind.values())
