@@ -108,6 +108,15 @@ class ScheduleName(StrEnum):
         return self.is_v or self in (ScheduleName.INTERLEAVED_ZERO_BUBBLE, ScheduleName.ZB_2P)
 
     @property
+    def stages_a_rank(self) -> tuple[int, int | None]:
+        """Fewest and most stages that a rank can hold; None: any number."""
+        if self.is_v:
+            return 2, 2
+        if self is ScheduleName.INTERLEAVED_1F1B:
+            return 2, None
+        return 1, None if self is ScheduleName.INTERLEAVED_ZERO_BUBBLE else 1
+
+    @property
     def is_cut_freely(self) -> bool:
         """Whether each rank holds one stage, whose size the solver chooses; the others' stages are alike."""
         return self in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)

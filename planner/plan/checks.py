@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.parallelism import MeshAxis, ScheduleName
+from planner.parallelism import MeshAxis, Recompute, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import Plan
 
 
@@ -57,22 +57,48 @@ def _stages(plan: Plan) -> list[str]:
             f"virtual_stages={pipeline.virtual_stages}), got {[stage.index for stage in pipeline.stages]}"
         ]
     found: list[str] = []
-    if any(stage.pp_rank != stage.index % pp for stage in pipeline.stages):
-        found.append(f"pipeline.stages: stage i must run on pp_rank i mod {pp}, as the schedules assume")
+    ranks = [pp_rank_of_stage(pipeline.schedule, index, pp) for index in range(num_stages)]
+    if [stage.pp_rank for stage in pipeline.stages] != ranks:
+        rule = f"up to pp_rank {pp - 1} and back again" if pipeline.schedule.is_v else f"on pp_rank i mod {pp}"
+        found.append(f"pipeline.stages: stage i must run {rule}, as {pipeline.schedule.value} assumes")
     counts = Counter(module for stage in pipeline.stages for module in stage.modules)
     found += [f"pipeline.stages: module {m} stands in {n} stages" for m, n in counts.items() if n > 1]
     if pp == 1:
         if pipeline.virtual_stages > 1:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")
         return found
-    microbatches, interleaved = pipeline.num_microbatches, pipeline.schedule is ScheduleName.INTERLEAVED_1F1B
-    if interleaved != (pipeline.virtual_stages > 1):
+    fewest, most = pipeline.schedule.stages_a_rank
+    if not fewest <= pipeline.virtual_stages <= (most or pipeline.virtual_stages):
         found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} does not go with {pipeline.schedule.value}")
-    if pipeline.schedule is ScheduleName.ONE_F_ONE_B and microbatches < pp:
-        found.append(f"pipeline.num_microbatches: 1F1B needs at least pp={pp}, got {microbatches}")
-    if interleaved and microbatches % max(1, microbatches // pp):
-        found.append(
-            f"pipeline.num_microbatches: Interleaved1F1B runs {microbatches} in rounds of equal size over pp={pp}, "
+    return [*found, *_microbatches(plan), *_split_backward(plan)]
+
+
+def _microbatches(plan: Plan) -> list[str]:
+    pp, microbatches, schedule = plan.mesh.pp, plan.pipeline.num_microbatches, plan.pipeline.schedule
+    least = {ScheduleName.ONE_F_ONE_B: pp, ScheduleName.DUAL_PIPE_V: 2 * pp}.get(schedule, 1)
+    if microbatches < least:
+        times = "2 * " if schedule.is_v else ""
+        return [f"pipeline.num_microbatches: {schedule.value} needs at least {times}pp={least}, got {microbatches}"]
+    in_rounds = schedule in (ScheduleName.INTERLEAVED_1F1B, ScheduleName.INTERLEAVED_ZERO_BUBBLE)
+    if in_rounds and microbatches % max(1, microbatches // pp):
+        return [
+            f"pipeline.num_microbatches: {schedule.value} runs {microbatches} in rounds of equal size over pp={pp}, "
             f"so it must be a multiple of {max(1, microbatches // pp)}"
-        )
+        ]
+    return []
+
+
+def _split_backward(plan: Plan) -> list[str]:
+    """What does not go with gradients of weights made apart from those of inputs.
+
+    torch would gather resharded parameters and repeat recomputed blocks once for every group of weights.
+    """
+    schedule = plan.pipeline.schedule
+    if not schedule.splits_backward:
+        return []
+    found: list[str] = []
+    if plan.zero_stage > 1:
+        found.append(f"zero_stage: {schedule.value} splits backward passes, so it is 0 or 1, got {plan.zero_stage}")
+    if any(rule.mode is not Recompute.NONE and rule.modules for rule in plan.recompute):
+        found.append(f"recompute: {schedule.value} splits backward passes, so nothing can be recomputed")
     return found

@@ -68,6 +68,7 @@ class Parts:
     context_backward_s: Array
     data_forward_s: Array
     data_backward_s: Array
+    weight_s: Array  # part of backward_s: what a schedule that splits backward passes runs later
 
     @property
     def forward_s(self) -> Array:
@@ -166,7 +167,10 @@ class CostTable:
         gather, reduce = np.array([t.gather_s for t in times]), np.array([t.reduce_s for t in times])
         zero = np.array([c.zero_stage for c in choices])[:, None]
         adds_up = (zero < 2) & (np.array([c.num_microbatches for c in choices])[:, None] > 1)
-        compute_backward = take("backward_s") + np.where(adds_up, self._accumulation_s(choices), 0.0)
+        accumulation = np.where(adds_up, self._accumulation_s(choices), 0.0)
+        splits = np.array([c.schedule.splits_backward for c in choices])[:, None]
+        twice = np.where(splits, take("split_extra_s"), 0.0)
+        compute_backward = take("backward_s") + accumulation + twice
         forward, backward = take("forward_s"), compute_backward + take("recompute_s")
         # ZeRO 3 gathers in forward and again in backward; from ZeRO 2 on gradients are reduced every micro-batch.
         in_forward = np.where(zero == 3, gather, 0.0)
@@ -182,6 +186,7 @@ class CostTable:
             context_backward_s=take("context_backward_s"),
             data_forward_s=np.asarray(exposed_s(in_forward, forward, software)),
             data_backward_s=np.asarray(exposed_s(in_backward, backward, software)),
+            weight_s=take("weight_gradient_s") + accumulation + twice,
         )
 
     def _accumulation_s(self, choices: list[Choice]) -> Array:

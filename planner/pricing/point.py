@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.action import Schedule
+from costmodels.action import FORWARD, INPUT_GRADIENT, Schedule
 from costmodels.memory import MemoryLedger
 from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import build_schedule, peak_in_flight
 from costmodels.step import exposed_s
-from planner.parallelism import ScheduleName
+from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
 from planner.problems import StageProblem, stage_sums
 from planner.space.search_space import Choice
@@ -36,6 +37,19 @@ class Breakdown:
     pipeline_communication: float
     bubble: float
     optimizer: float
+
+
+class StageTimes(NamedTuple):
+    """Seconds of each stage on one micro-batch; ``weight_s`` is the part of ``backward_s`` that can wait."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+
+    def run(self, schedule: Schedule, send_s: float) -> Timeline:
+        """The schedule simulated."""
+        input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
+        return simulate(schedule, self.forward_s, self.backward_s, send_s, (input_s, self.weight_s))
 
 
 @dataclass(frozen=True)
@@ -68,25 +82,29 @@ def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> 
 
 
 @lru_cache(maxsize=1024)
-def interleaved_in_flight(num_ranks: int, virtual_stages: int, num_microbatches: int) -> tuple[int, ...]:
+def in_flight_by_stage(
+    schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
+) -> tuple[int, ...]:
     """Micro-batches in flight at each stage at the moment its rank holds most of them."""
     counts = [0] * (num_ranks * virtual_stages)
-    for actions in _schedule(ScheduleName.INTERLEAVED_1F1B, num_ranks, virtual_stages, num_microbatches):
+    for actions in _schedule(schedule, num_ranks, virtual_stages, num_microbatches):
         held: dict[int, int] = {}
-        most = 0
-        for action in actions:
-            held[action.stage] = held.get(action.stage, 0) + (1 if action.kind == "F" else -1)
-            if sum(held.values()) > most:
-                most = sum(held.values())
-                for stage, number in held.items():
-                    counts[stage] = number
+        most = now = 0
+        for kind, stage, _ in actions:
+            change = {FORWARD: 1, INPUT_GRADIENT: 0}.get(kind, -1)
+            held[stage] = held.get(stage, 0) + change
+            now += change
+            if now > most:
+                most = now
+                for each, number in held.items():
+                    counts[each] = number
     return tuple(counts)
 
 
 def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
     """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
 
-    The rule of interleaved pipelines: their virtual stages must be alike, or every round waits for the longest.
+    The rule of pipelines of several stages a rank: they must be alike, or every round waits for the longest.
     """
     blocks = [u for u, block in enumerate(is_block) if block]
     each, left_over = divmod(len(blocks), num_stages)
@@ -123,11 +141,11 @@ def _schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_m
     return build_schedule(schedule.value, num_ranks, virtual_stages, num_microbatches)
 
 
-def _steady_interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """The interleaved schedule, shortened to enough rounds to reach every rank's peak."""
+def _steady(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
+    """The schedule, shortened to enough rounds to reach every rank's peak."""
     rounds = num_microbatches // num_ranks
     shortened = num_microbatches - max(0, rounds - STEADY_ROUNDS) * num_ranks
-    return _schedule(ScheduleName.INTERLEAVED_1F1B, num_ranks, virtual_stages, shortened)
+    return _schedule(schedule, num_ranks, virtual_stages, shortened)
 
 
 class Point:
@@ -228,18 +246,18 @@ class Point:
         ``exact`` runs every micro-batch and parts what sending costs from the bubble; otherwise long steady
         states are extrapolated, and the time lost to sending counts as bubble.
         """
-        forward, backward = self._stage_times(starts)
-        makespan = self._makespan_s(forward, backward, self.table.send_s(self.choice), exact=exact)
-        send_on_path = makespan - self._makespan_s(forward, backward, 0.0, exact=True) if exact else 0.0
+        times = self._stage_times(starts)
+        makespan = self._makespan_s(times, self.table.send_s(self.choice), exact=exact)
+        send_on_path = makespan - self._makespan_s(times, 0.0, exact=True) if exact else 0.0
         pp, m = self.choice.mesh.pp, self.choice.num_microbatches
-        busy = [sum(forward[k] + backward[k] for k in range(r, len(starts), pp)) * m for r in range(pp)]
+        busy = [m * seconds for seconds in self._work_of_ranks(times)]
         slowest = max(range(pp), key=lambda r: busy[r])
         once = [self._once_a_step_s(units) for units in self._units_of_ranks(starts)]
         data_once = max(data for data, _ in once)
         optimizer = max(seconds for _, seconds in once)
         units = self._units_of_ranks(starts)[slowest]
         kinds = [self.table.units.kinds[u] for u in units]
-        idle = makespan - busy[slowest]
+        idle = max(0.0, makespan - busy[slowest])  # rounding may leave less
         parts = self._parts
 
         def total(*arrays: np.ndarray) -> float:
@@ -262,40 +280,54 @@ class Point:
         """The simulated schedule, action by action."""
         choice = self.choice
         schedule = _schedule(choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
-        return simulate(schedule, *self._stage_times(starts), self.table.send_s(choice))
+        return self._stage_times(starts).run(schedule, self.table.send_s(choice))
 
-    def _stage_times(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Forward and backward seconds of each stage on one micro-batch."""
-        kinds = list(self.table.units.kinds)
-        return (
-            stage_sums(tuple(self._parts.forward_s[0][kinds].tolist()), starts),
-            stage_sums(tuple(self._parts.backward_s[0][kinds].tolist()), starts),
-        )
+    def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
+        """Seconds of each stage on one micro-batch."""
+        kinds, parts = list(self.table.units.kinds), self._parts
 
-    def _makespan_s(
-        self, forward: tuple[float, ...], backward: tuple[float, ...], send_s: float, *, exact: bool
-    ) -> float:
+        def sums(array: np.ndarray) -> tuple[float, ...]:
+            return stage_sums(tuple(array[0][kinds].tolist()), starts)
+
+        return StageTimes(sums(parts.forward_s), sums(parts.backward_s), sums(parts.weight_s))
+
+    def _rank_of(self, stage: int) -> int:
+        return pp_rank_of_stage(self.choice.schedule, stage, self.choice.mesh.pp)
+
+    def _makespan_s(self, times: StageTimes, send_s: float, *, exact: bool) -> float:
         choice = self.choice
         pp, m = choice.mesh.pp, choice.num_microbatches
         if pp == 1:
-            return m * (forward[0] + backward[0])
+            return m * (times.forward_s[0] + times.backward_s[0])
 
         def run(num_microbatches: int) -> float:
             schedule = _schedule(choice.schedule, pp, choice.virtual_stages, num_microbatches)
-            return simulate(schedule, forward, backward, send_s).makespan_s
+            return times.run(schedule, send_s).makespan_s
 
-        rounds = m // pp - STEADY_ROUNDS
-        if exact or rounds <= 1:
-            return run(m)
-        near, far = run(m - rounds * pp), run(m - (rounds - 1) * pp)
-        return near + rounds * (far - near)
+        # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
+        steady_s = pp * max(self._work_of_ranks(times)) * (1 - 1e-9)
+        seen = STEADY_ROUNDS
+        while not exact and seen + 1 < m // pp:
+            left = m // pp - seen
+            near, far = run(m - left * pp), run(m - (left - 1) * pp)
+            if far - near >= steady_s:
+                return near + left * (far - near)
+            seen *= 2
+        return run(m)
+
+    def _work_of_ranks(self, times: StageTimes) -> list[float]:
+        """Seconds of each pipeline rank on one micro-batch."""
+        work = [0.0] * self.choice.mesh.pp
+        for stage, seconds in enumerate(zip(times.forward_s, times.backward_s, strict=True)):
+            work[self._rank_of(stage)] += sum(seconds)
+        return work
 
     def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
         ends = (*starts[1:], len(self.table.units.kinds))
         pp = self.choice.mesh.pp
         ranks: list[list[int]] = [[] for _ in range(pp)]
         for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            ranks[stage % pp] += range(start, end)
+            ranks[self._rank_of(stage)] += range(start, end)
         return ranks
 
     def _once_a_step_s(self, units: list[int]) -> tuple[float, float]:
@@ -311,11 +343,12 @@ class Point:
         pp = choice.mesh.pp
         software = table.software
         kept = stage_sums(tuple(self._costs[k].kept_bytes for k in table.units.kinds), starts)
-        flying = self._activation_bytes(kept)
+        waiting = stage_sums(tuple(self._costs[k].waiting_bytes for k in table.units.kinds), starts)
+        flying = self._activation_bytes(kept, waiting)
         found: list[MemoryLedger] = []
         for rank, units in enumerate(self._units_of_ranks(starts)):
-            # A tied parameter is held twice where owner and user lie on different ranks.
-            elements = [self._elements(table.units.kinds[u], tied_copy=pp > 1 and 0 not in units) for u in units]
+            # A tied parameter is held twice where owner and user lie in different stages.
+            elements = [self._elements(table.units.kinds[u], tied_copy=pp > 1 and u >= starts[1]) for u in units]
             states = table.state_bytes(choice, sum(t for t, _ in elements), sum(f for _, f in elements))
             ledger = (
                 MemoryLedger()
@@ -329,22 +362,27 @@ class Point:
             found.append(ledger.with_reserve(software, self._num_communicators()))
         return tuple(found)
 
-    def _activation_bytes(self, kept: tuple[float, ...]) -> list[float]:
-        """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage."""
+    def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
+        """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage.
+
+        ``waiting``: gradients it keeps besides from the first to the second half of a split backward pass.
+        """
         choice = self.choice
         pp = choice.mesh.pp
-        if choice.virtual_stages == 1:
+        if choice.schedule.is_cut_freely:
             flying = in_flight(choice.schedule, pp, choice.num_microbatches)
             return [number * num_bytes for number, num_bytes in zip(flying, kept, strict=True)]
-        schedule = _steady_interleaved(pp, choice.virtual_stages, choice.num_microbatches)
-        return [peak_in_flight(schedule[rank], {k: kept[k] for k in range(rank, len(kept), pp)}) for rank in range(pp)]
+        schedule = _steady(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches)
+        by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
+        return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
 
 
 def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, parts: Parts, kinds: list[int]) -> float:
     """Exposed seconds of the reductions and gathers that happen once a step on a rank that holds ``kinds``.
 
-    Reduction hides behind the backward of the last micro-batch, except for the last bucket; gathering behind
-    the forward of the first, except for the first unit.
+    Reduction hides behind the backward of the last micro-batch, except for the last bucket, and not at all where a
+    schedule splits it: it waits for the last weight gradient. Gathering hides behind the forward of the first, except
+    for the first unit.
     """
     if not kinds:
         return 0.0
@@ -352,7 +390,7 @@ def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, par
     reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
     exposed = 0.0
     recipe = table.recipe
-    if not recipe.overlaps_reduction:
+    if not recipe.overlaps_reduction or choice.schedule.splits_backward:
         exposed += float(reduce.sum())
     elif choice.zero_stage <= 1:
         behind = float((parts.compute_backward_s + parts.recompute_s)[0][kinds].sum())

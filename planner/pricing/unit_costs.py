@@ -12,6 +12,7 @@ from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.pricing.operator_time import PricingTarget, is_norm, kernels_issued, node_time_s, num_scores
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
+from planner.pricing.split_backward import weight_gradients
 from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
@@ -31,6 +32,9 @@ class UnitCosts:
     kept_bytes: float  # held from forward to backward
     working_bytes: float  # held besides while this unit's backward runs
     boundary_bytes: float  # sent where the pipeline is cut behind this unit, by one rank
+    weight_gradient_s: float = 0.0  # part of backward_s
+    split_extra_s: float = 0.0  # kernels that run twice where a schedule splits the backward pass
+    waiting_bytes: float = 0.0  # gradients held besides from the first to the second half of a split backward pass
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def unit_costs(
         Recompute.FULL: forward + tensor_forward + context_forward,
     }[mode]
     kept = memory.kept(mode)
+    weights = weight_gradients(nodes, target, sharded, scale=scale)
     return UnitCosts(
         forward_s=forward,
         backward_s=backward,
@@ -100,6 +105,9 @@ def unit_costs(
         kept_bytes=kept,
         working_bytes=memory.kept(Recompute.NONE) - kept + memory.largest_gradient(),
         boundary_bytes=sum(memory.local_bytes(graph.nodes[i]) for i in unit.boundary),
+        weight_gradient_s=weights.share * backward,
+        split_extra_s=weights.repeated_s,
+        waiting_bytes=weights.waiting_bytes,
     )
 
 

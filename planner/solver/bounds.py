@@ -10,8 +10,13 @@ stage a rank, ``problems.pipeline_bound_s`` gives for every r
 and some w_r is at least W / p and at least its share, rounded up, of each kind of unit. A convex combination of the
 second line whose coefficients of all w_i are equal bounds T by a multiple of W whatever the cut. A 1F1B rank r holds at
 most p - r micro-batches, so the p - r-th waits for the first to come back: T >= x + 2 c r + q (W - x + 2 c (p-1-r)),
-x = sum_(i<r) w_i, q rounds, while T >= m x / r; the least maximum of the two over x is a bound. An interleaved pipeline
-is cut evenly, so the work and memory of its ranks are known.
+x = sum_(i<r) w_i, q rounds, while T >= m x / r; the least maximum of the two over x is a bound.
+
+A pipeline of several stages a rank is cut evenly, so the work and memory of its ranks are known. The first forward
+comes to rank r through the first stages of the ranks below it, and the last gradient goes back through them. Where
+backward passes are split, only the input gradients must: with u_r = w_r less the weight gradients,
+
+    T >= sum_(i<r) f_i + c r + m w_r       and       T >= sum_(i<r) u_i + 2 c r + m u_r
 
 Memory. For weights l_r that sum to 1 the worst rank holds at least sum_r l_r M_r, and a unit adds at least
 min_r l_r (states + in flight on r * kept); weights that make the terms of the average unit equal are near best.
@@ -27,9 +32,9 @@ from functools import lru_cache
 import numpy as np
 
 from costmodels.memory import MemoryLedger
-from planner.parallelism import ScheduleName
+from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
-from planner.pricing.point import even_starts, in_flight, interleaved_in_flight
+from planner.pricing.point import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
 from planner.space.search_space import Choice
 
@@ -71,6 +76,7 @@ class _Group:
         self._data = [table.data_parallel_times(c) for c in choices]
         self._rows = table.key_rows(choices)
         parts = table.parts(choices, self._data, self._rows)
+        self._forward, self._weight = parts.forward_s, parts.weight_s
         self._work = parts.forward_s + parts.backward_s
         latency_s, s_per_byte = table.send_line(self._pp) if self._pp > 1 else (0.0, 0.0)
         self._send = latency_s + s_per_byte * table.column("boundary_bytes")[self._rows].max(axis=1)
@@ -89,10 +95,8 @@ class _Group:
         total = self._work @ self._counts
         if self._pp == 1:
             return self._m * total
-        if self._virtual > 1:
-            ranks, below = _even_counts(self._table.units, self._pp, self._virtual)
-            climb = 2 * self._send[:, None] * np.arange(self._pp)
-            return (self._work @ below.T + self._m[:, None] * (self._work @ ranks.T) + climb).max(axis=1)
+        if not self._schedule.is_cut_freely:
+            return self._evenly_cut_s()
         p, m, send = self._pp, self._m, self._send
         coefficient = np.array([pipeline_coefficient(self._schedule, p, c.num_microbatches) for c in self._choices])
         best = coefficient * total + 2 * send * (p - 1)
@@ -106,6 +110,17 @@ class _Group:
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
             best = np.maximum(best, self._rounds_s(total, rank))
         return best
+
+    def _evenly_cut_s(self) -> Array:
+        """The bound where ranks hold several stages."""
+        ranks, below = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
+        hops = self._send[:, None] * np.arange(self._pp)
+        m = self._m[:, None]
+        if not self._schedule.splits_backward:
+            return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
+        sent = self._work - self._weight
+        whole = self._forward @ below.T + hops + m * (self._work @ ranks.T)
+        return np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by rounds of micro-batches in flight at ``rank``."""
@@ -124,7 +139,8 @@ class _Group:
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
         software = self._table.software
         outside = MemoryLedger().with_reserve(software, 0).total_bytes
-        tensors = self._interleaved_bytes(static, kept) if self._virtual > 1 else self._weighted_bytes(static, kept)
+        by_cut = self._weighted_bytes if self._schedule.is_cut_freely else self._evenly_cut_bytes
+        tensors = by_cut(static, kept)
         return (tensors + working) * (1 + software.allocator_reserve_fraction.value) + outside
 
     def _static_bytes(self) -> Array:
@@ -157,19 +173,19 @@ class _Group:
         least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
         return least @ self._counts
 
-    def _interleaved_bytes(self, static: Array, kept: Array) -> Array:
-        ranks, _ = _even_counts(self._table.units, self._pp, self._virtual)
+    def _evenly_cut_bytes(self, static: Array, kept: Array) -> Array:
+        ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._choices))
         by_rounds: dict[int, list[int]] = defaultdict(list)
         for index, choice in enumerate(self._choices):
             by_rounds[min(choice.num_microbatches // self._pp, MOST_ROUNDS)].append(index)
         for rounds, members in by_rounds.items():
-            flying = _flying_counts(self._table.units, self._pp, self._virtual, rounds)
+            flying = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, rounds)
             worst[members] = (static[members] @ ranks.T + kept[members] @ flying.T).max(axis=1)
         return worst
 
 
-# Rounds of micro-batches after which an interleaved rank has seen its peak (warm-up is below two rounds a chunk).
+# Rounds of micro-batches after which a rank of several stages has seen its peak (warm-up is below two rounds a chunk).
 MOST_ROUNDS = 3
 
 
@@ -191,20 +207,26 @@ def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatche
 
 
 @lru_cache(maxsize=1024)
-def _even_counts(units: UnitRow, num_ranks: int, virtual_stages: int) -> tuple[Array, Array]:
+def _even_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int) -> tuple[Array, Array]:
     """Units of each kind on each rank, and in the first stages of the ranks below it; [ranks, kinds]."""
     stages = _stage_counts(units, num_ranks * virtual_stages)
-    ranks = stages.reshape(virtual_stages, num_ranks, -1).sum(axis=0)
+    ranks = _by_rank(stages, schedule, num_ranks)
     below = np.vstack([np.zeros((1, stages.shape[1])), np.cumsum(stages[: num_ranks - 1], axis=0)])
     return ranks, below
 
 
 @lru_cache(maxsize=1024)
-def _flying_counts(units: UnitRow, num_ranks: int, virtual_stages: int, rounds: int) -> Array:
+def _flying_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, rounds: int) -> Array:
     """Units of each kind whose activations a rank holds when it holds most stages; [ranks, kinds]."""
-    flying = np.array(interleaved_in_flight(num_ranks, virtual_stages, rounds * num_ranks))
-    stages = _stage_counts(units, num_ranks * virtual_stages) * flying[:, None]
-    return stages.reshape(virtual_stages, num_ranks, -1).sum(axis=0)
+    flying = np.array(in_flight_by_stage(schedule, num_ranks, virtual_stages, rounds * num_ranks))
+    return _by_rank(_stage_counts(units, num_ranks * virtual_stages) * flying[:, None], schedule, num_ranks)
+
+
+def _by_rank(stages: Array, schedule: ScheduleName, num_ranks: int) -> Array:
+    """Sums of the rows of ``stages`` over the stages of each rank."""
+    ranks = np.zeros((num_ranks, stages.shape[1]))
+    np.add.at(ranks, [pp_rank_of_stage(schedule, stage, num_ranks) for stage in range(len(stages))], stages)
+    return ranks
 
 
 def _stage_counts(units: UnitRow, num_stages: int) -> Array:

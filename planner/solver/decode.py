@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from costmodels.compute import peak_flops_per_s
 from planner.graph.model_graph import ModelGraph, Unit
-from planner.parallelism import Placement, Recompute, Replicate
+from planner.parallelism import Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import (
     BreakdownSection,
     Candidate,
@@ -61,7 +61,7 @@ def pipeline_section(priced: Priced, graph: ModelGraph) -> PipelineSection:
         stages=tuple(
             StageSection(
                 index=index,
-                pp_rank=index % choice.mesh.pp,
+                pp_rank=pp_rank_of_stage(choice.schedule, index, choice.mesh.pp),
                 modules=tuple(m for unit in graph.units[start:end] for m in unit.modules),
             )
             for index, (start, end) in enumerate(zip(starts, ends, strict=True))
@@ -205,6 +205,8 @@ def execution_warnings(choice: Choice, table: CostTable) -> tuple[str, ...]:
         found.append(
             f"planner run does not execute context parallelism yet (cp={choice.mesh.cp}): pin --cp 1 to train with it"
         )
+    if choice.schedule is ScheduleName.ZB_2P:
+        found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
     if table.training.precision.value in ("fp16", "fp8"):
         found.append(f"planner run does not execute {table.training.precision.value} yet: bf16 and fp32 it does")
     return tuple(found)

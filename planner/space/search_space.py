@@ -101,7 +101,8 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
             hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
-            "1F1B needs at least pp and Interleaved1F1B a multiple of pp: drop a pin or change --global-batch",
+            "1F1B needs at least pp, the interleaved schedules a multiple of pp, and those in a V twice pp: drop a pin "
+            "or change --global-batch",
         )
     return SearchSpace(training, pins, limits, choices)
 
@@ -155,12 +156,28 @@ def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
         found.append(f"virtual stages must be at least 1, got {virtual}")
     if pp * virtual > limits.num_pipeline_units:
         found.append(f"pp {pp} * virtual stages {virtual} exceeds the {limits.num_pipeline_units} blocks of the model")
-    if pins.schedule is ScheduleName.INTERLEAVED_1F1B and (pins.pp == 1 or pins.virtual_stages == 1):
-        found.append("Interleaved1F1B needs pp > 1 and at least 2 virtual stages")
-    if virtual > 1 and pins.schedule not in (None, ScheduleName.INTERLEAVED_1F1B):
-        found.append(f"{virtual} virtual stages need the schedule Interleaved1F1B, not {pins.schedule}")
+    if pins.schedule is not None:
+        found += _schedule_violations(pins.schedule, pins)
     if virtual > 1 and pins.pp == 1:
         found.append(f"{virtual} virtual stages need pp > 1")
+    return found
+
+
+def _schedule_violations(schedule: ScheduleName, pins: Pins) -> list[str]:
+    found: list[str] = []
+    fewest, most = schedule.stages_a_rank
+    virtual = pins.virtual_stages
+    if virtual is not None and most is not None and virtual > most:
+        able = ", ".join(s.value for s in ScheduleName if s.stages_a_rank[1] is None)
+        found.append(f"{virtual} virtual stages need one of the schedules {able}, not {schedule}")
+    if virtual is not None and virtual < fewest:
+        found.append(f"{schedule} needs at least {fewest} virtual stages, got {virtual}")
+    if pins.pp == 1 and not schedule.is_cut_freely:
+        found.append(f"{schedule} needs pp > 1")
+    if schedule.splits_backward and pins.zero is not None and pins.zero > 1:
+        found.append(f"{schedule} splits backward passes, so the ZeRO stage is 0 or 1, got {pins.zero}")
+    if schedule.splits_backward and pins.recompute not in (None, Recompute.NONE):
+        found.append(f"{schedule} splits backward passes, so nothing can be recomputed, got {pins.recompute}")
     return found
 
 
@@ -184,8 +201,10 @@ def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]
         for zero in _zero_stages(mesh, pins):
             for micro, num_micro in _micro_batches(training, pins, mesh):
                 for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
+                    if schedule.splits_backward and zero > 1:
+                        continue
                     for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
-                        for recompute in [pins.recompute] if pins.recompute else list(Recompute):
+                        for recompute in _recomputations(pins, schedule):
                             yield Choice(mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel)
 
 
@@ -232,19 +251,32 @@ def _micro_batches(training: Training, pins: Pins, mesh: MeshShape) -> list[tupl
 
 def _schedules(pins: Pins, limits: Limits, mesh: MeshShape, num_micro: int) -> list[tuple[ScheduleName, int]]:
     if mesh.pp == 1:
-        is_possible = pins.virtual_stages in (None, 1) and pins.schedule is not ScheduleName.INTERLEAVED_1F1B
+        is_possible = pins.virtual_stages in (None, 1) and (pins.schedule is None or pins.schedule.is_cut_freely)
         return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if is_possible else []
+    pp = mesh.pp
+    most = min(pins.virtual_stages or MAX_VIRTUAL_STAGES, limits.num_pipeline_units // pp)
     found = [(ScheduleName.GPIPE, 1)]
-    if num_micro >= mesh.pp:  # torch's 1F1B needs a micro-batch for every stage
+    if num_micro >= pp:  # torch's 1F1B needs a micro-batch for every stage
         found.insert(0, (ScheduleName.ONE_F_ONE_B, 1))
-    if num_micro % mesh.pp == 0:  # torch's interleaved schedule works in rounds of pp micro-batches
-        most = min(pins.virtual_stages or MAX_VIRTUAL_STAGES, limits.num_pipeline_units // mesh.pp)
+    if num_micro % pp == 0:  # torch's interleaved schedules work in rounds of pp micro-batches
         found += [(ScheduleName.INTERLEAVED_1F1B, v) for v in range(2, most + 1)]
+        found += [(ScheduleName.INTERLEAVED_ZERO_BUBBLE, v) for v in range(1, most + 1)]
+    if most >= 2 and num_micro >= 2 * pp:  # DualPipeV needs as many micro-batches as stages, and ZBV that many to fill
+        found += [(ScheduleName.ZBV_ZERO_BUBBLE, 2), (ScheduleName.DUAL_PIPE_V, 2)]
+    if pins.schedule is ScheduleName.ZB_2P and num_micro >= pp:  # priced where it is asked for: torch cannot run it
+        found.append((ScheduleName.ZB_2P, 1))
     return [
         (schedule, virtual)
         for schedule, virtual in found
         if pins.schedule in (None, schedule) and pins.virtual_stages in (None, virtual)
     ]
+
+
+def _recomputations(pins: Pins, schedule: ScheduleName) -> list[Recompute]:
+    """A backward pass that is split would recompute again for every group of weights."""
+    if schedule.splits_backward:
+        return [Recompute.NONE] if pins.recompute in (None, Recompute.NONE) else []
+    return [pins.recompute] if pins.recompute else list(Recompute)
 
 
 def _sequence_parallel(training: Training, pins: Pins, limits: Limits, mesh: MeshShape) -> list[bool]:

@@ -286,6 +286,10 @@ CONTRADICTIONS = [
         "virtual_stages: 1 does not go with Interleaved1F1B",
     ),
     (
+        put("pipeline", "schedule", value="ZBVZeroBubble"),
+        "virtual_stages: 1 does not go with ZBVZeroBubble",
+    ),
+    (
         put("placements", "sequence_parallel", value=True),
         "sequence_parallel: needs tp > 1, but mesh.tp is 1",
     ),

@@ -22,6 +22,11 @@ PROBLEMS = [
     ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
     ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=ScheduleName.GPIPE)}),
     ("llama3-8b", 32, {"batch": 256, "seq_len": 2048, "pins": Pins(pp=8)}),
+    *(
+        ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=schedule)})
+        for schedule in ScheduleName
+        if schedule.splits_backward
+    ),
 ]
 
 

@@ -75,9 +75,13 @@ def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -
         mesh.pp * choice.virtual_stages <= limits.num_pipeline_units,
         not pipelined or not validate_schedule(choice.schedule.value, mesh.pp, choice.virtual_stages, m),
         # torch allows other numbers of micro-batches; whole rounds are what the cost model assumes
-        choice.schedule is not ScheduleName.INTERLEAVED_1F1B or m % mesh.pp == 0,
+        not choice.schedule.value.startswith("Interleaved") or m % mesh.pp == 0,
+        # fewer would not fill the pipeline
+        not choice.schedule.is_v or m >= 2 * mesh.pp,
+        choice.schedule is not ScheduleName.ZB_2P or (pins.schedule is ScheduleName.ZB_2P and m >= mesh.pp),
+        not choice.schedule.splits_backward or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
         pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
-        pipelined or choice.schedule is not ScheduleName.INTERLEAVED_1F1B,
+        pipelined or choice.schedule.is_cut_freely,
         (choice.zero_stage == 0) == (mesh.dp_shard == 1),
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
@@ -135,6 +139,10 @@ def test_every_choice_keeps_every_rule(training: Training, limits: Limits, pins:
         Pins(zero=0),
         Pins(schedule=ScheduleName.GPIPE),
         Pins(schedule=ScheduleName.INTERLEAVED_1F1B),
+        Pins(schedule=ScheduleName.INTERLEAVED_ZERO_BUBBLE),
+        Pins(schedule=ScheduleName.ZBV_ZERO_BUBBLE),
+        Pins(schedule=ScheduleName.DUAL_PIPE_V),
+        Pins(schedule=ScheduleName.ZB_2P),
         Pins(virtual_stages=2),
         Pins(micro_batch=2, sequence_parallel=False),
     ],
@@ -161,7 +169,7 @@ def test_free_choices_of_recomputation_are_all_there() -> None:
     choices = build_space(TRAINING, Pins(), LIMITS).choices
     assert {c.recompute for c in choices} == set(Recompute)
     assert {c.zero_stage for c in choices} == {0, 1, 2, 3}
-    assert {c.schedule for c in choices} == set(ScheduleName)
+    assert {c.schedule for c in choices} == set(ScheduleName) - {ScheduleName.ZB_2P}  # which torch cannot run
     assert any(c.is_plain_fsdp for c in choices)
 
 
@@ -201,14 +209,27 @@ CONTRADICTIONS = [
     (Pins(pp=16), "pp 16 * virtual stages 1 exceeds the 12 blocks of the model"),
     (Pins(pp=4, virtual_stages=4), "pp 4 * virtual stages 4 exceeds the 12 blocks of the model"),
     (Pins(virtual_stages=0), "virtual stages must be at least 1, got 0"),
-    (Pins(pp=1, schedule=ScheduleName.INTERLEAVED_1F1B), "Interleaved1F1B needs pp > 1 and at least 2 virtual stages"),
+    (Pins(pp=1, schedule=ScheduleName.INTERLEAVED_1F1B), "Interleaved1F1B needs pp > 1"),
+    (Pins(pp=1, schedule=ScheduleName.ZBV_ZERO_BUBBLE), "ZBVZeroBubble needs pp > 1"),
+    (
+        Pins(schedule=ScheduleName.ZBV_ZERO_BUBBLE, zero=3),
+        "ZBVZeroBubble splits backward passes, so the ZeRO stage is 0 or 1, got 3",
+    ),
+    (
+        Pins(schedule=ScheduleName.DUAL_PIPE_V, recompute=Recompute.FULL),
+        "DualPipeV splits backward passes, so nothing can be recomputed, got full",
+    ),
+    (
+        Pins(schedule=ScheduleName.DUAL_PIPE_V, virtual_stages=3),
+        "3 virtual stages need one of the schedules Interleaved1F1B, InterleavedZeroBubble, not DualPipeV",
+    ),
     (
         Pins(virtual_stages=1, schedule=ScheduleName.INTERLEAVED_1F1B),
-        "Interleaved1F1B needs pp > 1 and at least 2 virtual stages",
+        "Interleaved1F1B needs at least 2 virtual stages, got 1",
     ),
     (
         Pins(virtual_stages=2, schedule=ScheduleName.GPIPE),
-        "2 virtual stages need the schedule Interleaved1F1B, not GPipe",
+        "2 virtual stages need one of the schedules Interleaved1F1B, InterleavedZeroBubble, not GPipe",
     ),
     (Pins(virtual_stages=2, pp=1), "2 virtual stages need pp > 1"),
     (Pins(zero=4), "ZeRO stage must be 0, 1, 2 or 3, got 4"),
