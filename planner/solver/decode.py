@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from costmodels.compute import peak_flops_per_s
+from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import (
@@ -88,14 +89,14 @@ def placement_section(
 
 
 def _patterns(graph: ModelGraph) -> Mapping[str, str]:
-    """Block name -> pattern, where every block that the pattern matches is of the same kind."""
-    kinds: dict[str, set[int]] = {}
-    for unit in graph.units:
-        if unit.is_block:
-            kinds.setdefault(_starred(unit.name), set()).add(unit.kind)
-    return {
-        u.name: _starred(u.name) if len(kinds[_starred(u.name)]) == 1 else u.name for u in graph.units if u.is_block
-    }
+    """Block name -> pattern, where all that the pattern matches are blocks of the same kind."""
+    blocks = {unit.name: unit.kind for unit in graph.units if unit.is_block}
+    names = (name for parameter in graph.parameters for name in (parameter.fqn, *parameter.aliases))
+    modules = {module for name in names for module in ancestors(name.rpartition(".")[0])}
+    kinds: dict[str, set[int | None]] = {}
+    for module in modules | blocks.keys():
+        kinds.setdefault(_starred(module), set()).add(blocks.get(module))
+    return {name: _starred(name) if len(kinds[_starred(name)]) == 1 else name for name in blocks}
 
 
 def _starred(name: str) -> str:
