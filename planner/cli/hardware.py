@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from pydantic import BaseModel
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,23 +48,15 @@ def _list(as_json: JsonOption = False) -> None:
     if as_json:
         _print_json([_summary(profile) for profile in profiles])
         return
-    table = Table(title="Hardware profiles")
-    for column in ("name", "device", "memory", "peak", "per node", "inside", "between nodes", "also"):
-        is_number = column in ("memory", "peak", "per node")
-        table.add_column(column, overflow="fold", justify="right" if is_number else "left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("name", "node", "TFLOP/s", "GB/s inside", "and between"):
+        table.add_column(column, no_wrap=column in ("name", "node"), justify="right" if column == "TFLOP/s" else "left")
     for profile in profiles:
-        table.add_row(
-            profile.name,
-            escape(profile.device.name),
-            _amount(profile.device.memory_bytes.value, "B", binary=True),
-            _peak_text(profile),
-            str(profile.node.num_devices),
-            *_tier_texts(profile),
-            ", ".join(profile.aliases),
-        )
+        node = f"{profile.node.num_devices} x {escape(profile.device.name)}"
+        table.add_row(profile.name, node, _peak_text(profile), *_tier_texts(profile))
     console = Console(highlight=False)
     console.print(table)
-    console.print("`planner hardware show NAME` gives every number of a profile with its source.", soft_wrap=True)
+    console.print("`planner hardware show NAME` gives every number with its source, and other names.", soft_wrap=True)
 
 
 def _show(
@@ -87,7 +80,7 @@ def _show_mixed(mixed: MixedCluster) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{escape(mixed.name)}[/]  {mixed.num_devices} devices in {len(mixed.groups)} groups")
     table = Table()
-    for column in ("group", "profile", "devices", "memory", "peak", "between nodes"):
+    for column in ("group", "profile", "devices", "memory", "TFLOP/s", "GB/s between nodes"):
         table.add_column(column, overflow="fold", justify="right" if column == "devices" else "left")
     for group in mixed.groups:
         profile = group.cluster.profile
@@ -186,19 +179,20 @@ def _summary(profile: ClusterProfile) -> dict[str, object]:
 
 
 def _peak_text(profile: ClusterProfile) -> str:
+    """TFLOP/s in the first of these dtypes that the device has."""
     peaks = profile.device.peak_flops_per_s
     order = ("bf16", "fp16", "tf32", "fp32", "fp8")
     dtype, peak = min(peaks.items(), key=lambda item: order.index(item[0]))
-    return f"{_amount(peak.value, 'FLOP/s')} {dtype}"
+    return f"{peak.value / 1e12:.4g} {dtype}"
 
 
 def _tier_texts(profile: ClusterProfile) -> tuple[str, str]:
-    """The innermost and the outermost tier, in words."""
+    """The innermost and the outermost tier, in words and GB/s."""
     first, last = profile.tiers[0], profile.tiers[-1]
-    inside = f"{first.name} {_amount(first.bandwidth_bytes_per_s.value, 'B/s')}"
+    inside = f"{first.name} {first.bandwidth_bytes_per_s.value / 1e9:.4g}"
     if len(profile.tiers) == 1:
         return inside, "-"
-    return inside, f"{last.links_per_node} x {last.name} {_amount(last.bandwidth_bytes_per_s.value, 'B/s')}"
+    return inside, f"{last.links_per_node} x {last.name} {last.bandwidth_bytes_per_s.value / 1e9:.4g}"
 
 
 def _place_text(profile: ClusterProfile, place: str) -> str:
