@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from benchmarks.published.runs import Hardware, Run, UnpriceableRunError
-from hardware_profiles.catalog import load_profile
+import re
+
+from benchmarks.published.runs import GIB, Hardware, Run, UnpriceableRunError
+from hardware_profiles.catalog import list_profiles, load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, NetworkTier, NodeProfile, Quantity
 
-# GPU name of a row, by its first letters, to the profile of a machine that holds such GPUs; the first match counts.
+# Words of a GPU's name, and the profile of a machine that holds such GPUs; the first entry with all of them counts.
 PROFILE_OF_GPU = (
-    ("A100-80GB-PCIE", "a100-pcie-80gb-x8"),
-    ("A100-40GB-PCIE", "a100-pcie-40gb-x8"),
-    ("A100-80GB", "dgx-a100-80gb"),
-    ("A800", "dgx-a100-80gb"),
-    ("A100-40GB", "dgx-a100-40gb"),
-    ("A100", "dgx-a100-80gb"),
-    ("V100-32GB-SXM3", "dgx-2-v100-32gb"),
-    ("V100-32GB", "dgx-1-v100-32gb"),
-    ("V100-16GB", "dgx-1-v100-16gb"),
-    ("V100", "dgx-1-v100-32gb"),
-    ("H100-96GB", "dgx-h100-80gb"),
-    ("H100-NVL", "h100-nvl-x8"),
-    ("H100-PCIE", "h100-pcie-x8"),
-    ("H100", "dgx-h100-80gb"),
-    ("H800", "h800-sxm"),
-    ("H200", "dgx-h200"),
-    ("GB200", "gb200-nvl72"),
-    ("B200", "dgx-b200"),
-    ("MI300X", "mi300x-x8"),
-    ("MI250X", "mi250x-x8"),
+    (("A100", "PCIE"), "a100-pcie-80gb-x8"),
+    (("A100",), "dgx-a100-80gb"),
+    (("A800",), "dgx-a100-80gb"),
+    (("V100", "SXM3"), "dgx-2-v100-32gb"),
+    (("V100",), "dgx-1-v100-32gb"),
+    (("H100", "NVL"), "h100-nvl-x8"),
+    (("H100", "PCIE"), "h100-pcie-x8"),
+    (("H100",), "dgx-h100-80gb"),
+    (("H800",), "h800-sxm"),
+    (("H200",), "dgx-h200"),
+    (("GH200",), "dgx-h100-80gb"),  # the same GPU with more memory
+    (("GB200",), "gb200-nvl72"),
+    (("B200",), "dgx-b200"),
 )
+# The same machine with GPUs of half the memory.
+HALF_THE_MEMORY = {
+    "a100-pcie-80gb-x8": "a100-pcie-40gb-x8",
+    "dgx-a100-80gb": "dgx-a100-40gb",
+    "dgx-1-v100-32gb": "dgx-1-v100-16gb",
+}
+# A GPU with less than this share of a profile's memory is the one with half of it.
+SMALLER_SHARE = 0.75
+# What a driver leaves usable: 79.18 GiB of an H100's 80, 178.35 of a B200's 180, as their profiles say.
+USABLE_SHARE = 0.99
 # Clusters whose collectives were measured beside the runs, by a word of the row's text.
 MEASURED_CLUSTERS = (("nanotron", "H100", "h100-nanotron-sweep"),)
 
@@ -39,19 +44,39 @@ def cluster_of(run: Run) -> ClusterSpec:
     measured = next(
         (name for word, gpu, name in MEASURED_CLUSTERS if word in run.text.lower() and gpu in hardware.gpu_type), None
     )
-    profile = load_profile(measured or profile_name(hardware))
+    profile = _with_memory(load_profile(measured or profile_name(hardware)), hardware)
     if measured is None:
         profile = _with_network(profile, hardware)
     return ClusterSpec(profile=profile, num_devices=hardware.num_devices)
 
 
 def profile_name(hardware: Hardware) -> str:
-    """The shipped profile that holds such GPUs."""
-    gpu = hardware.gpu_type.upper()
-    name = next((profile for start, profile in PROFILE_OF_GPU if gpu.startswith(start)), None)
-    if name is None:
+    """The shipped profile that holds such GPUs; of two that differ in memory, the one with the row's memory."""
+    words = re.split(r"[^A-Z0-9.]+", hardware.gpu_type.upper())
+    known = (name for needed, name in PROFILE_OF_GPU if all(any(w.startswith(n) for w in words) for n in needed))
+    named = next(known, None) or next((p.name for p in list_profiles() if _is_of(words, p.device.name.upper())), None)
+    if named is None:
         raise UnpriceableRunError(f"no hardware profile for {hardware.gpu_type}")
-    return name
+    memory_gb = hardware.memory_gb
+    if memory_gb is not None and memory_gb < SMALLER_SHARE * load_profile(named).device.memory_bytes.value / GIB:
+        return HALF_THE_MEMORY.get(named, named)
+    return named
+
+
+def _is_of(words: list[str], device: str) -> bool:
+    """Whether every word of a GPU's name that has a digit and is no amount of memory stands in ``device``'s."""
+    telling = [word for word in words if re.search(r"\d", word) and not re.fullmatch(r"\d+GB", word)]
+    return bool(telling) and set(telling) <= set(device.split("-"))
+
+
+def _with_memory(profile: ClusterProfile, hardware: Hardware) -> ClusterProfile:
+    """``profile`` with the row's memory where that is another than its own by more than a tenth."""
+    own = profile.device.memory_bytes
+    stated = None if hardware.memory_gb is None else hardware.memory_gb * USABLE_SHARE * GIB
+    if stated is None or abs(stated / own.value - 1) < 0.1:
+        return profile
+    memory = Quantity(value=stated, tag="published", source="memory that the row names")
+    return profile.model_copy(update={"device": profile.device.model_copy(update={"memory_bytes": memory})})
 
 
 def _with_network(profile: ClusterProfile, hardware: Hardware) -> ClusterProfile:

@@ -1,0 +1,36 @@
+"""GPU names of published runs find the machine that has them."""
+
+import pytest
+
+from benchmarks.published.machines import profile_name
+from benchmarks.published.runs import Hardware, UnpriceableRunError
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory_gb", "profile"),
+    [
+        ("A100-80GB-SXM", 80, "dgx-a100-80gb"),
+        ("A100-40GB-SXM", 40, "dgx-a100-40gb"),
+        ("A100-SXM4-40GB", 40, "dgx-a100-40gb"),
+        ("NVIDIA A100", 40, "dgx-a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", None, "dgx-a100-80gb"),
+        ("A100-80GB-PCIe", 80, "a100-pcie-80gb-x8"),
+        ("Tesla V100-SXM2-16GB", 16, "dgx-1-v100-16gb"),
+        ("V100-32GB-SXM3", 32, "dgx-2-v100-32gb"),
+        ("H100-96GB-HBM2e-SXM(500W)", 96, "dgx-h100-80gb"),
+        ("GH200-96GB", 96, "dgx-h100-80gb"),
+        ("GB200-186GB", 186, "gb200-nvl72"),
+        ("RTX 4090", 24, "rtx-4090-x8"),
+        ("A10G", 24, "aws-g5-48xlarge"),
+        ("MI300X-192GB", 192, "mi300x-x8"),
+        ("TPU v4", 32, "tpu-v4"),
+    ],
+)
+def test_a_gpu_finds_its_machine(gpu: str, memory_gb: float | None, profile: str) -> None:
+    assert profile_name(Hardware(gpu, memory_gb, 8, 8, None)) == profile
+
+
+@pytest.mark.parametrize("gpu", ["H20-96GB", "RTX A6000", "GB300-279GB", "B300", "accelerator"])
+def test_a_gpu_of_no_profile_is_not_taken_for_another(gpu: str) -> None:
+    with pytest.raises(UnpriceableRunError, match="no hardware profile"):
+        profile_name(Hardware(gpu, None, 8, 8, None))
