@@ -13,8 +13,16 @@ from planner.parallelism import Recompute
 GIB = 2**30
 TRUE_WORDS = {"true", "1", "yes"}
 FALSE_WORDS = {"false", "0", "no"}
-# The two spellings of the ZeRO column that name a stage in words.
-SHARDING_WORDS = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HSDP": 3, "HYBRID_SHARD": 3}
+# Words of the ZeRO column that name a stage, the most telling first; FSDP's default is FULL_SHARD.
+SHARDING_WORDS = {
+    "SHARD_GRAD_OP": 2,
+    "FULL_SHARD": 3,
+    "HYBRID_SHARD": 3,
+    "HSDP": 3,
+    "DISTRIBUTED OPTIMIZER": 1,
+    "DDP": 0,
+    "NONE": 0,
+}
 
 
 class UnpriceableRunError(ValueError):
@@ -238,11 +246,14 @@ def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
 
 
 def _sharding(words: str) -> tuple[int, int | None]:
-    """ZeRO stage and shard size from ``1``, ``1(shard 8, in-node)``, ``FSDP-FULL_SHARD(3)``, ``HSDP``, ..."""
-    within = re.search(r"shard (\d+)", words) or re.search(r"HSDP\D*(\d+)", words)
-    named = next((stage for word, stage in SHARDING_WORDS.items() if word in words.upper()), None)
-    digit = re.match(r"\s*(?:ZeRO-?)?(\d)", words) or re.search(r"\((\d)\)", words)
-    stage = named if named is not None else (int(digit.group(1)) if digit else None)
+    """ZeRO stage and shard size from ``1(shard 8, in-node)``, ``FSDP-FULL_SHARD(3)``, ``HSDP(8)``, ``ZeRO-3``, ..."""
+    upper = words.upper()
+    within = re.search(r"SHARD[ =]*(\d+)", upper) or re.search(r"HSDP\D*(\d+)", upper)
+    named = next((stage for word, stage in SHARDING_WORDS.items() if word in upper), None)
+    digit = re.match(r"\s*([0-3])\b", upper) or re.search(r"(?:\(|ZERO|STAGE|Z)[ -]?([0-3])\b", upper)
+    stage = named if named is not None else int(digit.group(1)) if digit else None
+    if stage is None and "FSDP" in upper:
+        stage = SHARDING_WORDS["FULL_SHARD"]
     if stage is None:
         raise UnpriceableRunError(f"sharding {words!r} names no ZeRO stage")
     return stage, int(within.group(1)) if within else None

@@ -85,6 +85,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("FSDP-SHARD_GRAD_OP(2)", 2, None),
         ("FSDP2(3)", 3, None),
         ("HSDP", 3, None),
+        ("HSDP(8)", 3, 8),
+        ("FSDP(shard=8)", 3, 8),
+        ("FSDP", 3, None),
+        ("ZeRO-3", 3, None),
+        ("DeepSpeed ZeRO-1", 1, None),
+        ("DDP", 0, None),
     ],
 )
 def test_sharding_words(tmp_path: Path, words: str, stage: int, shard_size: int | None) -> None:
