@@ -14,6 +14,9 @@ whole copy of the parameters beside the shards, in the compute dtype, which each
 backward pass frees. FSDP makes that copy also where the shard is already whole.
 """
 
+# pyright: reportPrivateUsage=false
+# FSDP has no public way to finish a backward pass that its hooks did not see.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -72,6 +75,19 @@ def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool, pipeline
     module.set_requires_all_reduce(last)  # over the replicas, of what is already reduced over the shards
     module.set_reshard_after_backward(last or zero_stage == 3)
     module.set_is_last_backward(last or not pipelined)
+
+
+def finish_backward(module: nn.Module, *, last: bool) -> None:
+    """Does what FSDP's hooks do at the end of a backward pass, after one that they did not see.
+
+    torch's own pipelines do it so, once a step (``perform_reduce_grad`` in torch/distributed/pipelining/stage.py).
+    """
+    root = fully_shard.state(module)
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    if last:
+        root._root_post_backward_final_callback()
 
 
 def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planner.errors import PlanError
-from planner.parallelism import MeshAxis, Offload, Precision
+from planner.parallelism import MeshAxis, Offload, Precision, ScheduleName
 from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 
@@ -81,6 +81,8 @@ def _not_executed(plan: Plan) -> list[str]:
         problems.append(f"expert parallelism (ep = {plan.mesh.ep}) is not executed yet")
     if plan.offload is not Offload.NONE:
         problems.append(f"offload = {plan.offload.value} is not executed yet")
+    if plan.pipeline.schedule is ScheduleName.ZB_2P:
+        problems.append("pipeline.schedule = ZB-2P is not one of torch's, so it is priced only")
     if plan.training.precision not in _DTYPES:
         problems.append(f"precision = {plan.training.precision.value} is not executed yet (bf16 and fp32 are)")
     return problems

@@ -1,4 +1,9 @@
-"""Pipeline parallelism: torch.distributed.pipelining's schedules over stages cut from any model."""
+"""Pipeline parallelism: torch.distributed.pipelining's schedules over stages cut from any model.
+
+Some split a backward pass. Its first half makes the gradients that a stage sends, under FSDP's hooks as ever; the
+second makes those of the weights, starting inside the recorded graph, where FSDP has no hooks: what these would do is
+done after it. It needs the parameters as they were recorded, so they stay gathered until the step's end (ZeRO 0 or 1).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
-from planner.executor.data_parallel import prepare_backward
+from planner.executor.data_parallel import finish_backward, prepare_backward
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
 from planner.executor.stage_trace import TensorMeta
 from planner.parallelism import MeshAxis, ScheduleName
 from planner.plan.schema import Plan
 
-Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+_OF_ONE_STAGE = {ScheduleName.GPIPE: ScheduleGPipe, ScheduleName.ONE_F_ONE_B: Schedule1F1B}
+_OF_SEVERAL_STAGES = {
+    ScheduleName.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
+    ScheduleName.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    ScheduleName.ZBV_ZERO_BUBBLE: ScheduleZBVZeroBubble,
+    ScheduleName.DUAL_PIPE_V: ScheduleDualPipeV,
+}
 LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 
 
@@ -48,10 +69,14 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
-        """Sets what this micro-batch's backward reduces and frees, then runs it."""
+        """Sets what this micro-batch's backward reduces and frees, then runs it: ``full``, ``input`` or ``weight``."""
         assert isinstance(self.submod, StageModule)
-        prepare_backward(self.submod.root, self._zero_stage, last=last_backward, pipelined=True)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        root = self.submod.root
+        prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            finish_backward(root, last=last_backward)
+        return result
 
 
 def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:
@@ -60,13 +85,10 @@ def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: 
     device = next(stages[0].parameters()).device
     built = [_Stage(stage, index, plan, group, device) for stage, index in zip(stages, indices, strict=True)]
     microbatches = plan.pipeline.num_microbatches
-    match plan.pipeline.schedule:
-        case ScheduleName.GPIPE:
-            return ScheduleGPipe(built[0], microbatches, loss_fn=_given_loss, scale_grads=False)
-        case ScheduleName.ONE_F_ONE_B:
-            return Schedule1F1B(built[0], microbatches, loss_fn=_given_loss, scale_grads=False)
-        case ScheduleName.INTERLEAVED_1F1B:
-            return ScheduleInterleaved1F1B([*built], microbatches, loss_fn=_given_loss, scale_grads=False)
+    name = plan.pipeline.schedule
+    if name in _OF_ONE_STAGE:
+        return _OF_ONE_STAGE[name](built[0], microbatches, loss_fn=_given_loss, scale_grads=False)
+    return _OF_SEVERAL_STAGES[name]([*built], microbatches, loss_fn=_given_loss, scale_grads=False)
 
 
 def _given_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

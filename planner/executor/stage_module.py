@@ -5,6 +5,9 @@ calls. Around it, ``StageModule`` turns what is received and sent between local 
 and computes the loss on the last stage.
 """
 
+# pyright: reportPrivateUsage=false
+# torch has no public name for whether a tensor is a view.
+
 from __future__ import annotations
 
 import contextlib
@@ -185,4 +188,5 @@ class StageModule(nn.Module):
             assert self._tp_mesh is not None
             placement = self._placement_of(meta) if meta.requires_grad else Replicate()
             value = redistribute(value, self._tp_mesh, placement).to_local()
-        return value.contiguous()
+        # torch cuts what is sent off its graph in place, where a schedule splits backward passes: no view may be sent.
+        return value.clone() if value._is_view() else value.contiguous()

@@ -78,7 +78,8 @@ def of_several_stages(name: str, rank: int, p: int, v: int, m: int) -> tuple[Act
         _n_microbatches=m,
         microbatches_per_round=m // max(1, m // p),
     )
-    return tuple(flat(of_torch.get_schedule_class(name)._calculate_single_rank_operations(state, rank)))
+    schedule = of_torch.get_schedule_class(name)
+    return tuple(flat(schedule._calculate_single_rank_operations(state, rank)))  # type: ignore[attr-defined, arg-type]
 
 
 @pytest.mark.parametrize(

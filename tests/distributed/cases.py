@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import (
     MeshSection,
     ModelSection,
@@ -57,7 +57,7 @@ class Case:
                 num_microbatches=GLOBAL_BATCH_SIZE // dp // self.micro_batch_size,
                 micro_batch_size=self.micro_batch_size,
                 virtual_stages=self.virtual_stages,
-                stages=_stages(toy, self.mesh.pp, self.virtual_stages),
+                stages=_stages(toy, self.mesh.pp, self.virtual_stages, self.schedule),
             ),
             placements=PlacementSection(
                 tp=self._placements(toy) if self.mesh.tp > 1 else (),
@@ -77,13 +77,16 @@ class Case:
         return tuple(e for e in entries if (".*" in e.module and e.parameters) or e.module == toy.before[0])
 
 
-def _stages(toy: ToyModel, pp: int, virtual_stages: int) -> tuple[StageSection, ...]:
+def _stages(toy: ToyModel, pp: int, virtual_stages: int, schedule: ScheduleName) -> tuple[StageSection, ...]:
     count = pp * virtual_stages
     size = len(toy.blocks) // count
     modules = [list(toy.blocks[index * size : (index + 1) * size]) for index in range(count)]
     modules[0] = [*toy.before, *modules[0]]
     modules[-1] += toy.after
-    return tuple(StageSection(index=i, pp_rank=i % pp, modules=tuple(names)) for i, names in enumerate(modules))
+    return tuple(
+        StageSection(index=i, pp_rank=pp_rank_of_stage(schedule, i, pp), modules=tuple(names))
+        for i, names in enumerate(modules)
+    )
 
 
 _DP4 = MeshSection(dp_shard=4)
@@ -92,6 +95,9 @@ _DP2_TP2 = MeshSection(dp_shard=2, tp=2)
 _PP2_DP2 = MeshSection(pp=2, dp_shard=2)
 _PP2_TP2 = MeshSection(pp=2, tp=2)
 _INTERLEAVED = ScheduleName.INTERLEAVED_1F1B
+_ZERO_BUBBLE = ScheduleName.INTERLEAVED_ZERO_BUBBLE
+_ZBV = ScheduleName.ZBV_ZERO_BUBBLE
+_DUAL_PIPE_V = ScheduleName.DUAL_PIPE_V
 
 CASES = {
     "dp4-zero0": Case("gpt", MeshSection(dp_replicate=4)),
@@ -130,6 +136,17 @@ CASES = {
     "pp2-tp2-interleaved-sp": Case(
         "llama", _PP2_TP2, 0, _INTERLEAVED, 2, sequence_parallel=True, micro_batch_size=4, stage_input="shard(1)"
     ),
+    "pp4-zero-bubble": Case("llama", MeshSection(pp=4), 0, _ZERO_BUBBLE, micro_batch_size=2),
+    "pp2-dp2-zero-bubble-tied": Case("gpt-tied", _PP2_DP2, 1, _ZERO_BUBBLE, 2),
+    "pp2-tp2-zero-bubble": Case("gpt", _PP2_TP2, 0, _ZERO_BUBBLE, 2, micro_batch_size=4),
+    "pp2-dp2-zbv": Case("llama", _PP2_DP2, 1, _ZBV, 2),
+    "pp2-dp2-zbv-tied": Case("gpt-tied", MeshSection(pp=2, dp_replicate=2), 0, _ZBV, 2),
+    "pp2-tp2-zbv-sp": Case(
+        "llama", _PP2_TP2, 0, _ZBV, 2, sequence_parallel=True, micro_batch_size=2, stage_input="shard(1)"
+    ),
+    "pp2-dp2-zbv-unusual": Case("unusual", _PP2_DP2, 1, _ZBV, 2),
+    "pp2-dp2-dual-pipe-v": Case("llama", _PP2_DP2, 1, _DUAL_PIPE_V, 2),
+    "pp2-dp2-dual-pipe-v-tied": Case("gpt-tied", _PP2_DP2, 1, _DUAL_PIPE_V, 2),
     "tp4-minimal-llama": Case("llama", _TP4, micro_batch_size=4, minimal_placements=True),
     "tp2-dp2-minimal-unusual": Case("unusual", _DP2_TP2, 1, micro_batch_size=4, minimal_placements=True),
     "pp2-tp2-minimal-gpt-tied": Case("gpt-tied", _PP2_TP2, micro_batch_size=4, minimal_placements=True),
@@ -151,6 +168,9 @@ LEARNING_CASES = {
         micro_batch_size=4,
         optimizer=Optimizer.ADAMW,
         precision=Precision.BF16,
+    ),
+    "pp2-dp2-zbv-bf16": Case(
+        "llama", _PP2_DP2, 1, _ZBV, 2, optimizer=Optimizer.ADAMW, precision=Precision.BF16, micro_batch_size=2
     ),
     "pp2-tp2-sp-bf16": Case(
         "llama",

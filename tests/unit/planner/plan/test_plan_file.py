@@ -318,6 +318,33 @@ def test_too_few_micro_batches_for_a_schedule_are_a_contradiction() -> None:
     assert contradictions(edited(num_microbatches=1, micro_batch_size=4, schedule=ScheduleName.GPIPE)) == []
 
 
+def test_what_does_not_go_with_split_backward_passes_is_a_contradiction() -> None:
+    plan = edited(schedule=ScheduleName.INTERLEAVED_ZERO_BUBBLE)
+    assert contradictions(plan) == []
+    rule = RecomputeRule(mode=Recompute.FULL, modules=("layers.0",))
+    assert contradictions(plan.model_copy(update={"zero_stage": 3, "recompute": (rule,)})) == [
+        "zero_stage: InterleavedZeroBubble splits backward passes, so it is 0 or 1, got 3",
+        "recompute: InterleavedZeroBubble splits backward passes, so nothing can be recomputed",
+    ]
+
+
+def test_stages_in_a_v_come_back_to_the_first_rank() -> None:
+    plan = tiny_plan()
+    modules = [name for stage in plan.pipeline.stages for name in stage.modules]
+    stages = tuple(
+        StageSection(index=index, pp_rank=rank, modules=(modules[index],)) for index, rank in enumerate((0, 1, 1, 0))
+    )
+    assert contradictions(edited(schedule=ScheduleName.ZBV_ZERO_BUBBLE, virtual_stages=2, stages=stages)) == []
+    turned = tuple(stage.model_copy(update={"pp_rank": stage.index % 2}) for stage in stages)
+    assert contradictions(edited(schedule=ScheduleName.ZBV_ZERO_BUBBLE, virtual_stages=2, stages=turned)) == [
+        "pipeline.stages: stage i must run up to pp_rank 1 and back again, as ZBVZeroBubble assumes"
+    ]
+    few = edited(
+        schedule=ScheduleName.DUAL_PIPE_V, virtual_stages=2, stages=stages, num_microbatches=2, micro_batch_size=2
+    )
+    assert contradictions(few) == ["pipeline.num_microbatches: DualPipeV needs at least 2 * pp=4, got 2"]
+
+
 def test_virtual_stages_need_a_pipeline() -> None:
     plan = tiny_plan()
     stages = tuple(stage.model_copy(update={"pp_rank": 0}) for stage in plan.pipeline.stages)
