@@ -52,6 +52,12 @@ class Timeline:
         return max((ends[-1] for ends in self.end_s if ends), default=0.0)
 
     @cached_property
+    def longest_rank_s(self) -> float:
+        """From the first to the last action of one rank: a step where ranks begin the next without waiting."""
+        spans = (ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True) if ends)
+        return max(spans, default=0.0)
+
+    @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Seconds each rank computes."""
         return tuple(

@@ -86,6 +86,9 @@ class Recipe(_Value):
     # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core.
     selective: Literal["products", "alternate_products", "attention"]
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
+    # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
+    # what these need.
+    split_retains_graph: bool = False
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     allocator_reserve_fraction: Quantity | None = None  # None: the profile's

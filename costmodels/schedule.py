@@ -110,7 +110,7 @@ def peak_in_flight(
     """Largest sum of activations that a rank holds at once: from the forward of a micro-batch to its last backward.
 
     ``activation_bytes_by_stage``: bytes one micro-batch keeps in a stage (or 1.0, to count micro-batches), until its
-    B or W. ``waiting_bytes_by_stage``: gradients it holds besides from I to W.
+    B or W. ``waiting_bytes_by_stage``: what it holds more from I to W, or less where this is negative.
     """
     waiting = waiting_bytes_by_stage or {}
     split = {(stage, microbatch) for kind, stage, microbatch in actions_of_rank if kind == INPUT_GRADIENT}

@@ -26,7 +26,7 @@ NOT_MODELLED = """## What is not modelled
   pipelines of many small micro-batches with tensor parallelism, groups across nodes) are priced as if all were well.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone.
 - Sending takes the sender of a pipeline no time, only the receiver waits.
-- Zero-bubble schedules, offload and the imbalance of experts: such rows are skipped, or priced as balanced.
+- Offload and the imbalance of experts: such rows are skipped, or priced as balanced.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.

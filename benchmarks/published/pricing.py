@@ -32,6 +32,8 @@ SCHEDULES = {
     "1f1b": ScheduleName.ONE_F_ONE_B,
     "gpipe": ScheduleName.GPIPE,
     "interleaved-1f1b": ScheduleName.INTERLEAVED_1F1B,
+    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    "zb-2p": ScheduleName.ZB_2P,
 }
 
 

@@ -82,7 +82,8 @@ def finish_backward(module: nn.Module, *, last: bool) -> None:
 
     torch's own pipelines do it so, once a step (``perform_reduce_grad`` in torch/distributed/pipelining/stage.py).
     """
-    root = fully_shard.state(module)
+    assert isinstance(module, FSDPModule)
+    root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in state._fsdp_param_groups:
             group.post_backward()

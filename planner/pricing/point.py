@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.action import FORWARD, INPUT_GRADIENT, Schedule
+from costmodels.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
 from costmodels.memory import MemoryLedger
 from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import build_schedule, peak_in_flight
@@ -84,21 +85,24 @@ def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> 
 @lru_cache(maxsize=1024)
 def in_flight_by_stage(
     schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[int, ...]:
-    """Micro-batches in flight at each stage at the moment its rank holds most of them."""
-    counts = [0] * (num_ranks * virtual_stages)
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Micro-batches in flight at each stage at the moment its rank holds most of them.
+
+    And how many of those wait for the second half of a split backward pass.
+    """
+    counts, waits = ([0] * (num_ranks * virtual_stages) for _ in range(2))
     for actions in _schedule(schedule, num_ranks, virtual_stages, num_microbatches):
-        held: dict[int, int] = {}
-        most = now = 0
+        held: Counter[int] = Counter()
+        waiting: Counter[int] = Counter()
+        most = 0
         for kind, stage, _ in actions:
-            change = {FORWARD: 1, INPUT_GRADIENT: 0}.get(kind, -1)
-            held[stage] = held.get(stage, 0) + change
-            now += change
-            if now > most:
-                most = now
-                for each, number in held.items():
-                    counts[each] = number
-    return tuple(counts)
+            held[stage] += {FORWARD: 1, INPUT_GRADIENT: 0}.get(kind, -1)
+            waiting[stage] += {INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}.get(kind, 0)
+            if kind == FORWARD and held.total() > most:
+                most = held.total()
+                for each in held:
+                    counts[each], waits[each] = held[each], waiting[each]
+    return tuple(counts), tuple(waits)
 
 
 def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
@@ -302,7 +306,9 @@ class Point:
 
         def run(num_microbatches: int) -> float:
             schedule = _schedule(choice.schedule, pp, choice.virtual_stages, num_microbatches)
-            return times.run(schedule, send_s).makespan_s
+            timeline = times.run(schedule, send_s)
+            # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
+            return timeline.longest_rank_s if choice.schedule is ScheduleName.ZB_2P else timeline.makespan_s
 
         # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
         steady_s = pp * max(self._work_of_ranks(times)) * (1 - 1e-9)
@@ -365,7 +371,7 @@ class Point:
     def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
         """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage.
 
-        ``waiting``: gradients it keeps besides from the first to the second half of a split backward pass.
+        ``waiting``: what it keeps more, or less, from the first to the second half of a split backward pass.
         """
         choice = self.choice
         pp = choice.mesh.pp

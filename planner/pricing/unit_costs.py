@@ -12,7 +12,7 @@ from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.pricing.operator_time import PricingTarget, is_norm, kernels_issued, node_time_s, num_scores
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
-from planner.pricing.split_backward import weight_gradients
+from planner.pricing.split_backward import is_deferred, weight_gradients
 from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
@@ -34,7 +34,7 @@ class UnitCosts:
     boundary_bytes: float  # sent where the pipeline is cut behind this unit, by one rank
     weight_gradient_s: float = 0.0  # part of backward_s
     split_extra_s: float = 0.0  # kernels that run twice where a schedule splits the backward pass
-    waiting_bytes: float = 0.0  # gradients held besides from the first to the second half of a split backward pass
+    waiting_bytes: float = 0.0  # held more (or less) from the first to the second half of a split backward pass
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def unit_costs(
         boundary_bytes=sum(memory.local_bytes(graph.nodes[i]) for i in unit.boundary),
         weight_gradient_s=weights.share * backward,
         split_extra_s=weights.repeated_s,
-        waiting_bytes=weights.waiting_bytes,
+        waiting_bytes=weights.gradient_bytes - memory.freed_early(weights.last_node),
     )
 
 
@@ -230,6 +230,20 @@ class _SavedBytes:
             )
         saved = {self._graph.nodes[s].storage for n in nodes for s in n.saves}
         return self._storages(saved) + self._extras(nodes)
+
+    def freed_early(self, last_deferred: int) -> float:
+        """Of what is kept without recomputation, what goes with the first half of a split backward pass."""
+        nodes = [self._graph.nodes[i] for i in self._unit.nodes]
+        if not self._target.recipe.split_retains_graph:
+            staying = {self._graph.nodes[s].storage for n in nodes if is_deferred(n, self._target) for s in n.saves}
+            return self.kept(Recompute.NONE) - self._storages(staying)
+        if self._unit.boundary:  # later units hold on to this one
+            return 0.0
+        behind = [n for n in nodes if n.id > last_deferred]
+        staying = {self._graph.nodes[s].storage for n in nodes if n.id <= last_deferred for s in n.saves}
+        return self._storages({self._graph.nodes[s].storage for n in behind for s in n.saves} - staying) + self._extras(
+            behind
+        )
 
     def largest_gradient(self) -> float:
         """Gradient of the largest output together with the gradients of what it was made from."""

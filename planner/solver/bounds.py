@@ -118,6 +118,8 @@ class _Group:
         m = self._m[:, None]
         if not self._schedule.splits_backward:
             return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
+        if self._schedule is ScheduleName.ZB_2P:  # whose ranks do not wait for each other to end a step
+            return (m * (self._work @ ranks.T)).max(axis=1)
         sent = self._work - self._weight
         whole = self._forward @ below.T + hops + m * (self._work @ ranks.T)
         return np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
@@ -175,13 +177,15 @@ class _Group:
 
     def _evenly_cut_bytes(self, static: Array, kept: Array) -> Array:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
+        waiting = self._table.column("waiting_bytes")[self._rows]
         worst = np.empty(len(self._choices))
         by_rounds: dict[int, list[int]] = defaultdict(list)
         for index, choice in enumerate(self._choices):
             by_rounds[min(choice.num_microbatches // self._pp, MOST_ROUNDS)].append(index)
         for rounds, members in by_rounds.items():
-            flying = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, rounds)
-            worst[members] = (static[members] @ ranks.T + kept[members] @ flying.T).max(axis=1)
+            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, rounds)
+            held = kept[members] @ flying.T + waiting[members] @ waits.T
+            worst[members] = (static[members] @ ranks.T + held).max(axis=1)
         return worst
 
 
@@ -216,10 +220,18 @@ def _even_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual
 
 
 @lru_cache(maxsize=1024)
-def _flying_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, rounds: int) -> Array:
-    """Units of each kind whose activations a rank holds when it holds most stages; [ranks, kinds]."""
-    flying = np.array(in_flight_by_stage(schedule, num_ranks, virtual_stages, rounds * num_ranks))
-    return _by_rank(_stage_counts(units, num_ranks * virtual_stages) * flying[:, None], schedule, num_ranks)
+def _flying_counts(
+    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, rounds: int
+) -> tuple[Array, Array]:
+    """Units of each kind whose activations a rank holds when it holds most stages, and of those that wait for their
+    weight gradients; [ranks, kinds] each.
+    """
+    stages = _stage_counts(units, num_ranks * virtual_stages)
+    flying, waits = (
+        _by_rank(stages * np.array(counts)[:, None], schedule, num_ranks)
+        for counts in in_flight_by_stage(schedule, num_ranks, virtual_stages, rounds * num_ranks)
+    )
+    return flying, waits
 
 
 def _by_rank(stages: Array, schedule: ScheduleName, num_ranks: int) -> Array:

@@ -97,7 +97,9 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: ScheduleNam
 )
 def test_stages_in_flight_are_those_at_the_peak(schedule: ScheduleName, num_ranks: int, virtual: int, m: int) -> None:
     actions = build_schedule(schedule.value, num_ranks, virtual, m)
-    counts = in_flight_by_stage(schedule, num_ranks, virtual, m)
+    counts, waits = in_flight_by_stage(schedule, num_ranks, virtual, m)
+    assert all(wait <= count for wait, count in zip(waits, counts, strict=True))
+    assert schedule.splits_backward or not any(waits)
     for rank in range(num_ranks):
         stages = {action.stage for action in actions[rank]}
         assert sum(counts[s] for s in stages) == peak_in_flight(actions[rank], dict.fromkeys(stages, 1.0))
