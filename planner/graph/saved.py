@@ -41,7 +41,7 @@ NOTHING = _words(
 INPUT = _words(
     """
     gelu silu leaky_relu elu softplus hardswish mish hardtanh relu6 glu erf log log2 log10 log1p sin cos abs
-    square clamp  clamp_min clamp_max selu celu log_sigmoid hardsigmoid softsign atan asin acos sinh cosh expm1
+    square clamp  clamp_min clamp_max selu celu log_sigmoid hardsigmoid softsign atan asin acos sinh cosh expm1 var
     avg_pool2d  avg_pool1d adaptive_avg_pool2d adaptive_avg_pool1d
     """
 )
@@ -164,8 +164,41 @@ def _indices(call: OpCall) -> Saved:
     return Saved(tuple(name for name, tensor in call.tensors.items() if tensor.dtype not in FLOATING))
 
 
+def _selected_and_indices(call: OpCall) -> Saved:
+    """What is selected from besides where: ``gather`` takes the shape of its gradient from it."""
+    return Saved(tuple(dict.fromkeys((next(iter(call.tensors)), *_indices(call).tensors))))
+
+
+def _source_and_indices(call: OpCall) -> Saved:
+    """What is added or put besides where: the gradient is expanded to its shape."""
+    return Saved(tuple(name for name in call.tensors if name == "source" or name in _indices(call).tensors))
+
+
+def _operands_and_result(call: OpCall) -> Saved:
+    return Saved((*call.tensors, "output"))
+
+
+def _difference(call: OpCall) -> Saved:
+    """|input - target|: the difference, whose sign is wanted."""
+    return Saved((), call.operands[0].num_elements * call.output.item_bytes)
+
+
+def _target(_: OpCall) -> Saved:
+    return Saved(("target",))
+
+
+def _instance_norm(call: OpCall) -> Saved:
+    """Mean and reciprocal standard deviation of each channel of each sample in float32."""
+    return Saved(("input",), 2 * FLOAT32_BYTES * prod(call.operands[0].shape[:2]))
+
+
 def _returned_indices(call: OpCall) -> Saved:
     return Saved((), call.output.num_elements * INDEX_BYTES)
+
+
+def _both_results(_: OpCall) -> Saved:
+    """The indices, which share the node's memory with the values: a router's are kept by what weighs with them."""
+    return Saved(("output",))
 
 
 def _input_and_returned_indices(call: OpCall) -> Saved:
@@ -200,7 +233,7 @@ RULES: Mapping[str, Rule] = {
         _product,
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d"), _product),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addcmul"), _matmul_with_bias),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addcmul", "addcdiv"), _matmul_with_bias),
     **dict.fromkeys(("div", "true_divide", "divide"), _quotient),
     "pow": _power,
     "layer_norm": _layer_norm,
@@ -210,18 +243,25 @@ RULES: Mapping[str, Rule] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("cross_entropy_loss",), _cross_entropy),
     **dict.fromkeys(
-        ("nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "maximum", "minimum"), _all_operands
+        ("nll_loss", "nll_loss_nd", "mse_loss", "smooth_l1_loss", "huber_loss", "maximum", "minimum"), _all_operands
     ),
-    **dict.fromkeys(("binary_cross_entropy_with_logits", "prelu", "lerp", "atan2", "polar", "complex"), _all_operands),
+    **dict.fromkeys(
+        ("binary_cross_entropy_with_logits", "prelu", "lerp", "atan2", "polar", "complex", "logaddexp"), _all_operands
+    ),
     **dict.fromkeys(("dropout", "native_dropout", "feature_dropout"), _dropout),
     "embedding": _embedding,
     "where": _where,
-    **dict.fromkeys(
-        ("masked_fill", "index", "index_select", "gather", "scatter", "scatter_add", "index_add"), _indices
-    ),
-    **dict.fromkeys(("index_put", "index_copy", "scatter_reduce", "masked_scatter", "masked_select"), _indices),
-    **dict.fromkeys(("take_along_dim", "repeat_interleave", "index_fill", "embedding_bag"), _indices),
-    **dict.fromkeys(("topk", "sort", "kthvalue", "cummax"), _returned_indices),
+    **dict.fromkeys(("masked_fill", "index", "index_select", "scatter", "scatter_add"), _indices),
+    **dict.fromkeys(("index_put", "masked_scatter"), _indices),
+    **dict.fromkeys(("gather", "take_along_dim", "masked_select"), _selected_and_indices),
+    **dict.fromkeys(("index_add", "index_copy"), _source_and_indices),
+    **dict.fromkeys(("scatter_reduce", "cdist"), _operands_and_result),
+    "l1_loss": _difference,
+    "kl_div": _target,
+    "instance_norm": _instance_norm,
+    **dict.fromkeys(("repeat_interleave", "index_fill", "embedding_bag"), _indices),
+    "topk": _both_results,
+    **dict.fromkeys(("sort", "kthvalue", "cummax"), _returned_indices),
     **dict.fromkeys(("max_pool2d", "max_pool1d", "max_pool2d_with_indices"), _input_and_returned_indices),
     **dict.fromkeys(("max", "min", "amax", "amin"), _max),
 }

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel, call_model, load_model, resolve_model, training_batch
+from tests.unit.planner.graph.traced import assert_equal_work
 
 CONFIGS: dict[str, dict[str, object]] = {
     "mistral": {
@@ -259,3 +260,4 @@ def test_traced_whole(name: str, tmp_path: Path) -> None:
     forward, backward = counted(model, graph)
     assert graph.forward_flops == pytest.approx(forward, rel=1e-3)
     assert graph.backward_flops + overcounted(graph) == pytest.approx(backward, rel=1e-3)
+    assert_equal_work(graph, trace_model(model, 2, 32, tiers=("modules",)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from planner.graph.model_graph import AttributeValue
 from planner.graph.op_call import TensorValue
@@ -18,14 +18,25 @@ class ValueDependentSizeError(ValueError):
     """The size of a tensor is only known when the model runs."""
 
 
+def storage_of(value: torch.Tensor) -> int:
+    """The identity of the memory behind ``value``; a sparse tensor, which has several, counts as one of its own."""
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:
+        return id(value)
+
+
 def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes of the memory behind ``value``."""
-    return int(value.untyped_storage().nbytes())
+    """Bytes of the memory behind ``value``; of a sparse tensor as if it were dense."""
+    try:
+        return int(value.untyped_storage().nbytes())
+    except NotImplementedError:
+        return value.numel() * value.element_size()
 
 
 def distinct_bytes(values: list[torch.Tensor]) -> int:
     """Bytes of the memories behind ``values``, each once."""
-    return sum({value.untyped_storage()._cdata: storage_bytes(value) for value in values}.values())
+    return sum({storage_of(value): storage_bytes(value) for value in values}.values())
 
 
 def tensor_value(value: torch.Tensor, *, requires_grad: bool = False) -> TensorValue:
@@ -74,7 +85,7 @@ def past_same_shape(value: object) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def inlined_region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
+def inlined_region(module: nn.Module, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
     """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
     position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))
     if position is None:

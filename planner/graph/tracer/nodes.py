@@ -1,4 +1,4 @@
-"""From an exported program's fx nodes to graph nodes: names, aliases, gradients, work and what is saved."""
+"""From a traced program's fx nodes to graph nodes: names, aliases, gradients, work and what is saved."""
 
 # pyright: reportPrivateUsage=false
 # torch has no public name for an operator overload, its schema, or the identity of a storage.
@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import fx
-from torch.export.graph_signature import InputKind
+from torch import fx, nn
 
-from planner.errors import ModelError
 from planner.graph.model_graph import AttributeValue, Node, OpClass, Parameter
 from planner.graph.op_call import OpCall, Saved, TensorValue
 from planner.graph.op_work import Products, work_of
 from planner.graph.saved import keep_all, saved_for_backward
+from planner.graph.tracer.failure import Failure, TraceStoppedError
+from planner.graph.tracer.frames import short_place
 from planner.graph.tracer.fx_reading import (
     ValueDependentSizeError,
     attribute_value,
@@ -30,10 +30,12 @@ from planner.graph.tracer.fx_reading import (
     named_arguments,
     past_same_shape,
     storage_bytes,
+    storage_of,
     tensor_value,
     values_of,
 )
 from planner.graph.tracer.measured import measure
+from planner.graph.tracer.program import GRAD_ENABLED, Program
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
 _SHAPE_ONLY = frozenset(
@@ -91,28 +93,23 @@ class NodeBuilder:
         """What was not understood, once for each operator."""
         return tuple(self._warnings.values())
 
-    def add_program(self, program: torch.export.ExportedProgram) -> None:
-        """Adds all of an exported program."""
-        specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    def add_program(self, program: Program) -> None:
+        """Adds all of a traced training step."""
         environment: dict[fx.Node, list[_Entry]] = {}
         for node in program.graph.nodes:
-            if node.op == "placeholder" and node.name in specs:
-                entry = self._placeholder(node, specs[node.name].kind, specs[node.name].target)
-                if entry is not None:
-                    environment[node] = [entry]
-        self._add_nodes(program.graph_module, environment, grad_enabled=True)
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+                environment[node] = [self._placeholder(node, program)]
+        self._add_nodes(program.graph, program.holder, environment, grad_enabled=True)
 
-    def _placeholder(self, node: fx.Node, kind: InputKind, target: str | None) -> _Entry | None:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return None
-        storage = value.untyped_storage()._cdata
-        if kind is InputKind.PARAMETER and target is not None:
-            parameter = self._parameters[target.removeprefix("model.")]
+    def _placeholder(self, node: fx.Node, program: Program) -> _Entry:
+        value = node.meta["val"]
+        storage = storage_of(value)
+        if node.name in program.parameters:
+            parameter = self._parameters[program.parameters[node.name]]
             self._owners[storage] = None
             tensor = tensor_value(value, requires_grad=parameter.trainable)
             return _Entry(parameter.fqn, replace(tensor, is_weight=True, is_parameter=True), None)
-        if kind is not InputKind.USER_INPUT:
+        if node.name not in program.inputs:
             self._owners[storage] = None
             return _Entry(None, replace(tensor_value(value), is_parameter=True), None)
         index = len(self._nodes)
@@ -134,23 +131,23 @@ class NodeBuilder:
         return _Entry(index, tensor, index, batch_dependent=True)
 
     def _add_nodes(
-        self, module: fx.GraphModule, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
+        self, graph: fx.Graph, module: nn.Module, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
     ) -> list[_Entry]:
-        """Adds a graph's operators; the entries of its outputs come back."""
-        for node in module.graph.nodes:
+        """Adds a graph's operators; the entries of its outputs come back. ``module`` holds what it refers to."""
+        for node in graph.nodes:
             if node.op == "output":
                 return [entry for value in flat_nodes(node.args) for entry in environment.get(value, [])]
             if node.op == "get_attr":
                 constant = getattr(module, str(node.target), None)
                 if isinstance(constant, torch.Tensor):
-                    self._owners[constant.untyped_storage()._cdata] = None
+                    self._owners[storage_of(constant)] = None
                     environment[node] = [_Entry(None, replace(tensor_value(constant), is_parameter=True), None)]
             elif node.op == "call_function":
                 environment[node] = self._call(module, node, environment, grad_enabled=grad_enabled)
         return []
 
     def _call(
-        self, module: fx.GraphModule, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
+        self, module: nn.Module, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool
     ) -> list[_Entry]:
         target = node.target
         if target is operator.getitem:
@@ -165,17 +162,15 @@ class NodeBuilder:
                 if isinstance(value, fx.Node) and value in environment
             }
             self._inherit_stack(graph, node)
-            return self._add_nodes(graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
+            return self._add_nodes(graph.graph, graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
         if not values_of(node) or str(getattr(target, "__name__", target)).startswith(_DROPPED):
             return []
         try:
+            grad_enabled = grad_enabled and node.meta.get(GRAD_ENABLED, True)
             return self._operator(node, environment, grad_enabled=grad_enabled)
         except ValueDependentSizeError as error:
-            raise ModelError(
-                f"operator {target} at {self._source_of(node) or 'an unknown line'} makes {error}: its size depends on "
-                "the values of tensors",
-                hint="give it a fixed size: sort the rows and use torch.nn.functional.grouped_mm",
-            ) from error
+            reason = f"it makes {error}, whose size depends on the values of tensors"
+            raise TraceStoppedError(Failure(str(target), self._source_of(node), reason)) from error
 
     def _inherit_stack(self, graph: fx.GraphModule, outer: fx.Node) -> None:
         """Operators of an inlined region that know no module belong to the module around it."""
@@ -195,7 +190,7 @@ class NodeBuilder:
         entry, value = entries[index], node.meta["val"]
         new = len(self._nodes)
         tensor = tensor_value(value, requires_grad=entry.value.requires_grad)
-        owner = self._owners.get(value.untyped_storage()._cdata, entry.owner)
+        owner = self._owners.get(storage_of(value), entry.owner)
         self._nodes.append(
             Node(
                 id=new,
@@ -215,7 +210,7 @@ class NodeBuilder:
         )
         if isinstance(entry.source, int):
             self._edges.add((entry.source, new))
-        self._owners[value.untyped_storage()._cdata] = owner
+        self._owners[storage_of(value)] = owner
         return [replace(entry, source=new, value=replace(tensor, is_weight=entry.value.is_weight), owner=owner)]
 
     def _operator(self, node: fx.Node, environment: dict[fx.Node, list[_Entry]], *, grad_enabled: bool) -> list[_Entry]:
@@ -273,7 +268,7 @@ class NodeBuilder:
     def _record(self, new: int, values: list[torch.Tensor], owner: int | None, entries: Mapping[str, _Entry]) -> None:
         """Remembers who owns the memory of the results, and the edges from the operands."""
         for value in values:
-            self._owners.setdefault(value.untyped_storage()._cdata, owner)
+            self._owners.setdefault(storage_of(value), owner)
         for entry in entries.values():
             if isinstance(entry.source, int):
                 self._edges.add((entry.source, new))
@@ -304,9 +299,9 @@ class NodeBuilder:
             return source.owner, False
         passes_through = name in ("dropout", "feature_dropout") and (node.args[1] == 0 or node.args[2] is False)
         if passes_through or self._is_free_on_cuda(node, name):
-            self._owners[values[0].untyped_storage()._cdata] = source.owner
+            self._owners[storage_of(values[0])] = source.owner
             return source.owner, True
-        storages = {value.untyped_storage()._cdata for value in values}
+        storages = {storage_of(value) for value in values}
         if all(storage in self._owners for storage in storages):
             return self._owners[next(iter(storages))], True
         return new, False
@@ -358,11 +353,9 @@ class NodeBuilder:
         if not own:
             return ""
         file, line = own[-1]
-        if "site-packages/" in file:
-            return f"{file.rpartition('site-packages/')[2]}:{line}"
-        if self._folder and Path(file).is_relative_to(self._folder):
+        if self._folder and "site-packages/" not in file and Path(file).is_relative_to(self._folder):
             return f"{Path(file).relative_to(self._folder)}:{line}"
-        return f"{Path(file).name}:{line}"
+        return short_place(file, int(line))
 
 
 def _bytes_of(call: OpCall, saved: Saved) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from planner.model_file import LoadedModel, call_model, training_batch
+from planner.model_file import LoadedModel, call_model, token_inputs, training_batch
 from planner.models.weightless import build_weightless, build_with_values
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -67,7 +67,44 @@ def on_fake_cpu(loaded: LoadedModel, sizes: Sizes) -> StandIn:
     """As fake tensors that say they are on the CPU: for code that makes tensors there, or asks for the device."""
     model = _prepared(build_with_values(loaded.build), sizes)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+    _make_fake(model, mode)
+    return _with_inputs(loaded, model, sizes, "cpu", mode)
+
+
+@dataclass(frozen=True)
+class ValuedStandIn:
+    """A StandIn on a fake CPU, to be run under ``mode``, with the values that are known without weights."""
+
+    stand_in: StandIn
+    mode: FakeTensorMode
+    known: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # a stand-in and what it stands for
+
+
+def on_valued_cpu(loaded: LoadedModel, sizes: Sizes) -> ValuedStandIn:
+    """As ``on_fake_cpu``; buffers and the user's own example inputs, always the same, have their values."""
+    model = _prepared(build_with_values(loaded.build), sizes)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    known = _make_fake(model, mode)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        real = _with_inputs(loaded, model, sizes, "cpu", nullcontext())
+    batch, values = real.batch, list(_items(real.batch))
+    fakes: dict[str, torch.Tensor] = {key: mode.from_tensor(value) for key, value in values}
+    if loaded.example_inputs is not token_inputs:
+        known += [(fakes[key], value) for key, value in values if key in dict(_items(real.inputs))]
+    batch = fakes if isinstance(batch, dict) else tuple(fakes.values())
+    inputs = {k: fakes[k] for k in real.inputs} if isinstance(real.inputs, dict) else tuple(fakes.values())
+    return ValuedStandIn(StandIn(model, inputs, batch, "cpu"), mode, tuple(known))
+
+
+def _items(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    return list(batch.items()) if isinstance(batch, dict) else [(str(i), value) for i, value in enumerate(batch)]
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Exchanges parameters and buffers for fake ones; the fake buffers with their values come back."""
     parameters: dict[int, nn.Parameter] = {}
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -76,8 +113,9 @@ def on_fake_cpu(loaded: LoadedModel, sizes: Sizes) -> StandIn:
                 module._parameters[name] = parameters[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer)
-    return _with_inputs(loaded, model, sizes, "cpu", mode)
+                module._buffers[name] = fake = mode.from_tensor(buffer)
+                buffers.append((fake, buffer))
+    return buffers
 
 
 def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:

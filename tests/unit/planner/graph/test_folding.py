@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from planner.graph.tracer import trace_model
-from planner.graph.tracer.export import trace_whole
 from planner.graph.tracer.folding import Fold, find_folds
 from planner.graph.tracer.stand_ins import Sizes, on_meta
+from planner.graph.tracer.tiers import trace_whole
 from planner.model_file import LoadedModel
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_code, loaded_from_config
 

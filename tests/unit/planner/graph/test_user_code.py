@@ -7,7 +7,7 @@ import pytest
 from planner.errors import ModelError
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
-from tests.unit.planner.graph.traced import counted_flops, loaded_from_code
+from tests.unit.planner.graph.traced import assert_equal_work, counted_flops, loaded_from_code
 
 MODEL = """
 import math, torch
@@ -123,20 +123,16 @@ def test_traced_and_counted(name: str, tmp_path: Path) -> None:
     assert (graph.forward_flops, graph.backward_flops) == (forward, backward)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (
-            "if x.abs().mean() > 1: x = x / 2\n        return x + self.a(x)",
-            r"model\.py:25 .*control flow depends on the values",
-        ),
-        ("return x + self.a(x[x[..., 0] > 0]).mean()", r"makes a tensor of shape \('u0', '32'\): its size depends"),
-        ("return x + self.a(x).view(3, -1)", r"aten\.\S+ failed at model\.py:25"),
-    ],
-)
-def test_refused_with_the_line(body: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=message):
-        trace("", body, tmp_path)
+def test_refused_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"aten\.\S+ failed at model\.py:25 `return x \+ self.a\(x\).view\(3, -1\)`"):
+        trace("", "return x + self.a(x).view(3, -1)", tmp_path)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_running_the_modules_finds_what_export_finds(name: str, tmp_path: Path) -> None:
+    init, body = TRACED[name]
+    model = loaded_from_code(MODEL.format(init=init or "pass", body=body), tmp_path)
+    assert_equal_work(trace_model(model, 2, 16, tiers=("export",)), trace_model(model, 2, 16, tiers=("modules",)))
 
 
 def test_an_operator_without_a_rule_is_named_once(tmp_path: Path) -> None:

@@ -66,3 +66,16 @@ def counted_flops(model: LoadedModel, batch_size: int, seq_len: int) -> tuple[in
         with FlopCounterMode(display=False) as backward:
             loss.backward()
     return forward.get_total_flops(), backward.get_total_flops()
+
+
+def assert_equal_work(exported: ModelGraph, run: ModelGraph) -> None:
+    """Two ways of tracing one model agree in all that is priced, block by block."""
+    assert (exported.tier, run.tier) == ("export", "modules")
+    assert run.parameters == exported.parameters
+    assert (run.num_params, run.num_trainable_params) == (exported.num_params, exported.num_trainable_params)
+    assert (run.forward_flops, run.backward_flops) == (exported.forward_flops, exported.backward_flops)
+    assert run.saved_activation_bytes == exported.saved_activation_bytes
+    assert run.blocks == exported.blocks
+    assert [(u.name, u.modules, u.parameters) for u in run.units] == [
+        (u.name, u.modules, u.parameters) for u in exported.units
+    ]

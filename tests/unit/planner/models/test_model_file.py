@@ -130,13 +130,16 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path: Path, code: str, mes
         trace_model(load(path), 1, 8)
 
 
-def test_a_model_that_cannot_be_traced_names_operator_and_line(tmp_path: Path) -> None:
+def test_a_model_that_branches_on_values_is_answered_and_the_line_named(tmp_path: Path) -> None:
     code = MODEL.replace(
         "        return self.head",
         "        if tokens.sum() > 0:\n            tokens = tokens + 1\n        return self.head",
     )
-    with pytest.raises(ModelError, match=r"model\.py:11 `if tokens\.sum\(\) > 0:`"):
-        trace_model(load(write(tmp_path, code)), 1, 8)
+    graph = trace_model(load(write(tmp_path, code)), 1, 8)
+    assert graph.tier == "modules"
+    why, branch = graph.warnings
+    assert "model.py:11 `if tokens.sum() > 0:`: GuardOnDataDependentSymNode" in why
+    assert branch.startswith("model.py:11 asks for a condition that depends on values: taken as True")
 
 
 def test_a_mismatch_of_shapes_names_operator_and_line(tmp_path: Path) -> None:
