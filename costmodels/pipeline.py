@@ -1,7 +1,7 @@
 """Time of one pipeline step, by running the very action list that the executor runs, action by action.
 
     start(action) = max(end of the rank's previous action, arrival of the input)
-    arrival       = end of the producer + send_s, or its end where both stages live on one rank
+    arrival       = end of the producer + its send_s, or its end where both stages live on one rank
     F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
     I(s, i) needs and is needed as B is;  W(s, i) needs I(s, i) alone, which its rank has run before
 
@@ -87,17 +87,19 @@ def simulate(
     schedule: Schedule,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    send_s: float,
+    send_s: float | Sequence[float],
     split_s: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Timeline:
     """Runs ``schedule`` with the given seconds of each stage and of one send between ranks.
 
     ``forward_s`` and ``backward_s`` are indexed by stage, and so are the two of ``split_s``: input and weight
-    gradient where the schedule runs them apart. ValueError if the lists do not fit together or if the order
-    of actions can never complete (deadlock; the message names the actions that wait).
+    gradient where the schedule runs them apart. ``send_s[k]`` is from stage k to the next and back, one number all of
+    them. ValueError if the lists do not fit together or if the order of actions can never complete (deadlock; the
+    message names the actions that wait).
     """
     problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
-    producers = _producers(problem)
+    sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
+    producers = _producers(problem, sends)
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting: dict[int, int] = {}  # key -> rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
@@ -110,14 +112,14 @@ def simulate(
         now = rank_ends[-1] if rank_ends else 0.0
         for position in range(len(rank_ends), len(keys)):
             key = keys[position]
-            producer, is_sent = producers[key]
+            producer, way_s = producers[key]
             start = now
             if producer >= 0:
                 arrived = arrival[producer]
                 if arrived < 0:
                     waiting[producer] = rank
                     break
-                start = max(now, arrived + send_s if is_sent else arrived)
+                start = max(now, arrived + way_s)
             now = start + seconds[position]
             rank_starts.append(start)
             rank_ends.append(now)
@@ -179,23 +181,21 @@ def _is_complete(schedule: Schedule, num_stages: int, num_microbatches: int) -> 
     return len(finished) == num_stages * num_microbatches == len(forward)
 
 
-def _producers(problem: _Problem) -> list[tuple[int, bool]]:
-    """For each key the key of its input (-1: none) and whether that is sent from another rank."""
+def _producers(problem: _Problem, send_s: Sequence[float]) -> list[tuple[int, float]]:
+    """For each key the key of its input (-1: none) and the seconds from there, where another rank made it."""
     per_stage = problem.num_microbatches
     ranks = problem.rank_of_stage
+    if len(send_s) != len(ranks) - 1:
+        raise ValueError(f"{len(ranks)} stages send over {len(ranks) - 1} borders, not {len(send_s)}")
+    ways_s = [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]
     num_forward = len(ranks) * per_stage
-    producers: list[tuple[int, bool]] = []
-    for stage in range(len(ranks)):
-        if stage == 0:
-            producers += [(-1, False)] * per_stage
-            continue
-        is_sent = ranks[stage - 1] != ranks[stage]
-        producers += [((stage - 1) * per_stage + i, is_sent) for i in range(per_stage)]
-    for stage in range(len(ranks) - 1):
-        is_sent = ranks[stage + 1] != ranks[stage]
-        producers += [(num_forward + (stage + 1) * per_stage + i, is_sent) for i in range(per_stage)]
-    producers += [(num_forward - per_stage + i, False) for i in range(per_stage)]
-    return producers + [(-1, False)] * num_forward
+    producers: list[tuple[int, float]] = [(-1, 0.0)] * per_stage
+    for stage, way_s in enumerate(ways_s):
+        producers += [(stage * per_stage + i, way_s) for i in range(per_stage)]
+    for stage, way_s in enumerate(ways_s):
+        producers += [(num_forward + (stage + 1) * per_stage + i, way_s) for i in range(per_stage)]
+    producers += [(num_forward - per_stage + i, 0.0) for i in range(per_stage)]
+    return producers + [(-1, 0.0)] * num_forward
 
 
 def _check_complete(schedule: Schedule, ends: Sequence[Sequence[float]]) -> None:

@@ -164,8 +164,8 @@ def _readable(error: ValidationError) -> list[str]:
 
 def _refuse_mixed(source: str) -> NoReturn:
     raise HardwareProfileError(
-        f"{source!r} names a mixed cluster; planning takes one kind of device",
-        hint="plan for each kind alone, or for the slowest of them with the sum of the devices",
+        f"{source!r} names a mixed cluster where one profile is wanted",
+        hint="name one kind of node; `planner search` and `planner hardware show` take mixed clusters",
     )
 
 

@@ -14,9 +14,16 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hardware_profiles.catalog import MAX_FILE_BYTES, MAX_NUM_DEVICES, HardwareProfileError, load_profile
+from hardware_profiles.catalog import (
+    MAX_FILE_BYTES,
+    MAX_NUM_DEVICES,
+    HardwareProfileError,
+    load_profile,
+    profile_for,
+)
 from hardware_profiles.sanity import LONGEST_LATENCY_S
 from hardware_profiles.schema import ClusterSpec, DeviceGroup, GroupLink, MixedCluster
+from hardware_profiles.slowest import slowest_profile
 
 
 class _GroupEntry(BaseModel):
@@ -41,6 +48,32 @@ def is_mixed(text: str) -> bool:
     return "," in text or _groups_in(text) is not None
 
 
+def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec:
+    """The cluster that ``--hardware`` text names; None for ``num_devices`` takes what the text counts.
+
+    Raises ``HardwareProfileError`` where the two disagree or neither says how many devices there are.
+    """
+    if spec is not None and is_mixed(spec):
+        mixed = mixed_cluster(spec)
+        if num_devices not in (None, mixed.num_devices):
+            counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
+            raise HardwareProfileError(
+                f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
+                hint=f"drop --gpus, or give --gpus {mixed.num_devices}",
+            )
+        try:
+            profile = slowest_profile(mixed)
+        except ValueError as error:
+            raise HardwareProfileError(str(error), hint="plan for each group by itself") from error
+        return ClusterSpec(profile=profile, num_devices=mixed.num_devices, mixed=mixed)
+    if num_devices is None:
+        count = "" if spec is None else spec.rpartition(":")[2]
+        if not (spec and ":" in spec and count.isdigit()):
+            raise HardwareProfileError("how many devices?", hint="give --gpus N, or --hardware NAME:N")
+        num_devices = int(count)
+    return profile_for(num_devices, spec)
+
+
 def mixed_cluster(text: str) -> MixedCluster:
     """The mixed cluster of ``NAME:COUNT,NAME:COUNT`` or of a file of node groups.
 
@@ -48,7 +81,9 @@ def mixed_cluster(text: str) -> MixedCluster:
     """
     document = None if "," in text else _groups_in(text)
     if document is None:
-        return _checked(text, text, _from_list(text), ())
+        found = _checked(text, text, _from_list(text), ())
+        name = ",".join(f"{group.cluster.profile.name}:{group.cluster.num_devices}" for group in found.groups)
+        return found.model_copy(update={"name": name})
     try:
         file = _GroupFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
@@ -58,6 +93,7 @@ def mixed_cluster(text: str) -> MixedCluster:
 
 
 def _from_list(text: str) -> list[tuple[str, str, int]]:
+    """(group, hardware, number); a kind of node that stands again is a group of its own, ``h100#2``."""
     groups: list[tuple[str, str, int]] = []
     wrong: list[str] = []
     for part in text.split(","):
@@ -65,7 +101,8 @@ def _from_list(text: str) -> list[tuple[str, str, int]]:
         if not name or not count.isdigit() or not 1 <= int(count) <= MAX_NUM_DEVICES:
             wrong.append(f"{part.strip()!r} is not NAME:COUNT")
         else:
-            groups.append((name, name, int(count)))
+            before = sum(hardware == name for _, hardware, _ in groups)
+            groups.append((f"{name}#{before + 1}" if before else name, name, int(count)))
     if wrong:
         _refuse(text, wrong)
     return groups

@@ -140,10 +140,14 @@ class ClusterProfile(_Value):
 
 
 class ClusterSpec(_Value):
-    """A cluster to plan for: a profile and how many of its devices."""
+    """A cluster to plan for: a profile and how many of its devices.
+
+    ``mixed``: what it consists of where its devices differ; ``profile`` is then what all of them reach together.
+    """
 
     profile: ClusterProfile
     num_devices: Annotated[int, Field(ge=1)]
+    mixed: MixedCluster | None = None
 
     @property
     def devices_per_node(self) -> int:
@@ -152,7 +156,7 @@ class ClusterSpec(_Value):
 
 
 class GroupLink(_Value):
-    """The way between two groups of a mixed cluster."""
+    """The way between two groups of a mixed cluster, as it is sustained."""
 
     between: tuple[str, str]
     latency_s: Quantity
@@ -178,3 +182,10 @@ class MixedCluster(_Value):
     def num_devices(self) -> int:
         """Devices of all groups."""
         return sum(group.cluster.num_devices for group in self.groups)
+
+    def link(self, one: str, other: str) -> GroupLink | None:
+        """The link that was given for two groups."""
+        return next((link for link in self.links if set(link.between) == {one, other}), None)
+
+
+ClusterSpec.model_rebuild()

@@ -33,28 +33,28 @@ class PlacementSolution:
 class StageProblem:
     """Cut a row of units into contiguous pipeline stages, one a rank.
 
-    ``forward_s[u]``, ``backward_s[u]``: one micro-batch through unit u. ``static_bytes[u]``: states.
-    ``kept_bytes[u]``: activations of one micro-batch in flight. ``in_flight[r]``: micro-batches in
-    flight on rank r when its memory peaks. ``fixed_bytes[r]``: what rank r needs besides.
-    ``send_s``: one activation from a stage to the next. ``windowed``: 1F1B, whose ranks alternate
-    forward and backward; otherwise GPipe, all forwards first.
+    ``forward_s[r][u]``, ``backward_s[r][u]``: one micro-batch through unit u on rank r, whose devices
+    may be of another kind than the next rank's. ``static_bytes[u]``: states. ``kept_bytes[u]``:
+    activations of one micro-batch in flight. ``in_flight[r]``: micro-batches in flight on rank r when
+    its memory peaks. ``room_bytes[r]``: what rank r has for both. ``send_s[r]``: one activation from
+    rank r to the next. ``windowed``: 1F1B, whose ranks alternate forward and backward; otherwise
+    GPipe, all forwards first.
     """
 
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
     static_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     in_flight: tuple[int, ...]
-    fixed_bytes: tuple[float, ...]
-    capacity_bytes: float
+    room_bytes: tuple[float, ...]
     num_microbatches: int
-    send_s: float
+    send_s: tuple[float, ...]
     windowed: bool
 
     @property
     def num_units(self) -> int:
         """Number of units to place."""
-        return len(self.forward_s)
+        return len(self.static_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -98,12 +98,24 @@ def stage_sums(values: tuple[float, ...], starts: tuple[int, ...]) -> tuple[floa
     return tuple(sum(values[a:b]) for a, b in zip(starts, ends, strict=True))
 
 
+def rank_sums(rows: tuple[tuple[float, ...], ...], starts: tuple[int, ...]) -> tuple[float, ...]:
+    """Sums over the stages that begin at ``starts``, each from its own rank's row."""
+    ends = (*starts[1:], len(rows[0]))
+    return tuple(sum(row[a:b]) for row, a, b in zip(rows, starts, ends, strict=True))
+
+
 def rank_memory_bytes(problem: StageProblem, starts: tuple[int, ...]) -> tuple[float, ...]:
-    """Peak memory of each pipeline rank under the stages that begin at ``starts``."""
+    """States and activations of each pipeline rank at its peak under the stages that begin at ``starts``."""
     static = stage_sums(problem.static_bytes, starts)
     kept = stage_sums(problem.kept_bytes, starts)
-    ranks = zip(problem.fixed_bytes, static, problem.in_flight, kept, strict=True)
-    return tuple(fixed + states + flying * activations for fixed, states, flying, activations in ranks)
+    ranks = zip(static, problem.in_flight, kept, strict=True)
+    return tuple(states + flying * activations for states, flying, activations in ranks)
+
+
+def fits(problem: StageProblem, starts: tuple[int, ...]) -> bool:
+    """Whether every rank has room for its stage."""
+    needs = rank_memory_bytes(problem, starts)
+    return all(need <= room for need, room in zip(needs, problem.room_bytes, strict=True))
 
 
 def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
@@ -115,14 +127,14 @@ def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     at the end with backwards (1F1B). GPipe waits for the suffix once, because all forwards precede
     all backwards.
     """
-    forward = stage_sums(problem.forward_s, starts)
-    backward = stage_sums(problem.backward_s, starts)
+    forward = rank_sums(problem.forward_s, starts)
+    backward = rank_sums(problem.backward_s, starts)
     num_ranks, m, send = problem.num_ranks, problem.num_microbatches, problem.send_s
     bound = 0.0
     for rank in range(num_ranks):
         behind = num_ranks - 1 - rank
-        prefix = sum(forward[:rank]) + sum(backward[:rank]) + 2 * send * rank
-        suffix = sum(forward[rank + 1 :]) + sum(backward[rank + 1 :]) + 2 * send * behind
+        prefix = sum(forward[:rank]) + sum(backward[:rank]) + 2 * sum(send[:rank])
+        suffix = sum(forward[rank + 1 :]) + sum(backward[rank + 1 :]) + 2 * sum(send[rank:])
         idle = idle_s(problem, behind, suffix, forward[rank], backward[rank])
         bound = max(bound, prefix + m * (forward[rank] + backward[rank]) + idle)
     return bound

@@ -34,19 +34,27 @@ def random_stages(seed: int) -> StageProblem:
     m = rng.randint(1, num_ranks) if rng.random() < 0.4 else rng.randint(num_ranks, 12)
     m = max(m, num_ranks) if windowed else m  # torch's 1F1B needs a micro-batch for every stage
     alike = rng.random() < 0.3
-    forward = [1.0 if alike else rng.uniform(0.1, 4.0) for _ in range(num_units)]
+    kinds = [_random_device(rng, num_units, alike=alike) for _ in range(rng.choice((1, 1, 2, 3)))]
+    borders = sorted(rng.randint(1, num_ranks) for _ in kinds[1:])
+    devices = [kinds[sum(border <= rank for border in borders)] for rank in range(num_ranks)]
+    capacity = rng.choice((10**6, rng.randint(20, 120), rng.randint(30, 160)))
     return StageProblem(
-        forward_s=tuple(forward),
-        backward_s=tuple(f * (2.0 if alike else rng.uniform(0.5, 3.0)) for f in forward),
+        forward_s=tuple(forward for forward, _ in devices),
+        backward_s=tuple(backward for _, backward in devices),
         static_bytes=tuple(float(MIB * rng.randint(0, 20)) for _ in range(num_units)),
         kept_bytes=tuple(float(MIB * rng.randint(0, 5)) for _ in range(num_units)),
         in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
-        fixed_bytes=tuple(float(MIB * rng.randint(0, 10)) for _ in range(num_ranks)),
-        capacity_bytes=float(MIB * rng.choice((10**6, rng.randint(20, 120), rng.randint(60, 240)))),
+        room_bytes=tuple(float(MIB * (capacity - rng.randint(0, 10))) for _ in range(num_ranks)),
         num_microbatches=m,
-        send_s=rng.choice((0.0, rng.uniform(0.0, 1.5))),
+        send_s=tuple(rng.choice((0.0, rng.uniform(0.0, 1.5))) for _ in range(num_ranks - 1)),
         windowed=windowed,
     )
+
+
+def _random_device(rng: random.Random, num_units: int, *, alike: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Forward and backward seconds of every unit on one kind of device."""
+    forward = [1.0 if alike else rng.uniform(0.1, 4.0) for _ in range(num_units)]
+    return tuple(forward), tuple(f * (2.0 if alike else rng.uniform(0.5, 3.0)) for f in forward)
 
 
 def random_degrees(seed: int) -> DegreeProblem:

@@ -194,23 +194,18 @@ class Point:
         software = table.software
         reserve = 1 + software.allocator_reserve_fraction.value
         pp = choice.mesh.pp
-        by_kind = {
-            kind: table.state_bytes(choice, *self._elements(kind, tied_copy=pp > 1)).total * reserve
-            for kind in set(kinds)
-        }
+        by_kind = {k: table.state_bytes(choice, *self._elements(k, tied_copy=pp > 1)).total for k in set(kinds)}
         outside = MemoryLedger().with_reserve(software, self._num_communicators()).total_bytes
+        room = (table.capacity_bytes - outside) / reserve
         return StageProblem(
-            forward_s=tuple(self._parts.forward_s[0][kinds].tolist()),
-            backward_s=tuple(self._parts.backward_s[0][kinds].tolist()),
+            forward_s=(tuple(self._parts.forward_s[0][kinds].tolist()),) * pp,
+            backward_s=(tuple(self._parts.backward_s[0][kinds].tolist()),) * pp,
             static_bytes=tuple(by_kind[k] for k in kinds),
-            kept_bytes=tuple(self._costs[k].kept_bytes * reserve for k in kinds),
+            kept_bytes=tuple(self._costs[k].kept_bytes for k in kinds),
             in_flight=in_flight(choice.schedule, pp, choice.num_microbatches),
-            fixed_bytes=tuple(
-                outside + sum(b for _, b in self._transient_rows(self._likely_units(r))) * reserve for r in range(pp)
-            ),
-            capacity_bytes=table.capacity_bytes,
+            room_bytes=tuple(room - sum(b for _, b in self._transient_rows(self._likely_units(r))) for r in range(pp)),
             num_microbatches=choice.num_microbatches,
-            send_s=table.send_s(choice),
+            send_s=(table.send_s(choice),) * (pp - 1),
             windowed=choice.schedule is not ScheduleName.GPIPE,
         )
 

@@ -80,7 +80,7 @@ class CpSatSolver(Solver):
 
     def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
         """min max_r ``pipeline_bound_s`` of rank r over cuts 0 = s_0 < s_1 < ... < s_(p-1) < U within memory."""
-        total_s = sum(problem.forward_s) + sum(problem.backward_s)
+        total_s = max(sum(f) + sum(b) for f, b in zip(problem.forward_s, problem.backward_s, strict=True))
         tick_s = total_s / TICKS
         program = _StageProgram(problem, tick_s)
         if cutoff_s is not None:
@@ -137,15 +137,19 @@ class _StageProgram:
         self.model.add(self.starts[0] == 0)
         for before, after in zip(self.starts, self.starts[1:], strict=False):
             self.model.add(before < after)
-        # The work of a stage is the difference of the running sums at its two ends.
-        self.forward = self._stage_sums([round(t / tick_s) for t in problem.forward_s])
-        self.backward = self._stage_sums([round(t / tick_s) for t in problem.backward_s])
+        # The work of a stage is the difference of its rank's running sums at its two ends.
+        self.forward = self._rank_sums(problem.forward_s, tick_s)
+        self.backward = self._rank_sums(problem.backward_s, tick_s)
         self._limit_memory()
-        self._send = round(problem.send_s / tick_s)
-        horizon = (problem.num_microbatches + 3 * num_ranks) * (TICKS + self._send + num_units) * 2
+        self._send = [round(seconds / tick_s) for seconds in problem.send_s]
+        horizon = (problem.num_microbatches + 3 * num_ranks) * (TICKS + max([0, *self._send]) + num_units) * 2
         self.makespan = self.model.new_int_var(0, horizon, "makespan")
         for rank in range(problem.num_ranks):
             self._bound_rank(rank, horizon)
+
+    def _rank_sums(self, rows: tuple[tuple[float, ...], ...], tick_s: float) -> list[Expression]:
+        by_row = {row: self._stage_sums([round(seconds / tick_s) for seconds in row]) for row in set(rows)}
+        return [by_row[row][rank] for rank, row in enumerate(rows)]
 
     def _stage_sums(self, values: Sequence[int]) -> list[Expression]:
         running = [0]
@@ -165,17 +169,16 @@ class _StageProgram:
         for flying in set(problem.in_flight):
             units = zip(problem.static_bytes, problem.kept_bytes, strict=True)
             sums[flying] = self._stage_sums([_grains_up(static + flying * kept) for static, kept in units])
-        # States, activations in flight and fixed needs of a rank fit on its device.
+        # States and activations in flight of a rank fit into its room.
         for rank, flying in enumerate(problem.in_flight):
-            fixed = _grains_up(problem.fixed_bytes[rank])
-            self.model.add(sums[flying][rank] + fixed <= int(problem.capacity_bytes // MEMORY_GRAIN_BYTES))
+            self.model.add(sums[flying][rank] <= int(problem.room_bytes[rank] // MEMORY_GRAIN_BYTES))
 
     def _bound_rank(self, rank: int, horizon: int) -> None:
         problem, model = self.problem, self.model
         m, send = problem.num_microbatches, self._send
         behind = problem.num_ranks - 1 - rank
-        prefix = _total(self.forward[:rank]) + _total(self.backward[:rank]) + 2 * send * rank
-        suffix = _total(self.forward[rank + 1 :]) + _total(self.backward[rank + 1 :]) + 2 * send * behind
+        prefix = _total(self.forward[:rank]) + _total(self.backward[:rank]) + 2 * sum(send[:rank])
+        suffix = _total(self.forward[rank + 1 :]) + _total(self.backward[rank + 1 :]) + 2 * sum(send[rank:])
         total = prefix + m * (self.forward[rank] + self.backward[rank])
         if not problem.windowed:
             # GPipe: between its last forward and first backward a rank waits for the stages behind it.

@@ -11,8 +11,8 @@ from planner.problems import (
     PlacementSolution,
     StageProblem,
     StageSolution,
+    fits,
     pipeline_bound_s,
-    rank_memory_bytes,
 )
 from planner.solver.base import Solver
 
@@ -34,7 +34,7 @@ class ExhaustiveSolver(Solver):
         best: StageSolution | None = None
         for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1):
             starts = (0, *inner)
-            if max(rank_memory_bytes(problem, starts)) > problem.capacity_bytes:
+            if not fits(problem, starts):
                 continue
             bound = pipeline_bound_s(problem, starts)
             if (cutoff_s is None or bound < cutoff_s) and (best is None or bound < best.bound_s):

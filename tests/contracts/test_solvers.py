@@ -12,9 +12,9 @@ from planner.problems import (
     DegreeProblem,
     PlacementProblem,
     StageProblem,
+    fits,
     pipeline_bound_s,
-    rank_memory_bytes,
-    stage_sums,
+    rank_sums,
 )
 from planner.solver.base import Solver, StageSolver
 from planner.solver.cp_sat import CpSatSolver
@@ -39,21 +39,20 @@ def seeds(chunk: int) -> range:
 
 
 def stages(
-    forward: Sequence[float], num_ranks: int, *, m: int, windowed: bool = True, **changes: float | tuple[float, ...]
+    forward: Sequence[float], num_ranks: int, *, m: int, windowed: bool = True, **changes: tuple[float, ...]
 ) -> StageProblem:
     """A problem without memory limits, to be narrowed by ``changes``."""
     free = (0.0,) * len(forward)
     return replace(
         StageProblem(
-            forward_s=tuple(forward),
-            backward_s=tuple(2 * f for f in forward),
+            forward_s=(tuple(forward),) * num_ranks,
+            backward_s=(tuple(2 * f for f in forward),) * num_ranks,
             static_bytes=free,
             kept_bytes=free,
             in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
-            fixed_bytes=(0.0,) * num_ranks,
-            capacity_bytes=1.0,
+            room_bytes=(1.0,) * num_ranks,
             num_microbatches=m,
-            send_s=0.0,
+            send_s=(0.0,) * (num_ranks - 1),
             windowed=windowed,
         ),
         **changes,
@@ -100,10 +99,10 @@ def test_memory_moves_a_cut(solver: StageSolver) -> None:
     unbalanced = stages([1.0, 1.0, 1.0, 3.0], 2, m=4)
     assert (solution := solver.solve_stages(unbalanced)) is not None
     assert solution.starts == (0, 3)
-    tight = replace(unbalanced, kept_bytes=(10.0 * MIB,) * 4, capacity_bytes=30.0 * MIB)
+    tight = replace(unbalanced, kept_bytes=(10.0 * MIB,) * 4, room_bytes=(30.0 * MIB,) * 2)
     assert (solution := solver.solve_stages(tight)) is not None
     assert solution.starts == (0, 1)
-    assert solver.solve_stages(replace(tight, capacity_bytes=29.0 * MIB)) is None
+    assert solver.solve_stages(replace(tight, room_bytes=(29.0 * MIB,) * 2)) is None
 
 
 @every_stage_solver
@@ -159,7 +158,7 @@ def test_stages_agree(chunk: int) -> None:
         assert len({a is None for a in answers}) == 1, (seed, answers)
         for answer in answers:
             if answer is not None:
-                assert max(rank_memory_bytes(problem, answer.starts)) <= problem.capacity_bytes, seed
+                assert fits(problem, answer.starts), seed
                 assert answer.bound_s == pipeline_bound_s(problem, answer.starts), seed
         times = [a.bound_s for a in answers if a is not None]
         if times:
@@ -183,9 +182,9 @@ def test_stages_agree_under_a_cutoff(chunk: int) -> None:
 @pytest.mark.parametrize(("num_blocks", "num_ranks", "m"), [(32, 4, 16), (80, 8, 64), (96, 16, 64)])
 def test_cp_sat_and_dynamic_program_agree_on_real_sizes(num_blocks: int, num_ranks: int, m: int) -> None:
     """A large embedding and head, memory that binds on the first ranks, sends that cost something."""
-    problem = stages([0.2, *[1.0] * num_blocks, 0.9], num_ranks, m=m, send_s=0.02)
+    problem = stages([0.2, *[1.0] * num_blocks, 0.9], num_ranks, m=m, send_s=(0.02,) * (num_ranks - 1))
     each = 1.05 * num_blocks / num_ranks * num_ranks * 10.0 * MIB
-    problem = replace(problem, kept_bytes=(10.0 * MIB,) * problem.num_units, capacity_bytes=each)
+    problem = replace(problem, kept_bytes=(10.0 * MIB,) * problem.num_units, room_bytes=(each,) * num_ranks)
     answers = [solver.solve_stages(problem) for solver in (CpSatSolver(), DynamicProgramSolver())]
     times = [answer.bound_s for answer in answers if answer is not None]
     assert len(times) == 2
@@ -208,11 +207,12 @@ def test_random_instances_are_of_every_sort() -> None:
         "GPipe": lambda p: not p.windowed,
         "m < p": lambda p: p.num_microbatches < p.num_ranks,
         "m > p": lambda p: p.num_microbatches > p.num_ranks > 1,
+        "mixed": lambda p: len(set(p.forward_s)) > 1,
         "infeasible": lambda p: oracle.solve_stages(p) is None,
         "feasible": lambda p: oracle.solve_stages(p) is not None,
         "bound by memory": lambda p: (
             (found := oracle.solve_stages(p)) is not None
-            and found != oracle.solve_stages(replace(p, capacity_bytes=1e18))
+            and found != oracle.solve_stages(replace(p, room_bytes=(1e18,) * p.num_ranks))
         ),
     }
     for name, belongs in sorts.items():
@@ -229,7 +229,7 @@ def test_random_instances_are_of_every_sort() -> None:
 def makespan_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     """What the schedule itself takes, simulated action by action."""
     schedule = build_schedule("1F1B" if problem.windowed else "GPipe", problem.num_ranks, 1, problem.num_microbatches)
-    forward, backward = stage_sums(problem.forward_s, starts), stage_sums(problem.backward_s, starts)
+    forward, backward = rank_sums(problem.forward_s, starts), rank_sums(problem.backward_s, starts)
     return simulate(schedule, forward, backward, problem.send_s).makespan_s
 
 
@@ -255,7 +255,7 @@ def test_the_bound_is_exact_for_equal_stages_and_free_sends(num_ranks: int, m: i
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_gpipe_is_exact_with_fewer_micro_batches_than_ranks(num_ranks: int) -> None:
-    problem = stages([1.0] * num_ranks, num_ranks, m=1, windowed=False, send_s=0.25)
+    problem = stages([1.0] * num_ranks, num_ranks, m=1, windowed=False, send_s=(0.25,) * (num_ranks - 1))
     starts = tuple(range(num_ranks))
     assert pipeline_bound_s(problem, starts) == pytest.approx(3.0 * num_ranks + 0.5 * (num_ranks - 1))
     assert makespan_s(problem, starts) == pytest.approx(pipeline_bound_s(problem, starts))

@@ -1,4 +1,4 @@
-"""Mixed clusters are described by a list or a file, refused with every violation, and not planned for yet."""
+"""Mixed clusters are described by a list or a file, refused with every violation, and summed up by their weakest."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from hardware_profiles.catalog import HardwareProfileError, profile_for
-from hardware_profiles.mixed import is_mixed, mixed_cluster
+from costmodels.communication import collective_time_s
+from costmodels.compute import op_time_s
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
+from hardware_profiles.catalog import HardwareProfileError, load_profile
+from hardware_profiles.mixed import cluster_for, is_mixed, mixed_cluster
+from hardware_profiles.schema import ClusterSpec
 
 QUANTITY = {"value": 1e9, "tag": "datasheet", "source": "a test"}
 
@@ -56,8 +60,6 @@ def test_every_violation_of_a_list_is_listed():
         assert part in caught.value.message
     with pytest.raises(HardwareProfileError, match=r"unknown hardware profile 'h10'"):
         mixed_cluster("a100-80gb:32,h10:8")
-    with pytest.raises(HardwareProfileError, match="stands 2 times"):
-        mixed_cluster("h100:8,h100:8")
 
 
 def test_every_violation_of_a_file_is_listed(tmp_path: Path):
@@ -86,7 +88,66 @@ def test_one_kind_of_device_is_not_mixed(text: str):
     assert not is_mixed(text)
 
 
-def test_planning_refuses_mixed_clusters_plainly(tmp_path: Path):
-    for text in ("a100-80gb:32,h100:32", write(tmp_path, document())):
-        with pytest.raises(HardwareProfileError, match="names a mixed cluster; planning takes one kind of device"):
-            profile_for(64, text)
+def test_a_kind_of_node_may_stand_twice_in_a_list():
+    mixed = mixed_cluster("h100:8,h100:16")
+    assert [group.name for group in mixed.groups] == ["h100", "h100#2"]
+
+
+def test_the_number_of_devices_is_the_sum(tmp_path: Path):
+    for text, number in (("a100-80gb:32,h100:32", 64), (write(tmp_path, document()), 48)):
+        assert cluster_for(None, text).num_devices == number == cluster_for(number, text).num_devices
+        with pytest.raises(HardwareProfileError, match=f"= {number} devices, the run is for 8"):
+            cluster_for(8, text)
+    assert cluster_for(None, "h100:16").num_devices == cluster_for(16, "h100").num_devices == 16
+    with pytest.raises(HardwareProfileError, match="how many devices"):
+        cluster_for(None, "h100")
+
+
+@pytest.mark.parametrize("text", ["a100-80gb:32,h100:32", "v100-32gb:16,a100-40gb:8,h100:24", "h100:4,a100-80gb:8"])
+def test_together_no_device_is_faster_than_the_weakest(text: str):
+    cluster = cluster_for(None, text)
+    dtype = "fp16"
+    for num_ranks, stride in ((2, 1), (4, 1), (2, 8), (4, 4)):
+        placement = GroupPlacement(num_ranks, stride)
+        for kind in CollectiveKind:
+            together = collective_time_s(Collective(kind, 2**28, placement), cluster)
+            for group in cluster.mixed.groups:
+                own = ClusterSpec(profile=group.cluster.profile, num_devices=cluster.num_devices)
+                assert together >= collective_time_s(Collective(kind, 2**28, placement), own) * (1 - 1e-9)
+    for workload in (
+        OpWorkload(OpClass.GEMM, 1e9, 1e6),
+        OpWorkload(OpClass.GEMM, 1e13, 1e9),
+        OpWorkload(OpClass.ATTENTION, 1e12, 1e8),
+        OpWorkload(OpClass.MEMORY_BOUND, 0.0, 1e9),
+    ):
+        together = op_time_s(workload, cluster.profile.device, dtype)
+        alone = [op_time_s(workload, group.cluster.profile.device, dtype) for group in cluster.mixed.groups]
+        assert together >= max(alone) * (1 - 1e-9)
+    devices = [group.cluster.profile.device for group in cluster.mixed.groups]
+    assert cluster.profile.device.memory_bytes.value == min(device.memory_bytes.value for device in devices)
+
+
+def test_equal_groups_are_together_what_each_is_alone():
+    together, alone = cluster_for(None, "h100:16,h100:16").profile, load_profile("h100")
+    assert together.tiers == alone.tiers
+    assert together.device.peak_flops_per_s == alone.device.peak_flops_per_s
+    for name, efficiency in alone.device.efficiency.items():
+        assert together.device.efficiency[name].fraction.value == pytest.approx(efficiency.fraction.value)
+
+
+def test_a_slow_link_between_groups_slows_what_crosses_it(tmp_path: Path):
+    cluster = cluster_for(None, write(tmp_path, document()))
+    inside = collective_time_s(Collective(CollectiveKind.ALL_REDUCE, 2**28, GroupPlacement(16, 1)), cluster)
+    across = collective_time_s(Collective(CollectiveKind.ALL_REDUCE, 2**28, GroupPlacement(48, 1)), cluster)
+    # 1 GB/s a node, blocks of two nodes: a ring of all devices passes nearly twice the bytes over 2 GB/s.
+    assert across == pytest.approx(2 * 2**28 * 47 / 48 / 2e9, rel=0.1)
+    assert inside < across / 10
+
+
+def test_groups_without_a_dtype_in_common_are_refused(tmp_path: Path):
+    eight_bit = load_profile("h100").model_dump(mode="json")
+    eight_bit["device"]["peak_flops_per_s"] = {"fp8": eight_bit["device"]["peak_flops_per_s"]["fp8"]}
+    path = tmp_path / "eight-bit.json"
+    path.write_text(json.dumps(eight_bit))
+    with pytest.raises(HardwareProfileError, match="no dtype in common"):
+        cluster_for(None, f"a100-80gb:8,{path}:8")

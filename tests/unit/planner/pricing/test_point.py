@@ -132,8 +132,11 @@ def test_memory_of_the_stage_program_covers_the_ledger() -> None:
     for choice in random.Random(2).sample(choices, 60):
         point = Point(problem.table, choice)
         starts = point.even_starts()
-        program = rank_memory_bytes(point.stage_problem(), starts)
-        for counted, ledger in zip(program, point.ledgers(starts), strict=True):
+        program = point.stage_problem()
+        left = zip(program.room_bytes, rank_memory_bytes(program, starts), strict=True)
+        reserve = 1 + point.table.software.allocator_reserve_fraction.value
+        for (room, need), ledger in zip(left, point.ledgers(starts), strict=True):
+            counted = point.table.capacity_bytes - (room - need) * reserve
             assert ledger.total_bytes <= counted * (1 + 1e-9), choice
 
 

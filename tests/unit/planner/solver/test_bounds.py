@@ -87,6 +87,7 @@ def test_equal_stages_are_never_shorter_than_the_coefficient(schedule: ScheduleN
 
 
 def _stages(work: tuple[float, ...], m: int, *, windowed: bool) -> StageProblem:
-    zero = (0.0,) * len(work)
-    half = tuple(w / 2 for w in work)
-    return StageProblem(half, half, zero, zero, (1,) * len(work), zero, 1.0, m, 0.0, windowed)
+    p = len(work)
+    zero = (0.0,) * p
+    half = (tuple(w / 2 for w in work),) * p
+    return StageProblem(half, half, zero, zero, (1,) * p, zero, m, zero[1:], windowed)

@@ -1,0 +1,215 @@
+"""One profile for a mixed cluster used as if all its devices were alike: everywhere what the weakest group reaches.
+
+Ranks that run the same work in step wait for the slowest of them, so a plan that treats all devices alike takes
+
+    device      of each rate the least, of each cost the most, over the groups
+    network     of each tier that of the group whose devices get least of it; where links between groups are given, a
+                tier of its own outside blocks of gcd(devices of the groups), which no border between groups cuts
+    price       the mean over the devices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from math import gcd
+
+from hardware_profiles.schema import (
+    ClusterProfile,
+    DeviceGroup,
+    DeviceProfile,
+    DTypeName,
+    Efficiency,
+    MixedCluster,
+    NetworkTier,
+    NodeProfile,
+    OpClassName,
+    Quantity,
+    SoftwareProfile,
+)
+
+
+def slowest_profile(mixed: MixedCluster) -> ClusterProfile:
+    """The profile of all groups together; ValueError where they have no dtype in common."""
+    profiles = [group.cluster.profile for group in mixed.groups]
+    backend = profiles[0].backend if len({profile.backend for profile in profiles}) == 1 else "none"
+    node = _node([profile.node for profile in profiles])
+    return ClusterProfile(
+        name=mixed.name,
+        description=" and ".join(f"{g.cluster.num_devices} devices of {g.cluster.profile.name}" for g in mixed.groups)
+        + ", each quantity that of the weakest",
+        backend=backend,
+        device=_device(mixed),
+        node=node,
+        tiers=_tiers(mixed, profiles, node.num_devices),
+        software=_software([profile.software for profile in profiles]),
+    )
+
+
+def least(quantities: Iterable[Quantity]) -> Quantity:
+    """The least of them, with its own provenance."""
+    return min(quantities, key=lambda quantity: quantity.value)
+
+
+def most(quantities: Iterable[Quantity]) -> Quantity:
+    """The greatest of them, with its own provenance."""
+    return max(quantities, key=lambda quantity: quantity.value)
+
+
+def _device(mixed: MixedCluster) -> DeviceProfile:
+    devices = [group.cluster.profile.device for group in mixed.groups]
+    shared: list[DTypeName] = [
+        dtype for dtype in devices[0].peak_flops_per_s if all(dtype in d.peak_flops_per_s for d in devices)
+    ]
+    if not shared:
+        raise ValueError(f"the devices of {mixed.name} have no dtype in common")
+    peaks: dict[DTypeName, Quantity] = {
+        dtype: least(device.peak_flops_per_s[dtype] for device in devices) for dtype in shared
+    }
+    bandwidth = least(device.memory_bandwidth_bytes_per_s for device in devices)
+    efficiency: dict[OpClassName, Efficiency] = {}
+    for name in devices[0].efficiency:
+        if not all(name in device.efficiency for device in devices):
+            continue
+        if name == "memory_bound":
+            rates = [(device, bandwidth.value, device.memory_bandwidth_bytes_per_s.value) for device in devices]
+        else:
+            rates = [(d, peaks[dtype].value, d.peak_flops_per_s[dtype].value) for dtype in shared for d in devices]
+        efficiency[name] = _efficiency(name, rates)
+    return DeviceProfile(
+        name=" + ".join(dict.fromkeys(device.name for device in devices)),
+        vendor=" + ".join(dict.fromkeys(device.vendor for device in devices)),
+        memory_bytes=least(device.memory_bytes for device in devices),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        peak_flops_per_s=peaks,
+        kernel_launch_s=most(device.kernel_launch_s for device in devices),
+        efficiency=efficiency,
+        usd_per_hour=_mean(mixed, lambda device: device.usd_per_hour),
+        watts=_mean(mixed, lambda device: device.watts),
+        failures_per_device_year=_mean(mixed, lambda device: device.failures_per_device_year),
+    )
+
+
+def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float]]) -> Efficiency:
+    """Of the shared rate, what the slowest device reaches of its own; (device, shared rate, own rate)."""
+
+    def reached(entry: tuple[DeviceProfile, float, float]) -> float:
+        device, shared, own = entry
+        return own * device.efficiency[name].fraction.value / shared
+
+    worst = min(rates, key=reached)
+    own = worst[0].efficiency[name]
+    fraction = reached(worst)
+    # Half of the work that comes on top, in seconds of each device and then in work at the rate above.
+    halves = [
+        (half.value / (reached(entry) * entry[1]) * fraction * entry[1], half)
+        for entry in rates
+        if (half := entry[0].efficiency[name].half_size_flops) is not None
+    ]
+    value, half = max(halves, key=lambda pair: pair[0], default=(0.0, None))
+    return own.model_copy(
+        update={
+            "fraction": own.fraction.model_copy(update={"value": fraction}),
+            "half_size_flops": None if half is None else half.model_copy(update={"value": value}),
+            "residual_spread": max(device.efficiency[name].residual_spread for device, _, _ in rates),
+        }
+    )
+
+
+def _mean(mixed: MixedCluster, take: Callable[[DeviceProfile], Quantity | None]) -> Quantity | None:
+    """The mean over the devices; None where it is not known of all."""
+    known = [(quantity, g.cluster.num_devices) for g in mixed.groups if (quantity := take(g.cluster.profile.device))]
+    if len(known) < len(mixed.groups):
+        return None
+    value = sum(quantity.value * number for quantity, number in known) / mixed.num_devices
+    return Quantity(value=value, tag=known[0][0].tag, source=" and ".join(q.source for q, _ in known))
+
+
+def _node(nodes: list[NodeProfile]) -> NodeProfile:
+    def weakest(values: list[Quantity | None]) -> Quantity | None:
+        known = [value for value in values if value is not None]
+        return least(known) if len(known) == len(values) else None
+
+    return NodeProfile(
+        num_devices=min(node.num_devices for node in nodes),
+        ram_bytes=weakest([node.ram_bytes for node in nodes]),
+        host_link_bytes_per_s=weakest([node.host_link_bytes_per_s for node in nodes]),
+        nvme_bandwidth_bytes_per_s=weakest([node.nvme_bandwidth_bytes_per_s for node in nodes]),
+        nvme_bytes=weakest([node.nvme_bytes for node in nodes]),
+    )
+
+
+def _software(software: list[SoftwareProfile]) -> SoftwareProfile:
+    return SoftwareProfile(
+        name=" + ".join(dict.fromkeys(each.name for each in software)),
+        context_bytes=most(each.context_bytes for each in software),
+        communicator_bytes=most(each.communicator_bytes for each in software),
+        allocator_reserve_fraction=most(each.allocator_reserve_fraction for each in software),
+        overlap_slowdown=most(each.overlap_slowdown for each in software),
+        overlappable_fraction=least(each.overlappable_fraction for each in software),
+    )
+
+
+def _tiers(mixed: MixedCluster, profiles: list[ClusterProfile], node_devices: int) -> tuple[NetworkTier, ...]:
+    """One tier for each size of domain that any of the profiles has, innermost first."""
+    sizes = sorted({tier.num_devices for profile in profiles for tier in profile.tiers if tier.num_devices is not None})
+    block = gcd(*(group.cluster.num_devices for group in mixed.groups))
+    border = _between_groups(mixed)
+    outermost: list[int | None] = [None] if border is None else [block]
+    found: list[NetworkTier] = []
+    for size in [*(size for size in sizes if border is None or size < block), *outermost]:
+        candidates = [_tier_joining(profile, size) for profile in profiles]
+        weakest = min(candidates, key=lambda pair: _share_bytes_per_s(pair[1], pair[0].node.num_devices))
+        latency = most(tier.latency_s for _, tier in candidates)
+        tier = _for_nodes_of(node_devices, weakest[1], weakest[0].node.num_devices)
+        name = f"{tier.name}-{size}" if any(tier.name == inner.name for inner in found) else tier.name
+        found.append(tier.model_copy(update={"num_devices": size, "latency_s": latency, "name": name}))
+    return (*found, border) if border is not None else tuple(found)
+
+
+def _tier_joining(profile: ClusterProfile, size: int | None) -> tuple[ClusterProfile, NetworkTier]:
+    """The innermost tier of ``profile`` that joins ``size`` devices, or its outermost."""
+    reaching = (t for t in profile.tiers if t.num_devices is None or (size is not None and t.num_devices >= size))
+    return profile, next(reaching, profile.tiers[-1])
+
+
+def _share_bytes_per_s(tier: NetworkTier, node_devices: int) -> float:
+    """What one device sustains over ``tier`` while all of its node use it."""
+    links = tier.links_per_node / node_devices
+    return tier.bandwidth_bytes_per_s.value * links * tier.efficiency.value / tier.oversubscription
+
+
+def _for_nodes_of(num_devices: int, tier: NetworkTier, node_devices: int) -> NetworkTier:
+    """``tier`` of nodes of ``node_devices`` as nodes of ``num_devices`` have it, each device with the same share."""
+    links = tier.links_per_node * num_devices / node_devices
+    whole = max(1, round(links))
+    bandwidth = tier.bandwidth_bytes_per_s
+    changed = bandwidth.model_copy(update={"value": bandwidth.value * links / whole})
+    return tier.model_copy(update={"links_per_node": whole, "bandwidth_bytes_per_s": changed})
+
+
+def _between_groups(mixed: MixedCluster) -> NetworkTier | None:
+    """The weakest way between two groups as the outermost tier; None where no link was given."""
+    if not mixed.links:
+        return None
+    ways = [_way(mixed, one, other) for one, other in combinations(mixed.groups, 2)]
+    bandwidth = least(bandwidth for _, bandwidth in ways)
+    return NetworkTier(
+        name="between groups",
+        num_devices=None,
+        latency_s=most(latency for latency, _ in ways),
+        bandwidth_bytes_per_s=bandwidth,
+        links_per_node=1,
+        efficiency=bandwidth.model_copy(update={"value": 1.0}),
+    )
+
+
+def _way(mixed: MixedCluster, one: DeviceGroup, other: DeviceGroup) -> tuple[Quantity, Quantity]:
+    """Latency, and bandwidth of a node, between two groups: of their link, or of the slower one's network."""
+    link = mixed.link(one.name, other.name)
+    if link is not None:
+        return link.latency_s, link.bandwidth_bytes_per_s
+    outer = [(group.cluster.profile.tiers[-1], group.cluster.profile.node.num_devices) for group in (one, other)]
+    rates = [(tier, num_devices * _share_bytes_per_s(tier, num_devices)) for tier, num_devices in outer]
+    slower, rate = min(rates, key=lambda pair: pair[1])
+    return most(tier.latency_s for tier, _ in outer), slower.bandwidth_bytes_per_s.model_copy(update={"value": rate})
