@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
+from costmodels.action import Schedule
 from costmodels.memory import MemoryLedger
 from costmodels.pipeline import Timeline, simulate
-from costmodels.schedule import build_schedule, peak_in_flight
+from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
+from planner.pricing.stages import (
+    STEADY_ROUNDS,
+    even_starts,
+    in_flight,
+    schedule_of,
+    spread_starts,
+    steady_schedule,
+    weighted_starts,
+)
 from planner.problems import StageProblem, stage_sums
 from planner.space.search_space import Choice
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
-# Simulated rounds of a long pipeline before its steady state is extrapolated.
-STEADY_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -73,83 +77,6 @@ class Priced:
     def peak_memory_bytes(self) -> float:
         """Peak of the worst rank."""
         return max(ledger.total_bytes for ledger in self.ledgers)
-
-
-def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Micro-batches in flight at once on each rank with one stage a rank."""
-    if schedule is ScheduleName.GPIPE and num_ranks > 1:  # without a pipeline each micro-batch is finished at once
-        return (num_microbatches,) * num_ranks
-    return tuple(min(num_microbatches, num_ranks - rank) for rank in range(num_ranks))
-
-
-@lru_cache(maxsize=1024)
-def in_flight_by_stage(
-    schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Micro-batches in flight at each stage at the moment its rank holds most of them.
-
-    And how many of those wait for the second half of a split backward pass.
-    """
-    counts, waits = ([0] * (num_ranks * virtual_stages) for _ in range(2))
-    for actions in _schedule(schedule, num_ranks, virtual_stages, num_microbatches):
-        held: Counter[int] = Counter()
-        waiting: Counter[int] = Counter()
-        most = 0
-        for kind, stage, _ in actions:
-            held[stage] += {FORWARD: 1, INPUT_GRADIENT: 0}.get(kind, -1)
-            waiting[stage] += {INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}.get(kind, 0)
-            if kind == FORWARD and held.total() > most:
-                most = held.total()
-                for each in held:
-                    counts[each], waits[each] = held[each], waiting[each]
-    return tuple(counts), tuple(waits)
-
-
-def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
-    """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
-
-    The rule of pipelines of several stages a rank: they must be alike, or every round waits for the longest.
-    """
-    blocks = [u for u, block in enumerate(is_block) if block]
-    each, left_over = divmod(len(blocks), num_stages)
-    sizes = [each + (num_stages - 1 - left_over <= k < num_stages - 1) for k in range(num_stages)]
-    starts = [0]
-    for size in sizes[:-1]:
-        starts.append(starts[-1] + size)
-    return (0, *(blocks[k] for k in starts[1:]))
-
-
-def spread_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
-    """As ``even_starts``, with the embedding and the head each counted as a block of its own."""
-    blocks = [u for u, block in enumerate(is_block) if block]
-    each = (len(blocks) + 2) // num_stages
-    return (0, *(min(blocks[0] - 1 + each * k, len(is_block) - 1) for k in range(1, num_stages)))
-
-
-def weighted_starts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """First units of stages filled in order until each reaches its share of ``weights``; the last may stay empty.
-
-    As nanotron fills them (nanotron/models/base.py): the unit that passes a stage's share is its last. Shares within a
-    thousandth count as reached: norms and biases, which it does not weigh, are no reason to pass one.
-    """
-    total, passed, starts = sum(weights) * (1 + 1e-3), 0.0, [0]
-    for unit, weight in enumerate(weights):
-        passed += weight
-        if passed > total * len(starts) / num_stages and len(starts) < num_stages:
-            starts.append(unit + 1)
-    return (*starts, *[len(weights)] * (num_stages - len(starts)))
-
-
-@lru_cache(maxsize=256)
-def _schedule(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    return build_schedule(schedule.value, num_ranks, virtual_stages, num_microbatches)
-
-
-def _steady(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule, shortened to enough rounds to reach every rank's peak."""
-    rounds = num_microbatches // num_ranks
-    shortened = num_microbatches - max(0, rounds - STEADY_ROUNDS) * num_ranks
-    return _schedule(schedule, num_ranks, virtual_stages, shortened)
 
 
 class Point:
@@ -278,7 +205,7 @@ class Point:
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
         choice = self.choice
-        schedule = _schedule(choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
+        schedule = schedule_of(choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
         return self._stage_times(starts).run(schedule, self.table.send_s(choice))
 
     def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
@@ -300,7 +227,7 @@ class Point:
             return m * (times.forward_s[0] + times.backward_s[0])
 
         def run(num_microbatches: int) -> float:
-            schedule = _schedule(choice.schedule, pp, choice.virtual_stages, num_microbatches)
+            schedule = schedule_of(choice.schedule, pp, choice.virtual_stages, num_microbatches)
             timeline = times.run(schedule, send_s)
             # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
             return timeline.longest_rank_s if choice.schedule is ScheduleName.ZB_2P else timeline.makespan_s
@@ -373,7 +300,7 @@ class Point:
         if choice.schedule.is_cut_freely:
             flying = in_flight(choice.schedule, pp, choice.num_microbatches)
             return [number * num_bytes for number, num_bytes in zip(flying, kept, strict=True)]
-        schedule = _steady(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches)
+        schedule = steady_schedule(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches)
         by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
         return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
 

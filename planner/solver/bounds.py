@@ -34,7 +34,7 @@ import numpy as np
 from costmodels.memory import MemoryLedger
 from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
-from planner.pricing.point import even_starts, in_flight, in_flight_by_stage
+from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
 from planner.space.search_space import Choice
 

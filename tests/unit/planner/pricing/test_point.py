@@ -7,7 +7,8 @@ import pytest
 
 from costmodels.schedule import build_schedule, peak_in_flight
 from planner.parallelism import Recompute, ScheduleName
-from planner.pricing.point import Point, even_starts, in_flight, in_flight_by_stage
+from planner.pricing.point import Point
+from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.problems import rank_memory_bytes
 from planner.space.search_space import Choice, Pins
 from tests.planning import problem_of
