@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name, profile_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
-from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
+from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
+from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Optimizer, Placement, Precision
 from planner.plan.schema import Plan, SearchSection

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from planner.errors import ModelError
-from planner.json_file import listed, read_object, violations_of
+from planner.json_file import listed, read_content, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
 from planner.models.config import FamilyConfig
 from planner.models.config_only import family_of
@@ -130,6 +130,8 @@ def training_batch(inputs: Batch) -> Batch:
 
 
 def _existing(path: Path) -> Path:
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder", hint="name the file in it")
     if not path.is_file():
         raise ModelError(f"no such file: {path}", hint="check the path; `planner models` lists what needs no file")
     return path
@@ -188,13 +190,18 @@ def _family_config(source: ModelSource) -> FamilyConfig:
         raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
 
 
-def digest_without_loading(source: ModelSource) -> str | None:
-    """The digest that ``load_model`` would give, where no code has to run for it; else None."""
-    if source.kind is ModelKind.PRESET:
-        return _family_digest(_family_config(source))
-    if source.kind is ModelKind.HUGGINGFACE and source.path is not None:
-        return _huggingface_digest(read_object(source.path, ModelError))
-    return None
+def content_digest(source: ModelSource) -> str:
+    """Of what the user named, without running any of it: of a Python file its content, its path and the factory."""
+    match source.kind:
+        case ModelKind.PRESET:
+            return _family_digest(_family_config(source))
+        case ModelKind.HUGGINGFACE:
+            assert source.path is not None
+            return _huggingface_digest(read_object(source.path, ModelError))
+        case ModelKind.PYTHON | ModelKind.GRAPH:
+            assert source.path is not None
+            content = read_content(source.path, ModelError)
+            return digest_of("file", str(source.path.resolve()), source.factory or "", content)
 
 
 def _family_digest(config: FamilyConfig) -> str:

@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from planner.errors import ModelError
-from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
+from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import graph_json, read_graph, write_graph
 from planner.graph.model_graph import ModelGraph, Node
+from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Precision
 

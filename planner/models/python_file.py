@@ -24,7 +24,8 @@ from planner.models.weightless import build_weightless
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 DEFAULT_FACTORY = "build_model"
-TIME_LIMIT_S = 120.0  # for the import, and for building without weights: far more than either needs
+TIME_LIMIT_S = 60.0  # for the import, and for building without weights: far more than either needs
+MAX_FILE_BYTES = 2**24  # what is larger was written by no one
 SEQ_LEN_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "seq_len")
 
 
@@ -43,7 +44,7 @@ class PythonModel:
     @staticmethod
     def from_file(path: Path, factory_name: str | None, time_limit_s: float = TIME_LIMIT_S) -> PythonModel:
         """Executes ``path`` and builds its model once without weights to see what it is."""
-        content = path.read_bytes()
+        content = _source_code(path)
         with time_limit(time_limit_s, f"importing {path}"):
             module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16])
         factory, factory_name = _find_factory(module, path, factory_name)
@@ -70,6 +71,16 @@ class PythonModel:
             max_seq_len=_named_size(model, SEQ_LEN_NAMES),
             vocab_size=_vocab_size(model) if inputs is None else None,
         )
+
+
+def _source_code(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelError(f"{path} has {size:,} bytes: no Python file", hint="name the model file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint="check its permissions") from error
 
 
 class _OutOfTime(BaseException):
@@ -110,7 +121,7 @@ def user_code(path: Path, what: str) -> Generator[None]:
     except ModelError:
         raise
     except SyntaxError as error:
-        place = f"{Path(error.filename or path).name}:{error.lineno}"
+        place = Path(error.filename or path).name + (f":{error.lineno}" if error.lineno else "")
         raise ModelError(f"{place}: {error.msg}", hint="the file is not valid Python") from error
     except ImportError as error:
         raise ModelError(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from planner.graph import graph_cache
-from planner.graph.graph_cache import TraceRequest, default_folder, traced_graph
+from planner.graph.graph_cache import default_folder, traced_graph
+from planner.graph.tracing import TraceRequest
 from planner.model_file import resolve_model
 from planner.parallelism import Precision
 from tests.unit.planner.graph.traced import ROOT
@@ -82,6 +83,7 @@ def test_writers_at_the_same_time_do_not_disturb_one_another(tmp_path: Path) -> 
     graph = traced_graph(REQUEST, tmp_path / "seed")
     program = (
         "import sys; from pathlib import Path; from planner.graph.graph_cache import *; "
+        "from planner.graph.tracing import TraceRequest; "
         "from planner.model_file import resolve_model; from planner.parallelism import Precision; "
         "traced_graph(TraceRequest(resolve_model('gpt-tiny'), 2, 32, Precision.BF16), Path(sys.argv[1]))"
     )
@@ -114,6 +116,7 @@ def test_a_preset_in_the_cache_needs_no_torch(tmp_path: Path) -> None:
     traced_graph(REQUEST, tmp_path)
     program = (
         "import sys; from pathlib import Path; from planner.graph.graph_cache import *; "
+        "from planner.graph.tracing import TraceRequest; "
         "from planner.model_file import resolve_model; from planner.parallelism import Precision; "
         "traced_graph(TraceRequest(resolve_model('gpt-tiny'), 2, 32, Precision.BF16), Path(sys.argv[1])); "
         "sys.exit('torch' in sys.modules)"
