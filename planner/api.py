@@ -23,6 +23,7 @@ from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, ShardKey, build_table, shard_units
 from planner.pricing.unit_costs import mixes_positions_outside_attention
+from planner.report.timeline import StepTimeline, step_timeline
 from planner.solver import decode, existing
 from planner.solver.base import StageSolver
 from planner.solver.cp_sat import CpSatSolver
@@ -314,8 +315,18 @@ def something_fits(graph: ModelGraph, cluster: ClusterSpec, training: Training, 
     return search(problem.table, problem.space.choices, problem.solver, stop_at_first=True).best is not None
 
 
-def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None = None) -> Answer:
-    """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
+@dataclass(frozen=True)
+class PlannedPoint:
+    """An existing plan as the numbers of the search, and what was assumed on the way."""
+
+    point: Point
+    starts: tuple[int, ...]
+    graph: ModelGraph
+    notes: tuple[str, ...]
+
+
+def point_of(plan: Plan, hardware: str | None, num_devices: int | None) -> PlannedPoint:
+    """``plan`` on its own or on other hardware; PlanError where it cannot be priced."""
     notes: list[str] = []
     section = plan.training
     choice = existing.choice_of(plan, num_devices or plan.num_devices)
@@ -335,15 +346,33 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
             hint="search for a new plan: planner search MODEL -o plan.json",
         )
     table = build_table(target, training, {key: sharding}, (choice,))
-    priced = Point(table, choice).price(existing.starts_of(plan, graph), exact=True)
+    return PlannedPoint(Point(table, choice), existing.starts_of(plan, graph), graph, tuple(notes))
+
+
+def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None = None) -> Answer:
+    """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
+    planned = point_of(plan, hardware, num_devices)
+    table, notes = planned.point.table, planned.notes
+    priced = planned.point.price(planned.starts, exact=True)
     if not priced.fits:
-        notes.append("this plan does not fit: its worst GPU needs more memory than there is")
+        notes += ("this plan does not fit: its worst GPU needs more memory than there is",)
     update = {
-        "hardware": cluster.profile.name,
-        "num_devices": cluster.num_devices,
-        "mesh": decode.mesh_section(choice),
-        "pipeline": decode.pipeline_section(priced, graph),
+        "hardware": table.cluster.profile.name,
+        "num_devices": table.cluster.num_devices,
+        "mesh": decode.mesh_section(priced.choice),
+        "pipeline": decode.pipeline_section(priced, planned.graph),
         "prediction": decode.prediction_section(priced, table),
         "search": None,
     }
-    return Answer(plan.model_copy(update=update), tuple(notes), interrupted=False)
+    return Answer(plan.model_copy(update=update), notes, interrupted=False)
+
+
+def schedule_plan(
+    plan: Plan, hardware: str | None = None, num_devices: int | None = None
+) -> tuple[StepTimeline, tuple[str, ...]]:
+    """The predicted step of an existing plan, action by action, and what was assumed on the way.
+
+    It ends when the predicted step time does.
+    """
+    planned = point_of(plan, hardware, num_devices)
+    return step_timeline(planned.point, planned.starts), planned.notes

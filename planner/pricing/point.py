@@ -175,10 +175,10 @@ class Point:
         times = self._stage_times(starts)
         makespan = self._makespan_s(times, self.table.send_s(self.choice), exact=exact)
         send_on_path = makespan - self._makespan_s(times, 0.0, exact=True) if exact else 0.0
-        pp, m = self.choice.mesh.pp, self.choice.num_microbatches
+        m = self.choice.num_microbatches
         busy = [m * seconds for seconds in self._work_of_ranks(times)]
-        slowest = max(range(pp), key=lambda r: busy[r])
-        once = [self._once_a_step_s(units) for units in self._units_of_ranks(starts)]
+        slowest = max(range(len(busy)), key=lambda r: busy[r])
+        once = self.once_a_step(starts)
         data_once = max(data for data, _ in once)
         optimizer = max(seconds for _, seconds in once)
         units = self._units_of_ranks(starts)[slowest]
@@ -204,9 +204,25 @@ class Point:
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
-        choice = self.choice
-        schedule = schedule_of(choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
+        choice, pp = self.choice, self.choice.mesh.pp
+        # Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called.
+        name = ScheduleName.ONE_F_ONE_B if pp == 1 else choice.schedule
+        schedule = schedule_of(name, pp, choice.virtual_stages, choice.num_microbatches)
         return self._stage_times(starts).run(schedule, self.table.send_s(choice))
+
+    def exposed_s(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Communication that compute does not hide within the forward and the backward pass of each stage."""
+        kinds, parts = list(self.table.units.kinds), self._parts
+        forward = parts.tensor_forward_s + parts.context_forward_s + parts.data_forward_s
+        backward = parts.tensor_backward_s + parts.context_backward_s + parts.data_backward_s
+        return (
+            stage_sums(tuple(forward[0][kinds].tolist()), starts),
+            stage_sums(tuple(backward[0][kinds].tolist()), starts),
+        )
+
+    def once_a_step(self, starts: tuple[int, ...]) -> list[tuple[float, float]]:
+        """What each rank does after its last action: exposed data-parallel communication, and the optimiser step."""
+        return [self._once_a_step_s(units) for units in self._units_of_ranks(starts)]
 
     def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
         """Seconds of each stage on one micro-batch."""

@@ -16,7 +16,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "networkx": ("planner.graph",),
     "typer": ("planner.cli",),
     "click": ("planner.cli",),
-    "rich": ("planner.cli", "planner.render"),
+    "rich": ("planner.cli", "planner.render", "planner.render_schedule"),
     "plotly": ("planner.report",),
     "transformers": ("planner.models.huggingface",),
     "psutil": ("hardware_profiles.probes",),

@@ -87,6 +87,19 @@ def test_estimate_says_what_search_said(run: Run, tmp_path: Path) -> None:
     assert Plan.model_validate_json(again.read_text()) == priced
 
 
+def test_schedule_draws_the_predicted_step(run: Run, tmp_path: Path) -> None:
+    file, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    run(*TINY, "--pp", "2", "--schedule", "ZBVZeroBubble", "-o", file)
+    plan = Plan.model_validate_json(file.read_text())
+    code, out, err = run("schedule", file, "--trace", trace)
+    assert (code, err) == (0, f"wrote {trace}\n")
+    assert out.startswith("ZBVZeroBubble on 2 pipeline ranks: ")
+    assert "rank   1 " in out
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert plan.prediction is not None
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(plan.prediction.step_time_s * 1e6, rel=1e-6)
+
+
 def test_every_pin_is_kept(run: Run) -> None:
     pins = "--tp 2 --pp 2 --dp 2 --cp 1 --ep 1 --zero 1 --micro-batch 2 --schedule Interleaved1F1B --virtual-stages 2"
     more = "--recompute full --offload none --sequence-parallel --optimizer sgd"

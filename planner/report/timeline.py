@@ -1,0 +1,130 @@
+"""The predicted step, action by action: the very simulation that its step time comes from.
+
+After its last action each rank reduces gradients as far as that is not hidden, and steps its optimiser. Both are priced
+as if every rank began them when the slowest has ended the pipeline, and are drawn so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from costmodels.action import Action
+from costmodels.pipeline import Timeline
+from planner.parallelism import ScheduleName
+from planner.pricing.point import Point
+
+
+class Work(StrEnum):
+    """What a rank is busy with."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+    EXPOSED = "communication not hidden"
+    REDUCTION = "gradient reduction and parameter gathering, once a step"
+    OPTIMIZER = "optimiser step"
+    SEND_ACTIVATIONS = "send activations"
+    SEND_GRADIENTS = "send gradients"
+
+
+OF_KIND = {"F": Work.FORWARD, "B": Work.BACKWARD, "I": Work.INPUT_GRADIENT, "W": Work.WEIGHT_GRADIENT}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work and when it runs; ``action`` is None for what happens once a step."""
+
+    work: Work
+    start_s: float
+    end_s: float
+    action: Action | None = None
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One pipeline rank. Spans of a row are in order and do not overlap.
+
+    ``exposed``: the part of each action that is communication, drawn at the action's end. ``sends`` run beside the
+    actions: of activations, and of gradients.
+    """
+
+    actions: tuple[Span, ...]  # and the optimiser step
+    exposed: tuple[Span, ...]  # and what is exposed once a step
+    sends: tuple[tuple[Span, ...], tuple[Span, ...]]
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without work, from the start of the step to the end of this rank's last work."""
+        spans = (*self.actions, *(span for span in self.exposed if span.action is None))
+        return max(span.end_s for span in spans) - sum(span.end_s - span.start_s for span in spans)
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """A whole step, one row a pipeline rank."""
+
+    schedule: ScheduleName
+    ranks: tuple[RankTimeline, ...]
+    pipeline_s: float  # until the last action of any rank ends
+    step_time_s: float
+
+
+def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
+    """The step of ``point`` cut at ``starts``."""
+    timeline = point.timeline(starts)
+    exposed_s = point.exposed_s(starts)
+    once = point.once_a_step(starts)
+    # Ranks under ZB-2P do not wait for each other between steps: each is drawn by its own clock.
+    own_clock = point.choice.schedule is ScheduleName.ZB_2P
+    pipeline_s = timeline.longest_rank_s if own_clock else timeline.makespan_s
+    reduced_s = pipeline_s + max(data_s for data_s, _ in once)
+    rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}
+    ranks: list[RankTimeline] = []
+    for rank, (data_s, optimizer_s) in enumerate(once):
+        zero_s = timeline.start_s[rank][0] if own_clock else 0.0
+        actions = _actions(timeline, rank, zero_s)
+        exposed = [_exposed(span, exposed_s) for span in actions]
+        ranks.append(
+            RankTimeline(
+                actions=(*actions, Span(Work.OPTIMIZER, reduced_s, reduced_s + optimizer_s)),
+                exposed=(
+                    *(span for span in exposed if span.end_s > span.start_s),
+                    *([Span(Work.REDUCTION, pipeline_s, pipeline_s + data_s)] if data_s > 0 else []),
+                ),
+                sends=_sends(actions, rank_of_stage, point.table.send_s(point.choice)),
+            )
+        )
+    return StepTimeline(point.choice.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
+
+
+def _actions(timeline: Timeline, rank: int, zero_s: float) -> list[Span]:
+    return [
+        Span(OF_KIND[timed.action.kind], timed.start_s - zero_s, timed.end_s - zero_s, timed.action)
+        for timed in timeline.ranks[rank]
+    ]
+
+
+def _exposed(span: Span, exposed_s: tuple[tuple[float, ...], tuple[float, ...]]) -> Span:
+    """The communication of an action: none in the making of weight gradients."""
+    assert span.action is not None
+    kind, stage, _ = span.action
+    seconds = 0.0 if kind == "W" else exposed_s[kind != "F"][stage]
+    return Span(Work.EXPOSED, max(span.start_s, span.end_s - seconds), span.end_s, span.action)
+
+
+def _sends(
+    actions: list[Span], rank_of_stage: dict[int, int], send_s: float
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """What the rank sends to others: a send starts when the action ends, or when the link is free."""
+    rows: dict[Work, list[Span]] = {Work.SEND_ACTIVATIONS: [], Work.SEND_GRADIENTS: []}
+    for span in actions:
+        assert span.action is not None
+        kind, stage, _ = span.action
+        if kind == "W":
+            continue
+        work, receiver = (Work.SEND_ACTIVATIONS, stage + 1) if kind == "F" else (Work.SEND_GRADIENTS, stage - 1)
+        if rank_of_stage.get(receiver, rank_of_stage[stage]) != rank_of_stage[stage]:
+            rows[work].append(Span(work, span.end_s, span.end_s + send_s, span.action))
+    return tuple(rows[Work.SEND_ACTIVATIONS]), tuple(rows[Work.SEND_GRADIENTS])
