@@ -6,6 +6,7 @@ as if every rank began them when the slowest has ended the pipeline, and are dra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -75,6 +76,7 @@ def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
     """The step of ``point`` cut at ``starts``."""
     timeline = point.timeline(starts)
     exposed_s = point.exposed_s(starts)
+    sends_s = point.table.send_s(point.choice)
     once = point.once_a_step(starts)
     # Ranks under ZB-2P do not wait for each other between steps: each is drawn by its own clock.
     own_clock = point.choice.schedule is ScheduleName.ZB_2P
@@ -93,7 +95,7 @@ def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
                     *(span for span in exposed if span.end_s > span.start_s),
                     *([Span(Work.REDUCTION, pipeline_s, pipeline_s + data_s)] if data_s > 0 else []),
                 ),
-                sends=_sends(actions, rank_of_stage, point.table.send_s(point.choice)),
+                sends=_sends(actions, rank_of_stage, sends_s),
             )
         )
     return StepTimeline(point.choice.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
@@ -115,9 +117,9 @@ def _exposed(span: Span, exposed_s: tuple[tuple[float, ...], tuple[float, ...]])
 
 
 def _sends(
-    actions: list[Span], rank_of_stage: dict[int, int], send_s: float
+    actions: list[Span], rank_of_stage: dict[int, int], send_s: float | Sequence[float]
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """What the rank sends to others: a send starts when the action ends, or when the link is free."""
+    """What the rank sends to others; ``send_s[k]`` is from stage k to the next and back, one number all of those."""
     rows: dict[Work, list[Span]] = {Work.SEND_ACTIVATIONS: [], Work.SEND_GRADIENTS: []}
     for span in actions:
         assert span.action is not None
@@ -126,5 +128,6 @@ def _sends(
             continue
         work, receiver = (Work.SEND_ACTIVATIONS, stage + 1) if kind == "F" else (Work.SEND_GRADIENTS, stage - 1)
         if rank_of_stage.get(receiver, rank_of_stage[stage]) != rank_of_stage[stage]:
-            rows[work].append(Span(work, span.end_s, span.end_s + send_s, span.action))
+            way_s = send_s if isinstance(send_s, float) else send_s[min(stage, receiver)]
+            rows[work].append(Span(work, span.end_s, span.end_s + way_s, span.action))
     return tuple(rows[Work.SEND_ACTIVATIONS]), tuple(rows[Work.SEND_GRADIENTS])
