@@ -11,7 +11,9 @@
 With ``dp_replicate`` > 1 the sharded gradients are all-reduced over the replicas as well, once a
 step. Gradients are averaged over all data-parallel ranks, in float32. "Gathered once a step" means a
 whole copy of the parameters beside the shards, in the compute dtype, which each unit's last
-backward pass frees. FSDP makes that copy also where the shard is already whole.
+backward pass frees. FSDP makes that copy also where the shard is already whole. A parameter that a
+micro-batch does not use (an expert without tokens) has a gradient of zero, not none, so that all
+ranks reduce the same.
 """
 
 # pyright: reportPrivateUsage=false
@@ -59,7 +61,8 @@ def apply_data_parallel(
     for fqn in sorted(targets, key=lambda name: -name.count(".")):  # inner units first
         if kept_in_root.isdisjoint(targets[fqn].parameters()):
             fully_shard(targets[fqn], mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    root = fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    root.set_reduce_scatter_unused_params(True)  # an expert may have tokens on one rank and none on another
 
 
 def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool, pipelined: bool) -> None:

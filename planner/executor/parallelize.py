@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from planner.errors import PlanError
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
@@ -16,7 +17,7 @@ from planner.executor.recompute import apply_recompute
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
 from planner.executor.stage_split import StageProgram, TiedParameter, check_stage_modules, split_trace, tied_parameters
-from planner.executor.stage_trace import TensorMeta, Trace, trace_forward
+from planner.executor.stage_trace import TensorMeta, trace_forward, trace_real_forward
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
     check_placements,
@@ -128,7 +129,13 @@ def _programs(
         return (), ()
     stages = [stage.modules for stage in plan.pipeline.stages]
     check_stage_modules(module, stages)
-    trace = _trace(module, inputs, plan, [fqn for modules in stages for fqn in modules])
+    listed = frozenset(fqn for modules in stages for fqn in modules)
+    try:
+        trace = trace_forward(module, listed, inputs, call_model, compute_dtype(plan))
+    except PlanError:
+        raise
+    except Exception:  # whatever the user's code raises without values
+        trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
     programs = split_trace(module, trace, stages)
     return programs, tied_parameters(module, programs)
 
@@ -141,17 +148,11 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
     if programs:
         return frozenset().union(*(program.states for program in programs))
     try:
-        trace = _trace(module, inputs, plan, plan.placements.sharded_units)
+        opaque = frozenset(plan.placements.sharded_units)
+        trace = trace_forward(module, opaque, inputs, call_model, compute_dtype(plan))
     except Exception:  # whatever the user's code raises on the meta device
         return frozenset()
     return frozenset(state for call in trace.calls for state in call.states)
-
-
-def _trace(module: nn.Module, inputs: Tensors, plan: Plan, opaque: Sequence[str]) -> Trace:
-    meta_inputs = {key: value.to("meta") for key, value in inputs.items()}
-    return trace_forward(
-        module, frozenset(opaque), meta_inputs, lambda twin: call_model(twin, meta_inputs), compute_dtype(plan)
-    )
 
 
 def _stage_module(

@@ -1,12 +1,13 @@
 """Records one forward pass of a model as a list of calls that can be cut into pipeline stages.
 
-The pass runs on the meta device. Every module that a stage names is one opaque call; what the
-modules around them do between those calls ("glue") is recorded function by function, at the level
-at which the user wrote it. Replaying the calls with the original modules is the original model, so
-sharding, hooks and checkpointing of those modules still apply.
+The pass runs on the meta device, or where a module needs values (experts that are chosen by value)
+once for real on the CPU. Every module that a stage names is one opaque call; what the modules
+around them do between those calls ("glue") is recorded function by function, at the level at which
+the user wrote it. Replaying the calls with the original modules is the original model, so sharding,
+hooks and checkpointing of those modules still apply.
 
-Not understood, and refused or wrong only in the glue: Python side effects, values read from tensors
-(``item()``, ``if tensor``), tensors that are neither parameters nor buffers, own autograd functions.
+Refused in the glue: values read from tensors (``item()``, ``if tensor``) and tensors that are neither
+parameters nor buffers. Not understood there: Python side effects, own autograd functions.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_map
 from planner.errors import PlanError
 
 Function = Callable[..., object]
+
+META, CPU = torch.device("meta"), torch.device("cpu")
 _T = TypeVar("_T")
 
 
@@ -129,25 +132,58 @@ def map_leaves(function: Callable[[object], object], value: object) -> object:
     return tree_map(visit, value)
 
 
+Inputs = dict[str, torch.Tensor]
+
+
 def trace_forward(
     module: nn.Module,
     opaque: frozenset[str],
-    inputs: Mapping[str, torch.Tensor],
-    run: Callable[[nn.Module], object],
+    inputs: Inputs,
+    call: Callable[[nn.Module, Inputs], object],
     dtype: torch.dtype,
 ) -> Trace:
-    """Runs ``run(meta twin of module)`` and records it.
+    """Runs ``call(meta twin of module, inputs)`` and records it.
 
-    ``opaque`` are the FQNs of modules recorded as one call. ``inputs`` are meta tensors that
-    ``run`` hands to the module. ``dtype`` is what floating-point parameters are computed in.
+    ``opaque`` are the FQNs of modules recorded as one call. ``dtype`` is what floating-point
+    parameters are computed in. Raises what the model raises where it needs values.
     """
-    twin = meta_twin(module, dtype)
-    recorder = _Recorder(twin, inputs)
+    return _trace(_twin(module, dtype, META), META, opaque, inputs, call)
+
+
+def trace_real_forward(
+    module: nn.Module,
+    opaque: frozenset[str],
+    inputs: Inputs,
+    call: Callable[[nn.Module, Inputs], object],
+    dtype: torch.dtype,
+) -> Trace:
+    """As ``trace_forward``, with the values of ``module``, which are on the CPU. PlanError where that fails too."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            return _trace(_twin(module, dtype, CPU), CPU, opaque, inputs, call)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the model cannot be cut into pipeline stages: recording it stopped: {type(error).__name__}: {error}",
+            hint="plan with pp = 1",
+        ) from error
+
+
+def _trace(
+    twin: nn.Module,
+    device: torch.device,
+    opaque: frozenset[str],
+    inputs: Inputs,
+    call: Callable[[nn.Module, Inputs], object],
+) -> Trace:
+    moved = {key: value.to(device) for key, value in inputs.items()}
+    recorder = _Recorder(twin, moved, device)
     for fqn, target in twin.named_modules():
         if fqn in opaque:
             target.forward = _opaque_call(recorder, fqn, target.forward)
-    with torch.device("meta"), recorder:
-        output = run(twin)
+    with device, recorder:
+        output = call(twin, moved)
     if not recorder.contains_all(output):
         raise PlanError(
             "the model's output holds a tensor that its forward did not compute", hint="return computed tensors"
@@ -155,23 +191,30 @@ def trace_forward(
     return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
 
 
-def meta_twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of ``module`` whose parameters and buffers are on the meta device; ties are kept."""
+def _twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy of ``module`` whose parameters and buffers are on ``device``; ties are kept."""
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         computed = dtype if parameter.is_floating_point() else parameter.dtype
-        meta = torch.empty_like(parameter, dtype=computed, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+        twin = parameter.detach().to(device=device, dtype=computed)
+        memo[id(parameter)] = nn.Parameter(twin, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+        memo[id(buffer)] = buffer.detach().to(device, copy=True)
     return copy.deepcopy(module, memo)
+
+
+_READ_VALUES: frozenset[Function] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__")
+) | {torch.equal, torch.allclose}
 
 
 class _Recorder(TorchFunctionMode):
     """Appends a ``Call`` for every torch function that returns tensors."""
 
-    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor], device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.calls: list[Call] = []
         self.metas: dict[Slot, TensorMeta] = {}
         self._paused = False
@@ -185,6 +228,12 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
+        if not self._paused and func in _READ_VALUES:
+            raise PlanError(
+                "between its pipelined modules the model reads values of a tensor"
+                f" ({getattr(func, '__name__', func)}): what it does then cannot be recorded",
+                hint="read them inside a block, or plan with pp = 1",
+            )
         result = func(*args, **(kwargs or {}))
         if not self._paused and tensors_in(result):
             self.record(func, "", args, kwargs or {}, result)
@@ -227,6 +276,8 @@ class _Recorder(TorchFunctionMode):
         return all(id(tensor) in self._known for tensor in tensors_in(value))
 
     def _encode_leaf(self, leaf: object) -> object:
+        if isinstance(leaf, torch.device) and leaf.type == self._device.type:
+            return META  # stands for the device that the stage will be on
         if not isinstance(leaf, torch.Tensor):
             return leaf
         known = self._known.get(id(leaf))

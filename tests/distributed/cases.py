@@ -127,6 +127,8 @@ CASES = {
     "pp2-dp2-tied": Case("gpt-tied", _PP2_DP2, 3, micro_batch_size=2),
     "pp2-dp2-full-recompute": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, micro_batch_size=2),
     "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
+    "dp4-zero3-routed": Case("routed", _DP4, 3),
+    "pp2-dp2-routed": Case("routed", _PP2_DP2, 1),
     "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 3, _INTERLEAVED, 2, micro_batch_size=2),
     "pp2-dp2-interleaved-tied": Case("gpt-tied", _PP2_DP2, 1, _INTERLEAVED, 2, micro_batch_size=2),
     "pp2-tp2": Case("gpt", _PP2_TP2, micro_batch_size=4),

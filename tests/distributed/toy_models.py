@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
 from planner.plan.schema import ModulePlacement
+from tests.fixtures.routed import Routed
 
 SEQ_LEN = 16
 VOCAB = 256
@@ -181,5 +182,7 @@ MODELS = {
     "gpt": _family("gpt", tied=False),
     "gpt-tied": _family("gpt", tied=True),
     "llama": _family("llama", tied=False),
+    # more experts than a micro-batch has tokens: some get none
+    "routed": ToyModel(lambda: Routed(NUM_LAYERS, experts=24), ("embedding",), _layers(""), ("head",), lambda _: ()),
     "unusual": ToyModel(Unusual, ("backbone.embed",), _layers("backbone."), ("backbone.norm",), _unusual_placements),
 }

@@ -55,7 +55,7 @@ def test_a_loop_over_experts_is_traced_with_balanced_routing() -> None:
     assert graph.tier == "modules"
     assert (graph.forward_flops, graph.backward_flops) == counted_flops(model, 2, 32)
     assert [block.count for block in graph.blocks] == [3]
-    assert assumed(graph) == ("routed.py:30 chooses by value (aten.topk.default): taken as evenly spread over 4",)
+    assert assumed(graph) == ("routed.py:33 chooses by value (aten.topk.default): taken as evenly spread over 4",)
     rows = {node.shape[0] for node in graph.nodes if node.module.endswith("down") and node.flops}
     assert rows == {2 * 32 * 2 // 4}
 
@@ -69,7 +69,7 @@ def test_a_loop_over_experts_keeps_what_autograd_keeps() -> None:
 def test_many_layers_are_folded() -> None:
     few, many = trace_model(loaded(ROUTED), 2, 32), trace_model(loaded(f"{ROUTED}:deep"), 2, 32)
     assert [block.count for block in many.blocks] == [40]
-    head = 2 * 2 * 32 * 32 * 64
+    head = 2 * 2 * 32 * 32 * 256
     assert (many.forward_flops - head) * 3 == (few.forward_flops - head) * 40
     assert many.units[1].kind == many.units[40].kind
 
