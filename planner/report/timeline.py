@@ -128,6 +128,6 @@ def _sends(
             continue
         work, receiver = (Work.SEND_ACTIVATIONS, stage + 1) if kind == "F" else (Work.SEND_GRADIENTS, stage - 1)
         if rank_of_stage.get(receiver, rank_of_stage[stage]) != rank_of_stage[stage]:
-            way_s = send_s if isinstance(send_s, float) else send_s[min(stage, receiver)]
+            way_s = send_s[min(stage, receiver)] if isinstance(send_s, Sequence) else send_s
             rows[work].append(Span(work, span.end_s, span.end_s + way_s, span.action))
     return tuple(rows[Work.SEND_ACTIVATIONS]), tuple(rows[Work.SEND_GRADIENTS])
