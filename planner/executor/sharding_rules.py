@@ -1,11 +1,16 @@
 """Sharding rules of operators that DTensor ships none for."""
 
+# pyright: reportPrivateUsage=false
+# DTensor has no public way to say that a result is no DTensor.
+
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 _aten = torch.ops.aten
@@ -17,10 +22,20 @@ def register_sharding_rules() -> None:
     """Registers them with DTensor, once a process.
 
     The CPU's flash attention works on each sequence and head for itself: dims 0 and 1 of query,
-    key, value, output and log-sum-exp may be split, of a mask only where it is not broadcast.
+    key, value, output and log-sum-exp may be split, of a mask only where it is not broadcast. Results
+    whose size depends on values (which tokens an expert gets) are computed whole on every rank.
     """
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_cpu_attention_backward)
+    handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
+    for operator in (_aten.nonzero.default, _aten._unique2.default, _aten.bincount.default):
+        handlers[operator] = _computed_whole
+
+
+def _computed_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The result on whole operands: a plain tensor, the same on every rank."""
+    whole = [argument.full_tensor() if isinstance(argument, DTensor) else argument for argument in args]
+    return operator(*whole, **kwargs)
 
 
 def _cpu_attention(*arguments: object, attn_mask: object = None, **options: object) -> list[_Rule]:

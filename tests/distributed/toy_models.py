@@ -17,6 +17,7 @@ from tests.fixtures.routed import Routed
 SEQ_LEN = 16
 VOCAB = 256
 NUM_LAYERS = 4
+NUM_EXPERTS = 24  # a micro-batch has too few tokens for them: some get none
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,15 @@ def _unusual_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
     return tuple(entries)
 
 
+def _routed_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    entries: list[ModulePlacement] = []
+    for index in range(NUM_EXPERTS):
+        expert = f"layers.*.experts.{index}"
+        entries.append(ModulePlacement(module=f"{expert}.up", parameters={"weight": "shard(0)"}))
+        entries.append(ModulePlacement(module=f"{expert}.down", parameters={"weight": "shard(1)"}, output="replicate"))
+    return tuple(entries)
+
+
 def _layers(prefix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}layers.{index}" for index in range(NUM_LAYERS))
 
@@ -182,7 +192,8 @@ MODELS = {
     "gpt": _family("gpt", tied=False),
     "gpt-tied": _family("gpt", tied=True),
     "llama": _family("llama", tied=False),
-    # more experts than a micro-batch has tokens: some get none
-    "routed": ToyModel(lambda: Routed(NUM_LAYERS, experts=24), ("embedding",), _layers(""), ("head",), lambda _: ()),
+    "routed": ToyModel(
+        lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
+    ),
     "unusual": ToyModel(Unusual, ("backbone.embed",), _layers("backbone."), ("backbone.norm",), _unusual_placements),
 }
