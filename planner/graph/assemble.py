@@ -31,7 +31,7 @@ def assemble_graph(
     warnings: Sequence[str],
 ) -> ModelGraph:
     """The graph of ``nodes``, with what follows from them."""
-    nodes = with_gradient_sums(nodes)
+    nodes = with_gradient_sums(without_dead_ends(nodes, edges))
     blocks, units = find_units(nodes, edges, parameters)
     return ModelGraph(
         source=header.source,
@@ -78,6 +78,38 @@ def cut_points(units: Sequence[Unit], nodes: Sequence[Node]) -> tuple[CutPoint, 
         )
         for unit in units[:-1]
     )
+
+
+def without_dead_ends(nodes: Sequence[Node], edges: Sequence[tuple[int, int]]) -> tuple[Node, ...]:
+    """No gradient comes from where the loss does not: what leads elsewhere has no backward, and is freed unused."""
+    losses = [node.id for node in nodes if node.requires_grad and node.shape == ()]
+    if not losses:
+        return tuple(nodes)
+    producers: dict[int, list[int]] = {}
+    for producer, consumer in edges:
+        producers.setdefault(consumer, []).append(producer)
+    reached, pending = {losses[-1]}, [losses[-1]]
+    while pending:
+        for producer in producers.get(pending.pop(), ()):
+            if producer not in reached:
+                reached.add(producer)
+                pending.append(producer)
+    return tuple(node if node.id in reached or not node.requires_grad else _without_backward(node) for node in nodes)
+
+
+def _without_backward(node: Node) -> Node:
+    nothing = dict.fromkeys(
+        (
+            "backward_flops",
+            "weight_gradient_flops",
+            "recomputed_flops",
+            "backward_bytes",
+            "saved_extra_bytes",
+            "num_backward_kernels",
+        ),
+        0,
+    )
+    return node.model_copy(update={**nothing, "saves": (), "requires_grad": False})
 
 
 def with_gradient_sums(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,11 +84,15 @@ class HuggingFaceModel:
 
     def example_inputs(self, batch_size: int, seq_len: int) -> Batch:
         """Tokens, int64 (batch_size, seq_len); images or sound of the config's size where the model takes those."""
-        main = getattr(self._constructor(), "main_input_name", "input_ids")
+        constructor = self._constructor()
+        main = getattr(constructor, "main_input_name", "input_ids")
         tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
         inputs = {main: tokens if main == "input_ids" else _media(self.config, main, batch_size)}
         if getattr(self.config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = tokens.clone()
+        if main == "input_ids" and _takes_plain_images(constructor, self.config):
+            inputs["pixel_values"] = _media(self.config, "pixel_values", batch_size)
+            _put_image_tokens(tokens, self.config)
         return inputs
 
     def _constructor(self) -> Callable[[PretrainedConfig], nn.Module]:
@@ -120,6 +125,30 @@ def _media(config: PretrainedConfig, name: str, batch_size: int) -> torch.Tensor
     raise ModelError(
         f"no example of the input {name!r} of model_type {config.model_type!r}", hint="wrap it in a model.py"
     )
+
+
+def _takes_plain_images(constructor: Callable[..., nn.Module], config: PretrainedConfig) -> bool:
+    """Whether the model sees one image of fixed size beside each text."""
+    if not isinstance(constructor, type) or not hasattr(config, "vision_config"):
+        return False
+    names = inspect.signature(constructor.forward).parameters.keys()
+    return "pixel_values" in names and not any("grid" in name for name in names)
+
+
+def _put_image_tokens(tokens: torch.Tensor, config: PretrainedConfig) -> None:
+    """Marks where the image goes: at the start of each text, a token for each of its features."""
+    token = getattr(config, "image_token_id", None)
+    if not isinstance(token, int):
+        return
+    vision = config.vision_config
+    patches = (int(vision.image_size) // int(vision.patch_size)) ** 2
+    count = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None) or patches
+    if tokens.shape[1] <= count:
+        raise ModelError(
+            f"an image takes {count} tokens of {tokens.shape[1]}: none are left for the text",
+            hint=f"give --seq-len above {count}",
+        )
+    tokens[:, :count] = token
 
 
 def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:

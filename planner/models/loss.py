@@ -1,4 +1,4 @@
-"""The default loss: next-token cross entropy, in float32."""
+"""The default loss, in float32: next-token cross entropy, or of two towers the contrastive loss."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ def logits_of(output: object) -> torch.Tensor:
 def next_token_loss(output: object, batch: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Mean cross entropy of the logits (..., vocab) against ``labels``.
 
-    Without labels, each position of ``input_ids`` is predicted from those before it.
+    Without labels, each position of ``input_ids`` is predicted from those before it. Where the
+    module compares texts with images, each belongs to the other of its number.
     """
+    similarities = getattr(output, "logits_per_text", None)
+    if isinstance(similarities, torch.Tensor):
+        return contrastive_loss(similarities)
     logits = logits_of(output)
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if labels is None:
         tokens = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else _first(batch)
         logits, labels = logits[:, :-1], tokens[:, 1:]
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+def contrastive_loss(similarities: torch.Tensor) -> torch.Tensor:
+    """CLIP's (Radford et al. 2021): ``similarities`` (batch, batch), row and column i belong together."""
+    pairs = torch.arange(similarities.shape[0], device=similarities.device)
+    scores = similarities.float()
+    return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)) / 2
 
 
 def _first(batch: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
