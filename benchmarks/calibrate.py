@@ -6,8 +6,8 @@ For every recipe, least over its parameters p of
 
 by coordinate descent with shrinking factors: absolute errors and a cap, so that a sick run does not bend the fit, and a
 pull towards neutral values, so that a parameter moves only where several rows ask for it. Beside the error in sample it
-prints the error with one source left out: parameters of a recipe that no other source used are then the medians of the
-other recipes. ``--write`` puts the values into costmodels/recipes with their provenance.
+prints the error with one source left out: the fit then starts from what the other recipes have on average, and stays
+there where no other source used the recipe. ``--write`` puts the values into costmodels/recipes with their provenance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import recipe_name_of
@@ -45,7 +45,7 @@ FACTORS = (
 )  # the first are large, to leave plateaus such as a host that never binds
 MAX_ROWS = 120  # of one family and fit; evenly spaced rows beyond that
 # Recipes that are one software and differ in a kernel alone have their parameters together.
-FAMILIES = (("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"),)
+FAMILIES = (("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"), ("nanotron", "nanotron-2025"))
 # Name, neutral value, least and largest value that is physical.
 PARAMETERS: dict[str, tuple[float, float, float]] = {
     "product_rate": (1.0, 0.6, 1.3),
@@ -53,9 +53,11 @@ PARAMETERS: dict[str, tuple[float, float, float]] = {
     "host_s_per_kernel": (8e-6, 2e-6, 1e-4),
     "tensor_parallel_rate": (1.0, 0.2, 1.2),
     "data_parallel_rate": (1.0, 0.05, 1.2),
+    "host_s_per_collective_rank": (2e-4, 1e-5, 1e-2),  # of recipes that have it at all
 }
 # A collective goes through Python, autograd and the communication library: about so many kernel launches.
-KERNELS_PER_COLLECTIVE = 2
+KERNELS_PER_COLLECTIVE = 2.0
+TELLING = 1.3  # rows that get no worse when a parameter changes by this factor, up or down, do not tell it
 COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
 SPREAD = 101  # quantiles that stand for one source
 Values = Mapping[str, float]
@@ -70,6 +72,7 @@ class Fit:
     num_rows: int
     sources: tuple[str, ...]
     free: tuple[str, ...]
+    told: tuple[str, ...]  # of the free ones, those without which the rows would be priced worse
 
 
 def main() -> int:
@@ -127,12 +130,14 @@ def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: V
     """The parameters of one family; only those that its rows can tell are moved."""
     start = start or {name: neutral for name, (neutral, _, _) in PARAMETERS.items()}
     chosen = rows[:: -(-len(rows) // MAX_ROWS)]
-    free = [name for name in PARAMETERS if _is_told(name, chosen)]
+    free = [name for name in PARAMETERS if _acts_on(name, names, chosen)]
     values = dict(start)
 
+    def misfit(candidate: Values) -> float:
+        return sum(min(abs(e), CAP) for e in errors(names, chosen, candidate, pricer))
+
     def cost(candidate: Values) -> float:
-        pull = PULL * sum(abs(math.log(candidate[name] / start[name])) for name in free)
-        return sum(min(abs(e), CAP) for e in errors(names, chosen, candidate, pricer)) + pull
+        return misfit(candidate) + PULL * sum(abs(math.log(candidate[name] / start[name])) for name in free)
 
     best = cost(values)
     for factor in FACTORS:
@@ -147,12 +152,20 @@ def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: V
                     if found < best - 1e-4:
                         best, values, moved = found, candidate, True
                         break
-    return Fit(names, values, len(rows), tuple(sorted({run.source for run in rows})), tuple(free))
+    reached = misfit(values)
+    told = [
+        name
+        for name in free
+        if min(misfit({**values, name: values[name] * step}) for step in (TELLING, 1 / TELLING)) > reached + 1e-3
+    ]
+    return Fit(names, values, len(rows), tuple(sorted({run.source for run in rows})), tuple(free), tuple(told))
 
 
-def _is_told(name: str, rows: Sequence[Run]) -> bool:
-    """Whether the rows vary in what ``name`` acts on."""
+def _acts_on(name: str, recipes: Sequence[str], rows: Sequence[Run]) -> bool:
+    """Whether ``name`` acts on the rows, and they vary in what it acts on."""
     match name:
+        case "host_s_per_collective_rank":
+            return any(load_recipe(recipe).host_s_per_collective_rank is not None for recipe in recipes)
         case "tensor_parallel_rate":
             return len({run.layout.tp for run in rows}) > 1
         case "data_parallel_rate":
@@ -169,7 +182,8 @@ def errors(names: tuple[str, ...], rows: Sequence[Run], values: Values, pricer: 
 
 def with_values(recipe: Recipe, values: Values) -> Recipe:
     """``recipe`` with fitted parameters."""
-    update = {name: getattr(recipe, name).model_copy(update={"value": value}) for name, value in values.items()}
+    quantities = {name: quantity for name in values if (quantity := getattr(recipe, name)) is not None}
+    update = {name: quantity.model_copy(update={"value": values[name]}) for name, quantity in quantities.items()}
     per_collective = KERNELS_PER_COLLECTIVE * values["host_s_per_kernel"]
     update["host_s_per_collective"] = recipe.host_s_per_collective.model_copy(update={"value": per_collective})
     return recipe.model_copy(update=update)
@@ -216,13 +230,13 @@ def report_held_out(
     found: dict[str, list[float]] = {}
     for source in sorted({run.source for rows in families.values() for run in rows}):
         others = [f for f in fits.values() if set(f.sources) != {source}]
-        middle = {name: median(f.values[name] for f in others) for name in PARAMETERS}
+        middle = {name: _middle(name, others) for name in PARAMETERS}
         found[source] = []
         for names, rows in families.items():
             held = [run for run in rows if run.source == source]
             rest = [run for run in rows if run.source != source]
             if held:
-                values = fit(names, rest, pricer).values if rest else middle
+                values = fit(names, rest, pricer, middle).values if rest else middle
                 found[source] += errors(names, held, values, pricer)
         relative = [math.exp(e) - 1 for e in found[source]]
         print(f"  left out {_mape(relative):6.1%}  bias {fmean(relative):+6.1%}  {source}", flush=True)
@@ -231,6 +245,16 @@ def report_held_out(
         f"leave one source out: MAPE {_mape(every):.1%}, median {median(map(abs, every)):.1%}, bias {fmean(every):+.1%}"
     )
     return found
+
+
+def _middle(name: str, fits: Sequence[Fit]) -> float:
+    """What other recipes say of a parameter: the geometric mean of those whose rows tell it, else the neutral value.
+
+    Nothing, of what is one framework's own: whoever never saw its runs would not expect it.
+    """
+    neutral = 0.0 if name == "host_s_per_collective_rank" else PARAMETERS[name][0]
+    told = [found.values[name] for found in fits if name in found.told]
+    return geometric_mean(told) if told else neutral
 
 
 def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequence[float]]) -> None:
@@ -269,11 +293,11 @@ def write(name: str, found: Fit, reserve: float | None) -> None:
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     runs = f"{found.num_rows} published runs: {'; '.join(found.sources)}"
     source = f"fitted by benchmarks/calibrate.py to step times of {runs}"
-    quantities = {key: found.values[key] for key in found.free}
+    quantities = {key: found.values[key] for key in found.free if content.get(key) is not None}
     quantities["host_s_per_collective"] = KERNELS_PER_COLLECTIVE * found.values["host_s_per_kernel"]
     for key, value in quantities.items():
         content[key] = {"value": float(f"{value:.4g}"), "tag": "published", "source": source, "date": today}
-    for key in PARAMETERS.keys() - set(found.free):
+    for key in content.keys() & PARAMETERS.keys() - set(found.free):
         neutral = "neutral value: no published run of this recipe tells it"
         content[key] = {"value": found.values[key], "tag": "published", "source": neutral}
     if reserve is not None:

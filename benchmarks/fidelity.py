@@ -10,10 +10,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.published.data import OUT_OF_MEMORY, RUNS, shipped
-from benchmarks.published.page import write_page
+from benchmarks.published.data import OUT_OF_MEMORY, RUNS, UNSEEN, shipped
+from benchmarks.published.page import Sections, write_page
+from benchmarks.published.pairs import POINTS, Pair, counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
@@ -30,20 +32,26 @@ def main() -> int:
     failed_file = options.oom or (shipped(OUT_OF_MEMORY) if options.runs is None else None)
     pricer = RunPricer()
     try:
-        rows = price_rows(read_runs(runs_file), pricer)
+        runs = list(read_runs(runs_file))
+        rows = price_rows(runs, pricer)
         failed = [] if failed_file is None else price_rows(read_out_of_memory(failed_file), pricer)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     summary = summarise(rows, failed)
+    priced = {run.id: run for run in runs if isinstance(run, Run)}
+    pairs = pairs_of(priced.values(), {row.id: row for row in rows})
     if options.page:
-        found = {run.id: run for run in read_runs(runs_file) if isinstance(run, Run)}
-        write_page(options.page, found, rows, summary)
+        unseen_file = shipped(UNSEEN)
+        unseen = [] if unseen_file is None else price_rows(read_runs(unseen_file), pricer)
+        write_page(options.page, priced, rows, Sections(summary, tuple(pairs), tuple(unseen)))
     if not options.quiet:
         print_rows(rows)
     print_summary(summary)
+    print_pairs(pairs)
     if options.json:
-        options.json.write_text(json.dumps(document(rows, failed, summary), indent=1) + "\n", encoding="utf-8")
+        written = {**document(rows, failed, summary), "pairs": [asdict(pair) for pair in pairs]}
+        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -105,6 +113,12 @@ def print_summary(summary: Summary) -> None:
     print(f"  ran            {wrong:17d} {ran - wrong:17d}")
     print(f"  out of memory  {right:17d} {failed - right:17d}")
     print(f"  precision {_percent(summary.oom_precision)}, recall {_percent(summary.oom_recall)}")
+
+
+def print_pairs(pairs: Sequence[Pair]) -> None:
+    """How many controlled pairs come out right, kind by kind."""
+    for kind, (number, ordered, close) in counts_of(pairs).items():
+        print(f"pairs, {kind}: {number}, in order {ordered}, within {POINTS * 100:.0f} points {close}")
 
 
 def _percent(value: float | None) -> str:

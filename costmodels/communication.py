@@ -32,9 +32,6 @@ from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtSc
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.
 TREE_BANDWIDTH_FRACTION = 0.9
-# The message at which `latency_and_seconds_per_byte` picks the algorithm: the order of a gradient bucket
-# (25 MiB in DistributedDataParallel), of a layer's gathered parameters and of a block's activations.
-REFERENCE_BYTES = 64 * 2**20
 
 Line = tuple[float, float]
 
@@ -61,19 +58,31 @@ class TierUse:
 
 def collective_time_s(collective: Collective, cluster: ClusterSpec) -> float:
     """Seconds from the last rank's start to the last rank's end; 0 for a group of one rank."""
-    lines = _lines(collective.kind, collective.group, cluster)
+    lines = collective_lines(collective.kind, collective.group, cluster)
     return min((latency_s + slope * collective.num_bytes for latency_s, slope in lines), default=0.0)
 
 
-def latency_and_seconds_per_byte(
-    kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec, reference_bytes: float = REFERENCE_BYTES
-) -> tuple[float, float]:
-    """The line t = latency + slope · num_bytes of the algorithm that is fastest at ``reference_bytes``.
-
-    ``num_bytes`` as in ``Collective``. Never below ``collective_time_s``, and equal to it near ``reference_bytes``.
-    """
-    lines = _lines(kind, group, cluster)
-    return min(lines, key=lambda line: line[0] + line[1] * reference_bytes, default=(0.0, 0.0))
+def collective_lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) -> tuple[Line, ...]:
+    """Latency and seconds per byte of every algorithm there is for the collective; empty for a group of one rank."""
+    uses = tiers_used(group, cluster, kind)
+    if not uses:
+        return ()
+    launch_s = cluster.profile.device.kernel_launch_s.value
+    lines: list[Line] = []
+    match kind:
+        case CollectiveKind.ALL_REDUCE:
+            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.all_reduce_bytes_per_s for use in uses)
+            lines.append(_ring(2, group.num_ranks, uses, bus_bytes_per_s))
+            if cluster.profile.backend != "gloo" and not (len(uses) == 1 and uses[0].is_innermost):
+                lines.append(_hierarchical(uses, bus_bytes_per_s))
+        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
+            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
+            lines.append(_ring(1, group.num_ranks, uses, bus_bytes_per_s))
+        case CollectiveKind.ALL_TO_ALL:
+            lines.append(_all_to_all(group.num_ranks, uses))
+        case CollectiveKind.SEND_RECV:
+            lines.append((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)))
+    return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
 
 
 def num_domains_spanned(group: GroupPlacement, domain_devices: int) -> int:
@@ -166,28 +175,6 @@ def _use(
         num_domains=outer,
         ranks_per_inner_domain=max(1, group.num_ranks // inner),
     )
-
-
-def _lines(kind: CollectiveKind, group: GroupPlacement, cluster: ClusterSpec) -> tuple[Line, ...]:
-    uses = tiers_used(group, cluster, kind)
-    if not uses:
-        return ()
-    launch_s = cluster.profile.device.kernel_launch_s.value
-    lines: list[Line] = []
-    match kind:
-        case CollectiveKind.ALL_REDUCE:
-            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.all_reduce_bytes_per_s for use in uses)
-            lines.append(_ring(2, group.num_ranks, uses, bus_bytes_per_s))
-            if cluster.profile.backend != "gloo" and not (len(uses) == 1 and uses[0].is_innermost):
-                lines.append(_hierarchical(uses, bus_bytes_per_s))
-        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            bus_bytes_per_s = min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
-            lines.append(_ring(1, group.num_ranks, uses, bus_bytes_per_s))
-        case CollectiveKind.ALL_TO_ALL:
-            lines.append(_all_to_all(group.num_ranks, uses))
-        case CollectiveKind.SEND_RECV:
-            lines.append((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)))
-    return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
 
 
 def _ring(num_passes: int, num_ranks: int, uses: tuple[TierUse, ...], bus_bytes_per_s: float) -> Line:

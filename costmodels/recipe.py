@@ -72,6 +72,8 @@ class Recipe(_Value):
     memory_traffic: Quantity  # bytes moved by memory-bound kernels over those of the traced operators
     host_s_per_kernel: Quantity  # the host issues one kernel in so much time
     host_s_per_collective: Quantity
+    # More for each rank of the collective's group in jobs of several nodes; None: no more.
+    host_s_per_collective_rank: Quantity | None = None
     host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
     state: StateFacts
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
@@ -83,8 +85,9 @@ class Recipe(_Value):
     overlaps_reduction: bool  # gradients are reduced behind the backward pass
     overlaps_gather: bool  # updated parameters are gathered behind the next forward pass
     tensor_overlap: Quantity  # share of tensor-parallel communication that is hidden behind products
-    # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core.
-    selective: Literal["products", "alternate_products", "attention"]
+    # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core,
+    # or repeats whole blocks (all of them, as far as is known).
+    selective: Literal["products", "alternate_products", "attention", "blocks"]
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.

@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DATA_FOLDERS = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 RUNS, OUT_OF_MEMORY = "published_runs.csv", "out_of_memory_runs.csv"
+UNSEEN = "published_runs_moe_fp8.csv"  # 8-bit precisions and experts: no parameter is fitted to these
 
 
 def shipped(name: str) -> Path | None:

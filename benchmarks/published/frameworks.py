@@ -14,8 +14,9 @@ RECIPE_OF_WORDS = (
     ("composer", "fsdp-llm-foundry"),
     ("fms-fsdp", "fsdp-compiled"),
     ("internevo", "internevo"),
+    ("nemo", "nemo"),
+    ("megatron-bridge", "nemo"),
     ("megatron-core", "megatron-core"),
-    ("nemo", "megatron-core"),
     ("transformer engine", "megatron-core"),
     ("parallelization layouts", "megatron-layouts-2023"),
     ("megatron-deepspeed", "megatron-deepspeed"),
@@ -28,6 +29,8 @@ RECIPE_OF_WORDS = (
 # Megatron's own generations by the year in the source's title, where nothing more is said.
 MEGATRON_GENERATIONS = ((2021, "megatron-lm-2020"), (2023, "megatron-lm-2022"))
 NEWEST_MEGATRON = "megatron-core"
+# Jobs of the nanotron sweep from this number on ran in early 2025; no earlier one has a pipeline.
+JOB_OF_2025 = 14_000_000
 # Names that sources give to attention kernels.
 KERNEL_OF_WORDS = (
     ("flash_attention2", "flash2"),
@@ -51,6 +54,9 @@ def recipe_name_of(run: Run) -> str:
         name = "torchtitan-compiled"
     if name == "megatron-layouts-2023" and "rms kernel" in text:
         name = "megatron-layouts-2023-fused-norm"
+    job = re.search(r"slurm job (\d+)", text)
+    if name == "nanotron" and job is not None and int(job.group(1)) >= JOB_OF_2025:
+        name = "nanotron-2025"
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from benchmarks.published.frameworks import recipe_name_of
 from benchmarks.published.runs import GIB, Hardware, Run, UnpriceableRunError
 from hardware_profiles.catalog import list_profiles, load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, NetworkTier, NodeProfile, Quantity
@@ -34,18 +35,21 @@ HALF_THE_MEMORY = {
 SMALLER_SHARE = 0.75
 # What a driver leaves usable: 79.18 GiB of an H100's 80, 178.35 of a B200's 180, as their profiles say.
 USABLE_SHARE = 0.99
-# Clusters whose collectives were measured beside the runs, by a word of the row's text.
-MEASURED_CLUSTERS = (("nanotron", "H100", "h100-nanotron-sweep"),)
+# Clusters of which more is known than their machines, by recipe and GPU.
+KNOWN_CLUSTERS = {
+    ("nanotron", "H100"): "h100-nanotron-sweep-early",
+    ("nanotron-2025", "H100"): "h100-nanotron-sweep",
+    ("megatron-layouts-2023", "A100"): "a100-layout-study",
+    ("megatron-layouts-2023-fused-norm", "A100"): "a100-layout-study",
+}
 
 
 def cluster_of(run: Run) -> ClusterSpec:
     """The machine of ``run``; UnpriceableRunError where no profile is known for its GPU."""
     hardware = run.hardware
-    measured = next(
-        (name for word, gpu, name in MEASURED_CLUSTERS if word in run.text.lower() and gpu in hardware.gpu_type), None
-    )
-    profile = _with_memory(load_profile(measured or profile_name(hardware)), hardware)
-    if measured is None:
+    known = KNOWN_CLUSTERS.get((recipe_name_of(run), hardware.gpu_type[:4]))
+    profile = _with_memory(load_profile(known or profile_name(hardware)), hardware)
+    if known is None:
         profile = _with_network(profile, hardware)
     return ClusterSpec(profile=profile, num_devices=hardware.num_devices)
 

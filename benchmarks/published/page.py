@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.published.data import UNSEEN
+from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.summary import Row, Summary
 from costmodels.recipe import load_recipe
@@ -22,14 +25,21 @@ over measured, less one.
 """
 NOT_MODELLED = """## What is not modelled
 
-- Machines that were sick: runs 2 to 20 times slower than others of the same layout and cluster (nanotron sweep:
-  pipelines of many small micro-batches with tensor parallelism, groups across nodes) are priced as if all were well.
-- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone.
-- Sending takes the sender of a pipeline no time, only the receiver waits.
-- Offload and the imbalance of experts: such rows are skipped, or priced as balanced.
+- Machines that were sick. In the nanotron sweep's jobs of early 2025 on two or more nodes the host took a fifth of a
+  millisecond more over each collective of tensor parallelism for every rank of its group. The recipe `nanotron-2025`
+  says so, the cause is not known, and no other cluster is expected to do it. Single jobs were slow without a pattern.
+- Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
+  micro-batch. Runs that are predicted above the device's memory and ran all the same (four of the nanotron sweep) took
+  up to six times as long as priced.
+- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
+  GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
+- Sending takes the sender of a pipeline no time, only the receiver waits: interleaved pipelines, which send more, come
+  out too fast beside plain ones.
+- Expert parallelism and offload: such rows are skipped. Experts that every rank holds are priced as evenly used.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.
+- Which share of the blocks is recomputed where a source does not say (IBM fms-fsdp, "selective"): all are.
 - Rows whose global batch was inferred by the table's makers: in some 13B rows of the layout study step time grows with
   the micro-batch as if there were eight times fewer micro-batches; they are priced as they stand.
 """
@@ -37,16 +47,27 @@ WORST_ROWS = 25
 CHART_SIZE, CHART_MARGIN = 560, 50
 
 
-def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], summary: Summary) -> None:
+@dataclass(frozen=True)
+class Sections:
+    """What the page says besides errors row by row."""
+
+    summary: Summary
+    pairs: tuple[Pair, ...]
+    unseen: tuple[Row, ...]  # of a table that had no part in any fit
+
+
+def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], sections: Sections) -> None:
     """Writes the page and, beside it, the chart of the same name."""
     priced = [row for row in rows if row.error is not None]
     chart = path.with_suffix(".svg")
     chart.write_text(_chart(priced), encoding="utf-8")
     parts = [
         INTRODUCTION,
-        _summary(summary),
+        _summary(sections.summary),
         f"![measured against predicted step time]({chart.name})\n",
         _bands({row.recipe for row in priced}),
+        _unseen(sections.unseen),
+        _pairs(sections.pairs),
         _by("source", priced, lambda row: row.source),
         _by("recipe", priced, lambda row: row.recipe),
         _by("GPU", priced, lambda row: runs[row.id].hardware.gpu_type),
@@ -104,17 +125,57 @@ def _bands(names: set[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _unseen(rows: Sequence[Row]) -> str:
+    """Rows of other precisions: accuracy by source, and why some have no price."""
+    priced = [row for row in rows if row.error is not None]
+    reasons: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row.skipped is not None:
+            reasons[row.skipped] += 1
+    lines = [
+        "## Rows of 8-bit precision, which no parameter was fitted to\n",
+        f"`{UNSEEN}`: {len(rows)} rows, {len(priced)} priced. What their frameworks overlap their documents say.",
+        "",
+        "| source | rows | MAPE | median | bias |",
+        "|---|---|---|---|---|",
+        *_accuracy_lines(priced, lambda row: row.source),
+        "",
+        "Skipped: " + "; ".join(f"{number} × {reason}" for reason, number in sorted(reasons.items())) + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(pairs: Sequence[Pair]) -> str:
+    """Runs that differ in one choice: how often the order is right, and the ratio of step times."""
+    lines = [
+        "## Controlled pairs\n",
+        "Runs of one source that differ in exactly one choice. Right order: the faster run is predicted faster. Close:",
+        f"the ratios of their step times, measured and predicted, agree within {POINTS * 100:.0f} points.\n",
+        "| choice | pairs | right order | close | median distance in points |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, (number, ordered, close) in counts_of(pairs).items():
+        distance = median(abs(p.measured_ratio - p.predicted_ratio) for p in pairs if p.kind == kind)
+        lines.append(f"| {kind} | {number} | {ordered} | {close} | {100 * distance:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
 def _by(title: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:
+    lines = [f"## By {title}\n", f"| {title} | rows | MAPE | median | bias |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *_accuracy_lines(rows, key)]) + "\n"
+
+
+def _accuracy_lines(rows: Sequence[Row], key: Callable[[Row], str]) -> list[str]:
     groups: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row.error or 0.0)
-    lines = [f"## By {title}\n", f"| {title} | rows | MAPE | median | bias |", "|---|---|---|---|---|"]
+    lines: list[str] = []
     for name, errors in sorted(groups.items()):
         absolute = list(map(abs, errors))
         lines.append(
             f"| {name} | {len(errors)} | {fmean(absolute):.1%} | {median(absolute):.1%} | {fmean(errors):+.1%} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _width(run: Run) -> str:

@@ -126,6 +126,8 @@ def choice_of(run: Run) -> Choice:
     world = layout.dp * layout.tp * layout.pp * layout.cp
     if world != run.hardware.num_devices:
         raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
+    if layout.ep > 1:
+        raise UnpriceableRunError(f"expert parallelism (ep {layout.ep}) is not priced")
     if layout.offload != "none":
         raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
     if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
@@ -172,6 +174,8 @@ def _mesh(run: Run) -> MeshShape:
 
 
 def _precision(run: Run) -> Precision:
+    if "fp8" in run.precision:  # however its scales are found
+        return Precision.FP8
     try:
         return Precision(run.precision)
     except ValueError as error:

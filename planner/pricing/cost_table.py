@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.communication import latency_and_seconds_per_byte
+from costmodels.communication import Line, collective_lines
 from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
@@ -103,8 +103,8 @@ class CostTable:
     recipe: Recipe = field(default_factory=load_recipe)
     _stacked: dict[str, Array] = field(default_factory=dict[str, Array], repr=False, compare=False)
     _index: dict[CostKey, int] = field(default_factory=dict[CostKey, int], repr=False, compare=False)
-    _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[float, float]] = field(
-        default_factory=dict[tuple[CollectiveKind, GroupPlacement], tuple[float, float]], repr=False, compare=False
+    _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[Line, ...]] = field(
+        default_factory=dict[tuple[CollectiveKind, GroupPlacement], tuple[Line, ...]], repr=False, compare=False
     )
     _data: dict[tuple[object, ...], DataParallelTimes] = field(
         default_factory=dict[tuple[object, ...], DataParallelTimes], repr=False, compare=False
@@ -143,13 +143,14 @@ class CostTable:
         return DataParallelTimes(self._line(CollectiveKind.ALL_GATHER, inside, total), reduce_s)
 
     def _line(self, kind: CollectiveKind, group: GroupPlacement, num_bytes: Array) -> Array:
-        latency_s, s_per_byte = self._line_of(kind, group)
-        return np.where(num_bytes > 0, latency_s + s_per_byte * num_bytes / self.recipe.data_parallel_rate.value, 0.0)
+        moved = num_bytes / self.recipe.data_parallel_rate.value
+        times = [latency_s + s_per_byte * moved for latency_s, s_per_byte in self._lines_of(kind, group)]
+        return np.where(num_bytes > 0, np.minimum.reduce(times), 0.0) if times else np.zeros(len(num_bytes))
 
-    def _line_of(self, kind: CollectiveKind, group: GroupPlacement) -> tuple[float, float]:
+    def _lines_of(self, kind: CollectiveKind, group: GroupPlacement) -> tuple[Line, ...]:
         key = (kind, group)
         if key not in self._lines:
-            self._lines[key] = latency_and_seconds_per_byte(kind, group, self.cluster)
+            self._lines[key] = collective_lines(kind, group, self.cluster)
         return self._lines[key]
 
     def key_rows(self, choices: list[Choice]) -> NDArray[np.intp]:
@@ -239,7 +240,8 @@ class CostTable:
 
     def send_line(self, pp: int) -> tuple[float, float]:
         """Latency and seconds per byte from one pipeline rank to the next."""
-        return self._line_of(CollectiveKind.SEND_RECV, GroupPlacement(pp, self.cluster.num_devices // pp))
+        (line,) = self._lines_of(CollectiveKind.SEND_RECV, GroupPlacement(pp, self.cluster.num_devices // pp))
+        return line
 
 
 def num_shards(choice: Choice) -> int:

@@ -109,9 +109,8 @@ class Point:
         if num_blocks % num_stages and (num_blocks + 2) % num_stages == 0:
             return spread_starts(units.is_block, num_stages)
         if self.table.recipe.partition == "weighted":
-            # Weights of blocks and head by their parameters; an embedding is only looked up.
             elements = [self._states[kind].total + self._states[kind].tied for kind in units.kinds]
-            return weighted_starts([0.0 if u == 0 else e for u, e in enumerate(elements)], num_stages)
+            return weighted_starts(elements, num_stages)
         return self.even_starts()
 
     def stage_problem(self) -> StageProblem:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from costmodels.communication import latency_and_seconds_per_byte
-from costmodels.workload import CollectiveKind, GroupPlacement
+from costmodels.communication import collective_time_s
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
@@ -76,6 +76,8 @@ def unit_costs(
     scale = micro_batch_size / graph.batch_size / cp
     nodes = [graph.nodes[i] for i in unit.nodes]
     mode = recompute if unit.is_block else Recompute.NONE
+    if mode is Recompute.SELECTIVE and target.recipe.selective == "blocks":
+        mode = Recompute.FULL
     tensor_forward, tensor_backward = _tensor_parallel_s(sharded, target, scale)
     context_forward, context_backward = _context_parallel_s(nodes, graph, sharded, cluster, micro_batch_size, cp)
     communication = (tensor_forward + context_forward, tensor_backward + context_backward)
@@ -146,9 +148,12 @@ def issued_by_host(
 
 def _host_s(nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, backward: bool) -> float:
     """Seconds that the host needs to issue the unit's kernels: however short they are, they come no faster."""
+    recipe, cluster = target.recipe, target.cluster
     num_kernels, num_collectives = issued_by_host(nodes, target, sharded, backward=backward)
-    kernel_s = target.recipe.issue_s(is_sharded=sharded.degree > 1)
-    return num_kernels * kernel_s + num_collectives * target.recipe.host_s_per_collective.value
+    collective_s = recipe.host_s_per_collective.value
+    if recipe.host_s_per_collective_rank is not None and cluster.num_devices > cluster.devices_per_node:
+        collective_s += recipe.host_s_per_collective_rank.value * sharded.degree
+    return num_kernels * recipe.issue_s(is_sharded=sharded.degree > 1) + num_collectives * collective_s
 
 
 def _tensor_parallel_s(sharded: ShardedUnit, target: PricingTarget, scale: float) -> tuple[float, float]:
@@ -156,10 +161,8 @@ def _tensor_parallel_s(sharded: ShardedUnit, target: PricingTarget, scale: float
     group = GroupPlacement(sharded.degree, 1)
     exposed = 1 - target.recipe.tensor_overlap.value
     for term in sharded.communication:
-        latency_s, s_per_byte = latency_and_seconds_per_byte(term.kind, group, target.cluster)
-        num_bytes = term.num_bytes * (scale if term.scales else 1.0)
-        seconds = latency_s + s_per_byte * num_bytes / target.recipe.tensor_parallel_rate.value
-        times[term.in_backward] += exposed * seconds
+        num_bytes = term.num_bytes * (scale if term.scales else 1.0) / target.recipe.tensor_parallel_rate.value
+        times[term.in_backward] += exposed * collective_time_s(Collective(term.kind, num_bytes, group), target.cluster)
     return times[0], times[1]
 
 
@@ -179,15 +182,9 @@ def _context_parallel_s(
             if not isinstance(operand, int):
                 continue
             size = tensor_bytes(graph.nodes[operand]) * sharded.local_share(operand) * scale
-            gather_latency_s, gather_s_per_byte = latency_and_seconds_per_byte(
-                CollectiveKind.ALL_GATHER, group, cluster
-            )
-            reduce_latency_s, reduce_s_per_byte = latency_and_seconds_per_byte(
-                CollectiveKind.REDUCE_SCATTER, group, cluster
-            )
-            gather = gather_latency_s + gather_s_per_byte * size
+            gather = collective_time_s(Collective(CollectiveKind.ALL_GATHER, size, group), cluster)
             forward += gather
-            backward += gather + reduce_latency_s + reduce_s_per_byte * size
+            backward += gather + collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, size, group), cluster)
     return forward, backward
 
 

@@ -59,11 +59,14 @@ def test_activations_grow_with_the_micro_batch(model: str, seq_len: int, recompu
 def test_time_grows_with_the_micro_batch_but_not_faster(model: str, seq_len: int) -> None:
     one, four = (costs(model, seq_len, micro_batch_size=micro, tp=2) for micro in (1, 4))
     for small, large in zip(one, four, strict=True):
-        for name in TIMES:
-            before, after = getattr(small, name), getattr(large, name)
-            assert before <= after <= 4 * before * (1 + 1e-9), name
+        # Compute and communication together: beside longer collectives less of a slow host's time is left to wait for.
+        for names in (("forward_s", "tensor_forward_s"), ("backward_s", "tensor_backward_s"), ("recompute_s",)):
+            before, after = (sum(getattr(costs_of, name) for name in names) for costs_of in (small, large))
+            assert before <= after * (1 + 1e-9)
+            assert after <= 4 * before * (1 + 1e-9)
+    many, more = (costs(model, seq_len, micro_batch_size=micro, tp=2) for micro in (16, 64))
     block = max(range(len(one)), key=lambda k: one[k].forward_s)
-    assert four[block].forward_s > 3 * one[block].forward_s  # large operators scale almost with their work
+    assert more[block].forward_s > 3 * many[block].forward_s  # large operators scale almost with their work
 
 
 @pytest.mark.parametrize(("model", "seq_len"), MODELS)
