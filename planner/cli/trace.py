@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from planner.errors import ModelError
 from planner.graph.graph_cache import default_folder, traced_graph
@@ -18,6 +20,15 @@ from planner.graph.model_graph import ModelGraph, Node
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Precision
+from planner.render import count, size
+
+NO_RULE = re.compile(r"no rule for operator (\S+)")  # as the tracer's warnings begin
+NUMBERS = ("times", "FLOP forward")
+TIERS = {
+    "export": "export: the whole model by torch.export",
+    "modules": "modules: the model was run on tensors without values and watched",
+    "config": "config: a generic model of the same sizes stands for it",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +58,7 @@ def trace(  # over six arguments: one for each option of the command
     if as_json:
         typer.echo(graph_json(graph))
     else:
-        tables = (_summary(graph), *((_operators(graph), _cuts(graph)) if check else ()))
+        tables = (_summary(graph), *((_operators(graph), _cuts(graph), _doubts(graph)) if check else ()))
         Console(highlight=False).print(*tables, sep="\n")
 
 
@@ -67,15 +78,15 @@ def _summary(graph: ModelGraph) -> Table:
     )
     blocks = ", ".join(f"{block.count} x {block.modules[0]}" for block in graph.blocks) or "none"
     rows = (
-        ("tier", graph.tier),
+        ("tier", TIERS[graph.tier]),
         ("parameters", f"{graph.num_params:,}"),
         ("trainable", f"{graph.num_trainable_params:,}"),
         ("operators", f"{len(graph.nodes):,}"),
         ("repeated blocks", blocks),
         ("units", f"{len(graph.units):,}"),
-        ("forward", f"{graph.forward_flops / 1e12:,.2f} TFLOP"),
-        ("backward", f"{graph.backward_flops / 1e12:,.2f} TFLOP"),
-        ("saved activations", f"{graph.saved_activation_bytes / 2**30:,.2f} GiB"),
+        ("forward", f"{count(graph.forward_flops)} FLOP"),
+        ("backward", f"{count(graph.backward_flops)} FLOP"),
+        ("saved activations", size(graph.saved_activation_bytes)),
         ("digest", graph.digest[:16]),
     )
     for name, value in rows:
@@ -86,8 +97,8 @@ def _summary(graph: ModelGraph) -> Table:
 def _operators(graph: ModelGraph) -> Table:
     """Each operator: how often, what it is taken for, and where it stands first."""
     table = Table(title="operators")
-    for title in ("operator", "times", "priced as", "TFLOP forward", "first seen at"):
-        table.add_column(title, justify="right" if title in ("times", "TFLOP forward") else "left")
+    for title in ("operator", "times", "priced as", "FLOP forward", "first seen at"):
+        table.add_column(title, justify="right" if title in NUMBERS else "left", overflow="fold")
     first: dict[str, Node] = {}
     for node in graph.nodes:
         first.setdefault(node.op, node)
@@ -95,10 +106,20 @@ def _operators(graph: ModelGraph) -> Table:
     flops: Counter[str] = Counter()
     for node in graph.nodes:
         flops[node.op] += node.flops
-    unknown = " ".join(graph.warnings)
-    for name, count in sorted(times.items(), key=lambda item: -flops[item[0]]):
+    unknown = {found.group(1) for warning in graph.warnings if (found := NO_RULE.match(warning))}
+    for name, num_calls in sorted(times.items(), key=lambda item: -flops[item[0]]):
         kind = f"no rule: {first[name].op_class}" if name in unknown else str(first[name].op_class)
-        table.add_row(name, str(count), kind, f"{flops[name] / 1e12:,.3f}", first[name].source)
+        table.add_row(name, str(num_calls), kind, count(flops[name]) if flops[name] else "", first[name].source)
+    return table
+
+
+def _doubts(graph: ModelGraph) -> RenderableType:
+    """What was not understood, and where; the same sentences as the warnings."""
+    if not graph.warnings:
+        return Text("everything was understood")
+    table = Table(title="what was not understood, or assumed", show_header=False, show_lines=True)
+    for warning in graph.warnings:
+        table.add_row(escape(warning))
     return table
 
 

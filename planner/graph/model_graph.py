@@ -137,6 +137,7 @@ class ModelGraph(_Value):
     units: tuple[Unit, ...]
     cut_points: tuple[CutPoint, ...] = ()  # between each unit and the next
     warnings: tuple[str, ...] = ()
+    reads_values: tuple[str, ...] = ()  # FQNs of modules whose Python asks for values of tensors (``if tensor``)
 
     def to_networkx(self) -> nx.DiGraph[int]:
         """The DAG with each node's value under ``"node"``."""

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.graph.tracer.failure import TraceStoppedError
 from planner.graph.tracer.frames import user_frame, user_place
+from planner.graph.tracer.fx_reading import SCALARS, base_of
 
 MAX_FOLLOWED = 2**20  # elements: larger tensors have no values here, but for what is chosen by value
 MAX_ANSWERS = 1024  # to one call of a function: more than a layer's experts, fewer than a loop that never ends
@@ -39,7 +40,6 @@ MAX_GUESSES = 8  # lines whose other branch is tried
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _READS_VALUES = "its data is not allocated yet"  # what torch says of a kernel that looks at a tensor without values
-_SCALARS = frozenset(("item", "_local_scalar_dense", "is_nonzero", "equal"))
 _CONDITIONS = frozenset(("is_nonzero", "equal"))
 _BY_SHAPE = frozenset(
     ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
@@ -127,9 +127,9 @@ class Assumptions:
         self._notes[f"{user_place()} {what}"] = None
 
     def _answer(self, overload: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        name = _base(overload)
+        name = base_of(overload)
         tensors = _tensors((args, kwargs))
-        if name in _SCALARS:
+        if name in SCALARS:
             return self._scalar(name, tensors)
         if name == "masked_select":
             return self._index(tensors[0], tensors[1:])
@@ -201,7 +201,7 @@ class Assumptions:
         """Finds the values of ``result`` where those of the operands are known."""
         outputs = _tensors(result)
         tensors = _tensors((args, kwargs))
-        name = _base(overload)
+        name = base_of(overload)
         known = {id(tensor): self._look_up(tensor) for tensor in tensors}
         if not outputs or not _can_be_followed(overload, outputs):
             self._forget(overload, outputs)
@@ -319,7 +319,7 @@ def _evenly(output: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _can_be_followed(overload: OpOverload, outputs: Sequence[torch.Tensor]) -> bool:
-    if torch.Tag.nondeterministic_seeded in overload.tags or _base(overload) in _WITHOUT_VALUES:
+    if torch.Tag.nondeterministic_seeded in overload.tags or base_of(overload) in _WITHOUT_VALUES:
         return False
     return sum(output.numel() for output in outputs) <= MAX_FOLLOWED
 
@@ -331,8 +331,3 @@ def _run_for_real(overload: OpOverload, args: tuple[object, ...], kwargs: dict[s
 
 def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _base(overload: OpOverload) -> str:
-    name = overload._schema.name.split("::")[-1]
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name

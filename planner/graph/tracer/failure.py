@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from planner.errors import ModelError
-from planner.graph.tracer.frames import TORCH_FOLDER
+from planner.graph.tracer.frames import TORCH_FOLDER, short_place
 
 MAX_REASON = 200  # characters
+MAX_LINE = 80
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Failure:
             cause = error.__cause__  # the loss function's own error, already told with its line
             return Failure(None, "", error.message) if not isinstance(cause, Exception) else Failure.of(cause)
         own = own_frames(error)
-        place = f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`" if own else ""
+        place = _place(own[-1]) if own else ""
         text = str(error).strip()
         reason = _first_sentence(text)
         if type(error).__name__ == "GuardOnDataDependentSymNode":
@@ -58,7 +59,15 @@ def _first_sentence(text: str) -> str:
     """As much of what torch says as tells the reason: advice and links are left out."""
     line = text.splitlines()[0] if text else ""
     sentence = line.partition(". ")[0]
-    return sentence if len(sentence) <= MAX_REASON else f"{sentence[:MAX_REASON]}..."
+    return _cut(sentence, MAX_REASON)
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{short_place(frame.filename, frame.lineno or 0)} `{_cut(frame.line or '', MAX_LINE)}`"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def own_frames(error: Exception) -> list[traceback.FrameSummary]:

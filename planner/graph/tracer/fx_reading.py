@@ -13,6 +13,9 @@ from torch import fx, nn
 from planner.graph.model_graph import AttributeValue
 from planner.graph.op_call import TensorValue
 
+# Operators that hand a tensor's values to Python.
+SCALARS = frozenset(("item", "_local_scalar_dense", "is_nonzero", "equal"))
+
 
 class ValueDependentSizeError(ValueError):
     """The size of a tensor is only known when the model runs."""
@@ -69,10 +72,19 @@ def base_name(node: fx.Node) -> tuple[str, bool]:
     """``relu_`` as (``relu``, True): the operator's name and whether it writes to an operand."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return str(getattr(node.target, "__name__", node.target)), False
-    schema = node.target._schema
-    name = schema.name.split("::")[-1]
+    written, name = _own_name(node.target), base_of(node.target)
+    return name, name != written
+
+
+def base_of(overload: torch._ops.OpOverload) -> str:
+    """``relu`` for ``aten.relu_.default``: the operator's name, whether it writes to an operand or not."""
+    name = _own_name(overload)
     mutating = name.endswith("_") and not name.endswith("__") and name != "detach_"
-    return (name[:-1], True) if mutating else (name, False)
+    return name[:-1] if mutating else name
+
+
+def _own_name(overload: torch._ops.OpOverload) -> str:
+    return overload._schema.name.split("::")[-1]
 
 
 def past_same_shape(value: object) -> fx.Node | None:

@@ -21,6 +21,7 @@ from planner.graph.saved import keep_all, saved_for_backward
 from planner.graph.tracer.failure import Failure, TraceStoppedError
 from planner.graph.tracer.frames import short_place
 from planner.graph.tracer.fx_reading import (
+    SCALARS,
     ValueDependentSizeError,
     attribute_value,
     base_name,
@@ -80,6 +81,7 @@ class NodeBuilder:
         self._owners: dict[int, int | None] = {}  # storage -> owning node
         self._writes: dict[int, _Write] = {}  # owning node -> last write
         self._is_tuple: set[int] = set()
+        self._reads_values: set[str] = set()
 
     def nodes(self) -> tuple[Node, ...]:
         """All nodes; gradients that are summed where values have several users stand apart."""
@@ -92,6 +94,10 @@ class NodeBuilder:
     def warnings(self) -> tuple[str, ...]:
         """What was not understood, once for each operator."""
         return tuple(self._warnings.values())
+
+    def reads_values(self) -> tuple[str, ...]:
+        """Modules whose Python asks for values of tensors."""
+        return tuple(sorted(self._reads_values))
 
     def add_program(self, program: Program) -> None:
         """Adds all of a traced training step."""
@@ -163,6 +169,8 @@ class NodeBuilder:
             }
             self._inherit_stack(graph, node)
             return self._add_nodes(graph.graph, graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
+        if base_name(node)[0] in SCALARS:
+            self._reads_values.add(self._module_of(node))
         if not values_of(node) or str(getattr(target, "__name__", target)).startswith(_DROPPED):
             return []
         try:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.graph.tracer.frames import user_frame
-from planner.graph.tracer.fx_reading import storage_of
+from planner.graph.tracer.fx_reading import SCALARS, base_of, storage_of
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
 from planner.graph.tracer.stand_ins import Batch, TrainingStep
 
@@ -95,7 +95,8 @@ class _Recorder(SchemaCheckMode):
         """Runs ``func`` and appends it."""
         result = self._run(func, args, kwargs)
         passes_through = not func._schema.is_mutable and id(result) in self._known
-        if not passes_through and any(map(_is_tensor, tree_leaves(result))):
+        asks_for_values = base_of(func) in SCALARS
+        if not passes_through and (asks_for_values or any(map(_is_tensor, tree_leaves(result)))):
             self._append(func, args, kwargs, result)
         return result
 

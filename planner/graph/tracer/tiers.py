@@ -52,6 +52,8 @@ class Traced:
     edges: tuple[tuple[int, int], ...]
     parameters: tuple[Parameter, ...]
     warnings: tuple[str, ...]
+    reads_values: tuple[str, ...]  # modules whose Python asks for values of tensors
+    assumed: tuple[str, ...] = ()  # what was not known of such values
 
 
 def trace_model(
@@ -100,15 +102,19 @@ def _graph(loaded: LoadedModel, sizes: Sizes, tier: Tier, traced: Traced) -> Mod
     notices = (f"{loaded.stands_for}; planned for a generic model of the same sizes",) if loaded.stands_for else ()
     kind = "config" if loaded.stands_for else tier
     header = GraphHeader(loaded.source.name, loaded.digest, kind, sizes.batch_size, sizes.seq_len, sizes.dtype)
-    return assemble_graph(header, traced.nodes, traced.edges, traced.parameters, (*notices, *traced.warnings))
+    warnings = (*notices, *traced.assumed, *traced.warnings)
+    graph = assemble_graph(header, traced.nodes, traced.edges, traced.parameters, warnings)
+    return graph.model_copy(update={"reads_values": traced.reads_values})
 
 
 def _noting(traced: Traced, stopped: dict[Tier, Failure]) -> Traced:
-    """``traced`` with a warning that names where the tiers before it stopped."""
+    """``traced`` with a warning that names where the tiers before it stopped, and what that loses."""
+    lost = "what it asks of values is assumed" if traced.assumed else "nothing is lost"
     notes = tuple(
-        f"traced by running the modules, since torch.{tier} stopped: {failure}" for tier, failure in stopped.items()
+        f"traced by running the modules, since torch.{tier} stopped: {failure}; {lost}"
+        for tier, failure in stopped.items()
     )
-    return replace(traced, warnings=(*notes, *traced.warnings))
+    return replace(traced, assumed=(*notes, *traced.assumed))
 
 
 def _no_way(loaded: LoadedModel, failures: list[Failure]) -> ModelError:
@@ -138,7 +144,7 @@ def _trace_with_values(loaded: LoadedModel, sizes: Sizes) -> Traced:
         return _trace(loaded, valued.stand_in, run)
 
     traced, notes = trace_with_guesses(trace, lambda traced: _work(traced.nodes))
-    return replace(traced, warnings=(*notes, *traced.warnings))
+    return replace(traced, assumed=notes)
 
 
 def _work(nodes: tuple[Node, ...]) -> tuple[int, int]:
@@ -166,7 +172,7 @@ def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
         folder=str(loaded.source.path.resolve().parent) if loaded.source.path else "",
     )
     builder.add_program(program)
-    return Traced(builder.nodes(), builder.edges(), parameters, builder.warnings())
+    return Traced(builder.nodes(), builder.edges(), parameters, builder.warnings(), builder.reads_values())
 
 
 def _folded(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced | None:
@@ -185,7 +191,7 @@ def _folded(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced | None:
         if unfolded is None:
             return None
         nodes, edges = unfolded
-    return Traced(nodes, edges, list_parameters(stand_in.model), traced.warnings)
+    return replace(traced, nodes=nodes, edges=edges, parameters=list_parameters(stand_in.model))
 
 
 def list_parameters(model: nn.Module) -> tuple[Parameter, ...]:

@@ -71,3 +71,24 @@ def test_check_shows_each_kind_of_cut_once(app: typer.Typer) -> None:
     cuts = result.stdout.partition("places for a pipeline cut")[2]
     assert "layers.0" in cuts
     assert "layers.1" not in cuts
+
+
+def test_check_says_that_everything_was_understood(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["trace", "gpt-tiny", "--check"], env={"COLUMNS": "160"})
+    assert "export: the whole model by torch.export" in result.stdout
+    assert result.stdout.endswith("everything was understood\n")
+    assert result.stderr == ""
+
+
+def test_check_says_why_and_how_a_model_was_run(app: typer.Typer) -> None:
+    command = ["trace", "tests/fixtures/routed.py", "--check", "--seq-len", "8"]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    assert "modules: the model was run on tensors without values and watched" in result.stdout
+    why, spread = result.stderr.splitlines()
+    assert why.startswith("warning: traced by running the modules, since torch.export stopped: ")
+    assert "at routed.py:39 `if token.shape[0] == 0:`" in why
+    assert spread.startswith("warning: routed.py:33 chooses by value (aten.topk.default)")
+    doubts = result.stdout.partition("what was not understood, or assumed")[2]
+    assert all(line.removeprefix("warning: ") in doubts for line in (why, spread))
+    assert "no rule" not in result.stdout
