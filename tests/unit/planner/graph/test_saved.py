@@ -9,7 +9,7 @@ from planner.graph.assemble import saved_bytes
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel, call_model, training_batch
-from tests.unit.planner.graph.traced import HF_CONFIGS, graph_of, loaded, loaded_from_config
+from tests.unit.planner.graph.traced import HF_CONFIGS, graph_of, loaded, loaded_from_code, loaded_from_config
 
 BATCH, SEQ_LEN, HIDDEN, HEADS, LAYERS, VOCAB = 2, 32, 64, 4, 4, 256
 TOKENS = BATCH * SEQ_LEN
@@ -104,3 +104,88 @@ def test_saves_name_owners_of_memory() -> None:
     for node in graph_of("gpt-tiny").nodes:
         for storage in node.saves:
             assert graph_of("gpt-tiny").nodes[storage].storage == storage
+
+
+WRITTEN_OUT = """
+import math, torch
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.output = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.register_buffer("hidden", torch.ones(32, 32, dtype=torch.bool).triu(1), persistent=False)
+    def forward(self, x):
+        q, k, v = (y.view(*x.shape[:2], 4, 16).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(16)).masked_fill(self.hidden, float("-inf"))
+        shares = F.dropout(scores.softmax(-1), 0.1)
+        return self.output((shares @ v).transpose(1, 2).reshape(x.shape))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention, self.second = nn.LayerNorm(64), Attention(), nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        x = x + F.dropout(self.attention(self.first(x)), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(64, 256, bias=False)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build_model():
+    return GPT()
+"""
+
+
+def test_gpt_block_written_out_is_the_published_formula(tmp_path: Path) -> None:
+    """Korthikanti et al. 2022, equation 1: sbh(34 + 5·a·s/h), bf16 with dropout and scores in memory.
+
+    The plus is what they leave out as small: 2 · 2 float32 statistics of norms a token.
+    """
+    graph = trace_model(loaded_from_code(WRITTEN_OUT, tmp_path), BATCH, SEQ_LEN)
+    published = TOKENS * HIDDEN * 34 + TOKENS * 5 * HEADS * SEQ_LEN
+    assert kept_in_blocks(graph) == LAYERS * (published + TOKENS * 2 * 2 * 4)
+
+
+def test_dropout_on_the_cpu_keeps_its_noise_in_the_dtype_of_the_input(tmp_path: Path) -> None:
+    """CUDA's keeps a byte an element. All else is equal, but for the 4 bytes of cross entropy's total weight."""
+    model = loaded_from_code(WRITTEN_OUT, tmp_path)
+    graph = trace_model(model, BATCH, SEQ_LEN, "float32")
+    elements = LAYERS * (2 * TOKENS * HIDDEN + HEADS * TOKENS * SEQ_LEN)
+    assert kept_by_autograd(model, torch.float32) - graph.saved_activation_bytes == (4 - 1) * elements + 4
+
+
+def test_moe_block_in_closed_form() -> None:
+    """Attention and norms as Llama's, 14·h; the shared expert as Llama's network, 8·f.
+
+    Of each of k chosen experts: its rows 2h, gate, SiLU of it, up, their product 4 · 2f, its result before and
+    after weighing 2 · 2h; the index of the row three times 3 · 8, its weight 2, and of the choice a float32 and
+    an int64. The router: softmax 4·E and the sum of the weights chosen, 4. Once a layer the ends of the experts'
+    rows, 4·E. The first layer is dense.
+    """
+    ffn, width, experts, top_k = 192, 64, 8, 2
+    statistics = 2 * 4 + HEADS * 4
+    dense = 14 * HIDDEN + 8 * ffn + statistics
+    chosen = 6 * HIDDEN + 8 * width + 3 * 8 + 2 + 4 + 8
+    sparse = 14 * HIDDEN + 8 * width + top_k * chosen + 4 * experts + 4 + statistics
+    tables = 2 * 2 * SEQ_LEN * (HIDDEN // HEADS)
+    expected = TOKENS * (dense + (LAYERS - 1) * sparse) + (LAYERS - 1) * 4 * experts + tables
+    assert kept_in_blocks(graph_of("moe-tiny")) == expected
+
+
+def test_differs_from_autograd_on_the_cpu_for_moe_by_its_norms() -> None:
+    """As for Llama: the CPU keeps the input of each of the 9 norms normalised, too."""
+    graph = graph_of("moe-tiny", dtype="float32")
+    norms = 9 * TOKENS * HIDDEN * 4
+    assert kept_by_autograd(loaded("moe-tiny"), torch.float32) - graph.saved_activation_bytes == norms + 4
