@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import ceil, log2
 
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtScale, NetworkTier
+from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtScale, GroupLink, NetworkTier
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.
 TREE_BANDWIDTH_FRACTION = 0.9
@@ -83,6 +83,25 @@ def collective_lines(kind: CollectiveKind, group: GroupPlacement, cluster: Clust
         case CollectiveKind.SEND_RECV:
             lines.append((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)))
     return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
+
+
+def line_between(one: ClusterSpec, other: ClusterSpec, link: GroupLink | None, num_senders: int) -> Line:
+    """The line of a send from ``num_senders`` devices of one cluster to as many of another, all at once.
+
+    Each gets its share of its node's part of ``link``; without a link of their own the clusters meet over the network
+    of the slower one.
+    """
+    launch_s = max(cluster.profile.device.kernel_launch_s.value for cluster in (one, other))
+    if link is not None:
+        sharing = max(min(cluster.profile.node.num_devices, num_senders) for cluster in (one, other))
+        return launch_s + link.latency_s.value, sharing / link.bandwidth_bytes_per_s.value
+    group = GroupPlacement(2, num_senders)
+    uses: list[TierUse] = []
+    for cluster in (one, other):
+        tier = cluster.profile.tiers[-1]
+        rate = tier.collectives.get(CollectiveKind.SEND_RECV.value)
+        uses.append(_use(cluster, tier if rate is None else _with_rate(tier, rate), group, (2, 1), 2))
+    return launch_s + max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)
 
 
 def num_domains_spanned(group: GroupPlacement, domain_devices: int) -> int:

@@ -8,7 +8,7 @@ QUANTITY}]}``, where ``hardware`` is what ``--hardware`` takes and a quantity is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -74,6 +74,15 @@ def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec
     return profile_for(num_devices, spec)
 
 
+def grown(cluster: ClusterSpec, factor: int) -> ClusterSpec:
+    """``factor`` times as many devices of each kind."""
+    update: dict[str, object] = {"num_devices": cluster.num_devices * factor}
+    if cluster.mixed is not None:
+        groups = tuple(g.model_copy(update={"cluster": grown(g.cluster, factor)}) for g in cluster.mixed.groups)
+        update["mixed"] = cluster.mixed.model_copy(update={"groups": groups})
+    return cluster.model_copy(update=update)
+
+
 def mixed_cluster(text: str) -> MixedCluster:
     """The mixed cluster of ``NAME:COUNT,NAME:COUNT`` or of a file of node groups.
 
@@ -81,19 +90,23 @@ def mixed_cluster(text: str) -> MixedCluster:
     """
     document = None if "," in text else _groups_in(text)
     if document is None:
-        found = _checked(text, text, _from_list(text), ())
-        name = ",".join(f"{group.cluster.profile.name}:{group.cluster.num_devices}" for group in found.groups)
-        return found.model_copy(update={"name": name})
+        found = _checked(text, text, _from_list(text))
+        return MixedCluster(
+            name=",".join(f"{g.cluster.profile.name}:{g.cluster.num_devices}" for g in found.groups),
+            groups=tuple(_renamed(found.groups)),
+        )
     try:
         file = _GroupFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg'].lower()}" for d in error.errors()]
         _refuse(text, lines)
-    return _checked(text, file.name, [(g.name, g.hardware, g.num_devices) for g in file.groups], file.links)
+    names = [group.name for group in file.groups]
+    twice = [f"group {name!r} stands {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
+    entries = [(group.name, group.hardware, group.num_devices) for group in file.groups]
+    return _checked(text, file.name, entries, file.links, twice)
 
 
 def _from_list(text: str) -> list[tuple[str, str, int]]:
-    """(group, hardware, number); a kind of node that stands again is a group of its own, ``h100#2``."""
     groups: list[tuple[str, str, int]] = []
     wrong: list[str] = []
     for part in text.split(","):
@@ -101,16 +114,31 @@ def _from_list(text: str) -> list[tuple[str, str, int]]:
         if not name or not count.isdigit() or not 1 <= int(count) <= MAX_NUM_DEVICES:
             wrong.append(f"{part.strip()!r} is not NAME:COUNT")
         else:
-            before = sum(hardware == name for _, hardware, _ in groups)
-            groups.append((f"{name}#{before + 1}" if before else name, name, int(count)))
+            groups.append((part.strip(), name, int(count)))
     if wrong:
         _refuse(text, wrong)
     return groups
 
 
-def _checked(source: str, name: str, entries: list[tuple[str, str, int]], links: tuple[GroupLink, ...]) -> MixedCluster:
+def _renamed(groups: tuple[DeviceGroup, ...]) -> Iterator[DeviceGroup]:
+    """Each group by its profile's name; a kind of node that stands again is a group of its own, ``dgx-h200#2``."""
+    seen: list[str] = []
+    for group in groups:
+        name = group.cluster.profile.name
+        seen.append(name)
+        yield group.model_copy(update={"name": name if seen.count(name) == 1 else f"{name}#{seen.count(name)}"})
+
+
+def _checked(
+    source: str,
+    name: str,
+    entries: list[tuple[str, str, int]],
+    links: tuple[GroupLink, ...] = (),
+    found: Sequence[str] = (),
+) -> MixedCluster:
+    """The mixed cluster; ``found`` are violations that are known already."""
     groups: list[DeviceGroup] = []
-    wrong: list[str] = []
+    wrong = list(found)
     for group, hardware, num_devices in entries:
         try:
             cluster = ClusterSpec(profile=load_profile(hardware), num_devices=num_devices)
@@ -119,8 +147,6 @@ def _checked(source: str, name: str, entries: list[tuple[str, str, int]], links:
         else:
             groups.append(DeviceGroup(name=group, cluster=cluster))
     names = [group for group, _, _ in entries]
-    counts = {group: names.count(group) for group in sorted(set(names))}
-    wrong += [f"group {group!r} stands {count} times" for group, count in counts.items() if count > 1]
     wrong += _wrong_links(links, names)
     if len(entries) < 2:
         wrong.append("a mixed cluster has at least two groups")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from hardware_profiles.catalog import HardwareProfileError, default_profile_name, profile_for
+from hardware_profiles.catalog import HardwareProfileError, default_profile_name
+from hardware_profiles.mixed import cluster_for, grown
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
 from planner.graph.graph_cache import default_folder, traced_graph
@@ -29,6 +30,7 @@ from planner.solver.base import StageSolver
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.search import Outcome, Progress, search
+from planner.space.device_groups import over_groups
 from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
 
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
@@ -42,10 +44,10 @@ MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for; None leaves a value to its default."""
+    """What a user asks for; None leaves a value to its default: the devices, to what ``hardware`` counts."""
 
     model: str
-    num_devices: int
+    num_devices: int | None
     hardware: str | None = None
     seq_len: int | None = None
     global_batch_size: int | None = None
@@ -76,7 +78,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     check_precision(cluster, request.precision)
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
-    training = training_of(request, graph.seq_len, notes)
+    training = training_of(replace(request, num_devices=cluster.num_devices), graph.seq_len, notes)
     problem = Problem.build(graph, cluster, training, request.pins)
     outcome = search(
         problem.table, problem.space.choices, problem.solver, time_limit_s=request.time_limit_s, progress=progress
@@ -113,6 +115,9 @@ class Problem:
         limits = limits_of(graph, cluster, shardings)
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
+        groups = cluster.mixed.groups if cluster.mixed is not None else ()
+        pipelines = tuple(over_groups(space.choices, groups))
+        space = replace(space, choices=(*space.choices, *pipelines))
         table = build_table(target, training, shardings, (*space.choices, *baseline))
         return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
@@ -159,20 +164,20 @@ class Problem:
             training=decode.training_section(table),
             mesh=decode.mesh_section(choice),
             zero_stage=choice.zero_stage,
-            pipeline=decode.pipeline_section(priced, graph),
+            pipeline=decode.pipeline_section(priced, graph, table),
             placements=decode.placement_section(choice, graph, sharding, table.units.kinds),
             recompute=decode.recompute_rules(choice, graph),
             prediction=decode.prediction_section(priced, table),
-            warnings=decode.execution_warnings(choice, table),
+            warnings=decode.execution_warnings(choice, table, graph),
         )
 
 
-def load_cluster(hardware: str | None, num_devices: int, notes: list[str]) -> ClusterSpec:
+def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
     """The cluster named by ``--hardware``; the default profile where none is named, said in ``notes``."""
-    if num_devices < 1:
+    if num_devices is not None and num_devices < 1:
         raise InputError(f"the number of GPUs must be at least 1, got {num_devices}", hint="give --gpus N")
     try:
-        cluster = profile_for(num_devices, hardware)
+        cluster = cluster_for(num_devices, hardware)
     except HardwareProfileError as error:
         raise HardwareError(error.message, hint=error.hint) from error
     if hardware is None:
@@ -209,6 +214,7 @@ def training_of(request: Request, seq_len: int, notes: list[str]) -> Training:
     """The training as asked; the default global batch is said in ``notes``."""
     batch = request.global_batch_size
     if batch is None:
+        assert request.num_devices is not None
         # The smallest multiple of the number of devices with at least the default number of tokens.
         batch = -(-DEFAULT_BATCH_TOKENS // (seq_len * request.num_devices)) * request.num_devices
         notes.append(f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)")
@@ -296,12 +302,10 @@ def smallest_change(problem: Problem) -> str:
     for factor in MORE_DEVICES:
         num_devices = target.cluster.num_devices * factor
         batch = -(-max(training.global_batch_size, num_devices) // num_devices) * num_devices
-        grown = replace(training, global_batch_size=batch)
-        cluster = target.cluster.model_copy(update={"num_devices": num_devices})
-        if something_fits(target.graph, cluster, grown, NO_PINS):
-            options = f"--gpus {num_devices}" + (
-                f" --global-batch {batch}" if batch != training.global_batch_size else ""
-            )
+        larger = replace(training, global_batch_size=batch)
+        if something_fits(target.graph, grown(target.cluster, factor), larger, NO_PINS):
+            devices = f"--gpus {num_devices}" if target.cluster.mixed is None else f"{factor} times as many of each"
+            options = devices + (f" --global-batch {batch}" if batch != training.global_batch_size else "")
             return f"use {options}{' without pins' if pins != NO_PINS else ''}: on that many of these GPUs a plan fits"
     return "use devices with more memory, a shorter --seq-len, or --precision bf16"
 
@@ -331,6 +335,9 @@ def point_of(plan: Plan, hardware: str | None, num_devices: int | None) -> Plann
     section = plan.training
     choice = existing.choice_of(plan, num_devices or plan.num_devices)
     cluster = load_cluster(hardware or plan.hardware, choice.mesh.world_size, notes)
+    if choice.groups and not existing.lies_on(choice, cluster):
+        notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")
+        choice = choice._replace(groups=())
     check_precision(cluster, section.precision)
     graph = load_graph(plan.model.source, section.seq_len, section.precision)
     if graph.digest != plan.model.digest:
@@ -360,7 +367,7 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
         "hardware": table.cluster.profile.name,
         "num_devices": table.cluster.num_devices,
         "mesh": decode.mesh_section(priced.choice),
-        "pipeline": decode.pipeline_section(priced, planned.graph),
+        "pipeline": decode.pipeline_section(priced, planned.graph, table),
         "prediction": decode.prediction_section(priced, table),
         "search": None,
     }

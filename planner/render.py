@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -77,8 +79,7 @@ def _headline(plan: Plan) -> Text:
             text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)})")
         text.append(
             f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
-            f"(MFU {p.mfu:.1%}), {size(max(p.peak_memory_bytes))} of {size(p.memory_capacity_bytes)} on the "
-            "fullest GPU"
+            f"(MFU {p.mfu:.1%}), {_fullest(p)} on the fullest GPU"
         )
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
@@ -103,6 +104,8 @@ def _layout(plan: Plan) -> Table:
         virtual = f", {pipeline.virtual_stages} stages a rank" if pipeline.virtual_stages > 1 else ""
         rows.append(("pipeline schedule", pipeline.schedule.value + virtual))
         rows.append(("modules per stage", _stages(plan)))
+    if any(stage.device_group for stage in pipeline.stages):
+        rows.append(("devices of the stages", _devices(plan)))
     rows.append(
         ("recomputation", ", ".join(f"{r.mode.value}: {len(r.modules)} blocks" for r in plan.recompute) or "none")
     )
@@ -119,6 +122,23 @@ _ZERO = {
     2: "optimiser states and gradients sharded (ZeRO 2)",
     3: "parameters, gradients and optimiser states sharded (ZeRO 3, FSDP)",
 }
+
+
+def _fullest(prediction: PredictionSection) -> str:
+    rooms = prediction.memory_capacities_bytes or (prediction.memory_capacity_bytes,) * len(
+        prediction.peak_memory_bytes
+    )
+    need, room = max(zip(prediction.peak_memory_bytes, rooms, strict=True), key=lambda pair: pair[0] / pair[1])
+    return f"{size(need)} of {size(room)}"
+
+
+def _devices(plan: Plan) -> str:
+    """``0 to 3 on old, 4 to 7 on new``."""
+    found: list[str] = []
+    for name, stages in groupby(plan.pipeline.stages, key=lambda stage: stage.device_group):
+        indices = [stage.index for stage in stages]
+        found.append(f"{indices[0]} to {indices[-1]} on {name}" if len(indices) > 1 else f"{indices[0]} on {name}")
+    return ", ".join(found)
 
 
 def _stages(plan: Plan) -> str:
@@ -178,6 +198,8 @@ def _candidates(plan: Plan) -> Table:
 
 def _layout_text(row: Candidate) -> str:
     parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {row.micro_batch_size}"]
+    if row.device_groups:
+        parts.append(" then ".join(row.device_groups))
     if row.mesh.pp > 1:
         parts.append(row.schedule.value + (f" x{row.virtual_stages}" if row.virtual_stages > 1 else ""))
     if row.sequence_parallel:

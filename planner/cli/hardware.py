@@ -96,7 +96,6 @@ def _show_mixed(mixed: MixedCluster) -> None:
     for link in mixed.links:
         rate = _amount(link.bandwidth_bytes_per_s.value, "B/s")
         console.print(f"{escape(' - '.join(link.between))}: {rate} a node", soft_wrap=True)
-    console.print("`planner search` plans for one kind of device at a time.", soft_wrap=True)
 
 
 def _show_profile(profile: ClusterProfile) -> None:

@@ -7,6 +7,11 @@ from typing import Annotated
 import typer
 
 Hardware = Annotated[
-    str | None, typer.Option("--hardware", metavar="NAME|FILE", help="A profile (`planner hardware list`) or its file.")
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="A profile (`planner hardware list`) or its file; several as NAME:COUNT,NAME:COUNT.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]

@@ -42,7 +42,9 @@ def search(  # over 6 arguments: one for each option of the command line
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
     ],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")],
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="Number of GPUs; default: what --hardware counts.")
+    ] = None,
     hardware: Hardware = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
     global_batch: Annotated[

@@ -51,11 +51,15 @@ class MeshSection(_Value):
 
 
 class StageSection(_Value):
-    """One pipeline stage. Stage ``index`` runs on ``pp_rank``; ``modules`` are whole modules."""
+    """One pipeline stage. Stage ``index`` runs on ``pp_rank``; ``modules`` are whole modules.
+
+    ``device_group``: where devices differ, the group that all devices of the rank belong to.
+    """
 
     index: Annotated[int, Field(ge=0)]
     pp_rank: Annotated[int, Field(ge=0)]
     modules: tuple[str, ...]
+    device_group: str | None = None
 
 
 class PipelineSection(_Value):
@@ -131,7 +135,8 @@ class PredictionSection(_Value):
     model_flops_per_gpu_per_s: float
     mfu: float
     peak_memory_bytes: tuple[int, ...]  # per pp rank
-    memory_capacity_bytes: int  # what the profile leaves to training on one device
+    memory_capacity_bytes: int  # what the profile leaves to training on one device, the smallest where devices differ
+    memory_capacities_bytes: tuple[int, ...] = ()  # per pp rank, where devices differ
     memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank
     breakdown_s: BreakdownSection
     usd_per_step: float | None = None
@@ -151,6 +156,7 @@ class Candidate(_Value):
     virtual_stages: Positive
     recompute: Recompute | None  # None: differs between modules
     sequence_parallel: bool
+    device_groups: tuple[str, ...] = ()  # in the order of the pipeline, where devices differ
     step_time_s: float
     peak_memory_bytes: int
     fits: bool

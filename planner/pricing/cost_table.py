@@ -6,12 +6,13 @@ are computed at once; a row of the result prices one point exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.communication import Line, collective_lines
+from costmodels.communication import Line, collective_lines, line_between
 from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
@@ -101,6 +102,8 @@ class CostTable:
     states: dict[tuple[int, bool], tuple[UnitStates, ...]]
     flops_per_sequence: float  # forward and backward of the whole model, nothing recomputed
     recipe: Recipe = field(default_factory=load_recipe)
+    # Of a mixed cluster: the costs on each group's own devices; this table's are those of the weakest everywhere.
+    groups: Mapping[str, CostTable] = field(default_factory=dict[str, "CostTable"])
     _stacked: dict[str, Array] = field(default_factory=dict[str, Array], repr=False, compare=False)
     _index: dict[CostKey, int] = field(default_factory=dict[CostKey, int], repr=False, compare=False)
     _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[Line, ...]] = field(
@@ -230,13 +233,43 @@ class CostTable:
         """Memory of one device."""
         return self.cluster.profile.device.memory_bytes.value
 
-    def send_s(self, choice: Choice) -> float:
-        """One micro-batch's activations from one pipeline rank to the next."""
-        mesh = choice.mesh
-        if mesh.pp == 1:
-            return 0.0
-        latency_s, s_per_byte = self.send_line(mesh.pp)
-        return latency_s + s_per_byte * max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
+    def of_ranks(self, choice: Choice) -> tuple[CostTable, ...]:
+        """The table of each pipeline rank's devices."""
+        pp = choice.mesh.pp
+        if not choice.groups:
+            return (self,) * pp
+        each = self.cluster.num_devices // pp
+        tables = (self.groups[name] for name in choice.groups)
+        return tuple(table for table in tables for _ in range(table.cluster.num_devices // each))
+
+    def send_s(self, choice: Choice) -> tuple[float, ...]:
+        """One micro-batch's activations from each pipeline stage to the next."""
+        num_borders = choice.mesh.pp * choice.virtual_stages - 1
+        if num_borders == 0:
+            return ()
+        lines = self.send_lines(choice)
+        num_bytes = max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
+        ways = [latency_s + s_per_byte * num_bytes for latency_s, s_per_byte in lines]
+        return tuple(ways) if choice.groups else (ways[0],) * num_borders
+
+    def send_lines(self, choice: Choice) -> tuple[tuple[float, float], ...]:
+        """Latency and seconds per byte from each pipeline rank to the next."""
+        pp, mixed = choice.mesh.pp, self.cluster.mixed
+        if pp == 1:
+            return ()
+        if not choice.groups or mixed is None:
+            return (self.send_line(pp),) * (pp - 1)
+        each = self.cluster.num_devices // pp
+        lines: list[tuple[float, float]] = []
+        for place, name in enumerate(choice.groups):
+            table = self.groups[name]
+            if place > 0:
+                before = choice.groups[place - 1]
+                way = line_between(self.groups[before].cluster, table.cluster, mixed.link(before, name), each)
+                lines.append(way)
+            num_ranks = table.cluster.num_devices // each
+            lines += [table.send_line(num_ranks)] * (num_ranks - 1) if num_ranks > 1 else []
+        return tuple(lines)
 
     def send_line(self, pp: int) -> tuple[float, float]:
         """Latency and seconds per byte from one pipeline rank to the next."""

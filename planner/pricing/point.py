@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class StageTimes(NamedTuple):
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
 
-    def run(self, schedule: Schedule, send_s: float) -> Timeline:
+    def run(self, schedule: Schedule, send_s: float | Sequence[float]) -> Timeline:
         """The schedule simulated."""
         input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
         return simulate(schedule, self.forward_s, self.backward_s, send_s, (input_s, self.weight_s))
@@ -66,12 +67,12 @@ class Priced:
     step_time_s: float
     breakdown: Breakdown
     ledgers: tuple[MemoryLedger, ...]  # per pipeline rank
-    capacity_bytes: float
+    capacity_bytes: tuple[float, ...]  # of one device of each pipeline rank
 
     @property
     def fits(self) -> bool:
-        """Whether the worst rank stays within its device."""
-        return self.peak_memory_bytes <= self.capacity_bytes
+        """Whether every rank stays within its device."""
+        return all(need.total_bytes <= room for need, room in zip(self.ledgers, self.capacity_bytes, strict=True))
 
     @property
     def peak_memory_bytes(self) -> float:
@@ -79,13 +80,33 @@ class Priced:
         return max(ledger.total_bytes for ledger in self.ledgers)
 
 
+class _Rank(NamedTuple):
+    """What one pipeline rank's devices take for the choice."""
+
+    table: CostTable
+    data: DataParallelTimes
+    parts: Parts
+    unit_times: StageTimes  # of every unit as a stage of its own
+
+
+def _ranks(table: CostTable, choice: Choice) -> tuple[_Rank, ...]:
+    tables, kinds = table.of_ranks(choice), list(table.units.kinds)
+    found: dict[int, _Rank] = {}
+    for each in tables:
+        if id(each) not in found:
+            data = each.data_parallel_times(choice)
+            parts = each.parts([choice], [data], each.key_rows([choice]))
+            rows = (tuple(array[0][kinds].tolist()) for array in (parts.forward_s, parts.backward_s, parts.weight_s))
+            found[id(each)] = _Rank(each, data, parts, StageTimes(*rows))
+    return tuple(found[id(each)] for each in tables)
+
+
 class Point:
     """A coarse point of ``table``; everything here is derived from the table's numbers."""
 
     def __init__(self, table: CostTable, choice: Choice) -> None:
         self.table, self.choice = table, choice
-        self._data = table.data_parallel_times(choice)
-        self._parts = table.parts([choice], [self._data], table.key_rows([choice]))
+        self._ranks = _ranks(table, choice)
         self._costs = table.costs[CostKey.of(choice)]
         self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
 
@@ -122,18 +143,25 @@ class Point:
         pp = choice.mesh.pp
         by_kind = {k: table.state_bytes(choice, *self._elements(k, tied_copy=pp > 1)).total for k in set(kinds)}
         outside = MemoryLedger().with_reserve(software, self._num_communicators()).total_bytes
-        room = (table.capacity_bytes - outside) / reserve
+        rooms = [(capacity - outside) / reserve for capacity in self.capacity_bytes]
         return StageProblem(
-            forward_s=(tuple(self._parts.forward_s[0][kinds].tolist()),) * pp,
-            backward_s=(tuple(self._parts.backward_s[0][kinds].tolist()),) * pp,
+            forward_s=tuple(rank.unit_times.forward_s for rank in self._ranks),
+            backward_s=tuple(rank.unit_times.backward_s for rank in self._ranks),
             static_bytes=tuple(by_kind[k] for k in kinds),
             kept_bytes=tuple(self._costs[k].kept_bytes for k in kinds),
             in_flight=in_flight(choice.schedule, pp, choice.num_microbatches),
-            room_bytes=tuple(room - sum(b for _, b in self._transient_rows(self._likely_units(r))) for r in range(pp)),
+            room_bytes=tuple(
+                room - sum(b for _, b in self._transient_rows(self._likely_units(r))) for r, room in enumerate(rooms)
+            ),
             num_microbatches=choice.num_microbatches,
-            send_s=(table.send_s(choice),) * (pp - 1),
+            send_s=table.send_s(choice),
             windowed=choice.schedule is not ScheduleName.GPIPE,
         )
+
+    @property
+    def capacity_bytes(self) -> tuple[float, ...]:
+        """Memory of one device of each pipeline rank."""
+        return tuple(rank.table.capacity_bytes for rank in self._ranks)
 
     def _likely_units(self, rank: int) -> list[int]:
         """Units whose transient memory a rank must be ready for: the first or last unit only where it must lie."""
@@ -183,7 +211,7 @@ class Point:
         units = self._units_of_ranks(starts)[slowest]
         kinds = [self.table.units.kinds[u] for u in units]
         idle = max(0.0, makespan - busy[slowest])  # rounding may leave less
-        parts = self._parts
+        parts = self._ranks[slowest].parts
 
         def total(*arrays: np.ndarray) -> float:
             return m * float(sum(array[0][kinds].sum() for array in arrays))
@@ -199,7 +227,7 @@ class Point:
             optimizer=optimizer,
         )
         step = makespan + data_once + optimizer
-        return Priced(self.choice, starts, step, breakdown, self.ledgers(starts), self.table.capacity_bytes)
+        return Priced(self.choice, starts, step, breakdown, self.ledgers(starts), self.capacity_bytes)
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
@@ -211,31 +239,40 @@ class Point:
 
     def exposed_s(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Communication that compute does not hide within the forward and the backward pass of each stage."""
-        kinds, parts = list(self.table.units.kinds), self._parts
-        forward = parts.tensor_forward_s + parts.context_forward_s + parts.data_forward_s
-        backward = parts.tensor_backward_s + parts.context_backward_s + parts.data_backward_s
-        return (
-            stage_sums(tuple(forward[0][kinds].tolist()), starts),
-            stage_sums(tuple(backward[0][kinds].tolist()), starts),
-        )
+        forward_s: list[float] = []
+        backward_s: list[float] = []
+        for stage, kinds in enumerate(self._kinds_of_stages(starts)):
+            parts = self._ranks[self._rank_of(stage)].parts
+            forward = parts.tensor_forward_s + parts.context_forward_s + parts.data_forward_s
+            backward = parts.tensor_backward_s + parts.context_backward_s + parts.data_backward_s
+            forward_s.append(float(forward[0][kinds].sum()))
+            backward_s.append(float(backward[0][kinds].sum()))
+        return tuple(forward_s), tuple(backward_s)
+
+    def _kinds_of_stages(self, starts: tuple[int, ...]) -> list[list[int]]:
+        kinds = list(self.table.units.kinds)
+        return [kinds[a:b] for a, b in zip(starts, (*starts[1:], len(kinds)), strict=True)]
 
     def once_a_step(self, starts: tuple[int, ...]) -> list[tuple[float, float]]:
         """What each rank does after its last action: exposed data-parallel communication, and the optimiser step."""
-        return [self._once_a_step_s(units) for units in self._units_of_ranks(starts)]
+        pairs = zip(self._ranks, self._units_of_ranks(starts), strict=True)
+        return [self._once_a_step_s(rank, units) for rank, units in pairs]
 
     def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
         """Seconds of each stage on one micro-batch."""
-        kinds, parts = list(self.table.units.kinds), self._parts
-
-        def sums(array: np.ndarray) -> tuple[float, ...]:
-            return stage_sums(tuple(array[0][kinds].tolist()), starts)
-
-        return StageTimes(sums(parts.forward_s), sums(parts.backward_s), sums(parts.weight_s))
+        ends = (*starts[1:], len(self.table.units.kinds))
+        rows = [self._ranks[self._rank_of(stage)].unit_times for stage in range(len(starts))]
+        stages = list(zip(rows, starts, ends, strict=True))
+        return StageTimes(
+            forward_s=tuple(sum(row.forward_s[a:b]) for row, a, b in stages),
+            backward_s=tuple(sum(row.backward_s[a:b]) for row, a, b in stages),
+            weight_s=tuple(sum(row.weight_s[a:b]) for row, a, b in stages),
+        )
 
     def _rank_of(self, stage: int) -> int:
         return pp_rank_of_stage(self.choice.schedule, stage, self.choice.mesh.pp)
 
-    def _makespan_s(self, times: StageTimes, send_s: float, *, exact: bool) -> float:
+    def _makespan_s(self, times: StageTimes, send_s: float | Sequence[float], *, exact: bool) -> float:
         choice = self.choice
         pp, m = choice.mesh.pp, choice.num_microbatches
         if pp == 1:
@@ -273,12 +310,12 @@ class Point:
             ranks[self._rank_of(stage)] += range(start, end)
         return ranks
 
-    def _once_a_step_s(self, units: list[int]) -> tuple[float, float]:
+    def _once_a_step_s(self, rank: _Rank, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
         trainable = sum(self._elements(k, tied_copy=False)[0] for k in kinds)
-        optimizer = self.table.update_s(trainable / num_shards(self.choice))
-        return once_a_step_s(self.table, self.choice, self._data, self._parts, kinds), optimizer
+        optimizer = rank.table.update_s(trainable / num_shards(self.choice))
+        return once_a_step_s(rank.table, self.choice, rank.data, rank.parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
         """The memory of every pipeline rank at its peak, row by row."""

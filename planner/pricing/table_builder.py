@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
@@ -67,9 +68,9 @@ def shard_units(
 
 
 def build_table(
-    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], choices: Iterable[Choice]
+    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], choices: Sequence[Choice]
 ) -> CostTable:
-    """Prices every unit kind under every key that ``choices`` need."""
+    """Prices every unit kind under every key that ``choices`` need, in a mixed cluster also on each group's devices."""
     graph = target.graph
     kinds = representatives(graph)
     costs: dict[CostKey, tuple[UnitCosts, ...]] = {}
@@ -79,6 +80,8 @@ def build_table(
             unit_costs(target, unit, sharded, recompute=key.recompute, micro_batch_size=key.micro_batch_size, cp=key.cp)
             for unit, sharded in zip(kinds, sharding, strict=True)
         )
+    mixed = target.cluster.mixed
+    over_groups = [choice for choice in choices if choice.groups]
     return CostTable(
         training=training,
         cluster=target.cluster,
@@ -90,4 +93,8 @@ def build_table(
         },
         flops_per_sequence=(graph.forward_flops + graph.backward_flops) / graph.batch_size,
         recipe=target.recipe,
+        groups={
+            group.name: build_table(replace(target, cluster=group.cluster), training, shardings, over_groups)
+            for group in (() if mixed is None else mixed.groups)
+        },
     )

@@ -12,6 +12,11 @@ second line whose coefficients of all w_i are equal bounds T by a multiple of W 
 most p - r micro-batches, so the p - r-th waits for the first to come back: T >= x + 2 c r + q (W - x + 2 c (p-1-r)),
 x = sum_(i<r) w_i, q rounds, while T >= m x / r; the least maximum of the two over x is a bound.
 
+Over groups of unlike devices w_r is of rank r's own. The first and third line are T >= sum_i a_ri w_i, so weights l_r
+that sum to 1 give T >= sum_i A_i w_i, A_i = sum_r l_r a_ri; a unit adds at least the least A_i times its work on rank
+i. With S_i = sum_(r<i) l_r the lines make A_i = 1 + e S_i + d_i l_i; weights that make A_i times the work of the whole
+model on rank i equal are near best.
+
 A pipeline of several stages a rank is cut evenly, so the work and memory of its ranks are known. The first forward
 comes to rank r through the first stages of the ranks below it, and the last gradient goes back through them. Where
 backward passes are split, only the input gradients must: with u_r = w_r less the weight gradients,
@@ -52,9 +57,9 @@ class Bounds:
 def bounds(table: CostTable, choices: list[Choice]) -> Bounds:
     """Bounds of every choice."""
     found = Bounds(np.empty(len(choices)), np.empty(len(choices)))
-    groups: dict[tuple[ScheduleName, int, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, choice in enumerate(choices):
-        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages].append(index)
+        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.groups].append(index)
     for members in groups.values():
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
@@ -65,7 +70,10 @@ def bounds(table: CostTable, choices: list[Choice]) -> Bounds:
 
 
 class _Group:
-    """Choices of one schedule, pipeline degree and number of virtual stages; arrays are [choices, kinds] or fewer."""
+    """Choices of one schedule, pipeline degree, number of virtual stages and order of groups.
+
+    Arrays are [choices, kinds] or fewer.
+    """
 
     def __init__(self, table: CostTable, choices: list[Choice]) -> None:
         self._table, self._choices = table, choices
@@ -78,8 +86,14 @@ class _Group:
         parts = table.parts(choices, self._data, self._rows)
         self._forward, self._weight = parts.forward_s, parts.weight_s
         self._work = parts.forward_s + parts.backward_s
-        latency_s, s_per_byte = table.send_line(self._pp) if self._pp > 1 else (0.0, 0.0)
-        self._send = latency_s + s_per_byte * table.column("boundary_bytes")[self._rows].max(axis=1)
+        self._tables = table.of_ranks(first)
+        # Memory of each rank's device over that of the smallest: what a rank holds counts by its share of its device.
+        self._room = np.array([t.capacity_bytes / table.capacity_bytes for t in self._tables])
+        lines = table.send_lines(first)
+        latency_s, s_per_byte = lines[0] if lines else (0.0, 0.0)
+        num_bytes = table.column("boundary_bytes")[self._rows].max(axis=1)
+        self._send = latency_s + s_per_byte * num_bytes
+        self._way = sum(latency for latency, _ in lines) + sum(slope for _, slope in lines) * num_bytes
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -88,8 +102,8 @@ class _Group:
         counts = self._counts
         trainable = self._elements(lambda s: s.trainable) @ counts
         local, inverse = np.unique(trainable / [num_shards(c) for c in self._choices], return_inverse=True)
-        once = np.array([self._table.update_s(elements) for elements in local])[inverse] / self._pp
-        return self._pipeline_s() + once
+        fastest = [min(table.update_s(elements) for table in self._tables) for elements in local]
+        return self._pipeline_s() + np.array(fastest)[inverse] / self._pp
 
     def _pipeline_s(self) -> Array:
         total = self._work @ self._counts
@@ -97,6 +111,8 @@ class _Group:
             return self._m * total
         if not self._schedule.is_cut_freely:
             return self._evenly_cut_s()
+        if self._choices[0].groups:
+            return self._unlike_s()
         p, m, send = self._pp, self._m, self._send
         coefficient = np.array([pipeline_coefficient(self._schedule, p, c.num_microbatches) for c in self._choices])
         best = coefficient * total + 2 * send * (p - 1)
@@ -110,6 +126,44 @@ class _Group:
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
             best = np.maximum(best, self._rounds_s(total, rank))
         return best
+
+    def _unlike_s(self) -> Array:
+        """The bound over groups of unlike devices, from the lines that hold for every number of micro-batches."""
+        p, m = self._pp, self._m
+        if self._schedule is ScheduleName.GPIPE:
+            return self._weighted_s(0.0, [m - 1] * p)
+        least = self._weighted_s(-1.0, [m - 1] * p)
+        steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)])
+        return np.where(m > p, np.maximum(least, steady), least)
+
+    def _work_of_ranks(self) -> list[Array]:
+        """``_work`` on each pipeline rank's own devices."""
+        found: dict[int, Array] = {}
+        for table in self._tables:
+            if id(table) not in found:
+                times = [table.data_parallel_times(choice) for choice in self._choices]
+                parts = table.parts(self._choices, times, table.key_rows(self._choices))
+                found[id(table)] = parts.forward_s + parts.backward_s
+        return [found[id(table)] for table in self._tables]
+
+    def _weighted_s(self, e: float, d: list[Array]) -> Array:
+        """sum over units of min_i A_i times its work on rank i, A_i = 1 + e S_i + d_i l_i, and what sends take."""
+        work = self._work_of_ranks()
+        whole = [each @ self._counts for each in work]
+        # A_i = t / whole_i makes l_i, and with it S_i, linear in t: l_i = slopes_i t + offsets_i, and S_p = 1 gives t.
+        slope, offset = np.zeros_like(self._m), np.zeros_like(self._m)
+        parts: list[tuple[Array, Array]] = []
+        for all_units, own in zip(whole, d, strict=True):
+            rate = np.maximum(own, 1e-6)  # any weights give a bound
+            parts.append(((1 / all_units - e * slope) / rate, (-1 - e * offset) / rate))
+            slope, offset = slope + parts[-1][0], offset + parts[-1][1]
+        t = (1 - offset) / slope
+        weights = np.maximum(1e-12, np.array([a * t + b for a, b in parts]))  # [ranks, choices]
+        weights /= weights.sum(axis=0)
+        before = np.cumsum(weights, axis=0) - weights
+        factors = 1 + e * before + np.array(d) * weights
+        least = np.min([factor[:, None] * each for factor, each in zip(factors, work, strict=True)], axis=0)
+        return least @ self._counts + 2 * self._way
 
     def _evenly_cut_s(self) -> Array:
         """The bound where ranks hold several stages."""
@@ -143,7 +197,8 @@ class _Group:
         outside = MemoryLedger().with_reserve(software, 0).total_bytes
         by_cut = self._weighted_bytes if self._schedule.is_cut_freely else self._evenly_cut_bytes
         tensors = by_cut(static, kept)
-        return (tensors + working) * (1 + software.allocator_reserve_fraction.value) + outside
+        reserve = 1 + software.allocator_reserve_fraction.value
+        return tensors * reserve + (working * reserve + outside) / self._room.max()
 
     def _static_bytes(self) -> Array:
         """States of each unit kind, from the bytes of one trainable and one frozen element."""
@@ -169,8 +224,8 @@ class _Group:
         else:
             flying = np.array([in_flight(self._schedule, self._pp, c.num_microbatches) for c in self._choices])
         states, activations = static @ self._counts, kept @ self._counts
-        weights = 1 / (states[:, None] + flying * activations[:, None])
-        weights /= weights.sum(axis=1, keepdims=True)
+        weights = self._room / (states[:, None] + flying * activations[:, None])
+        weights /= weights.sum(axis=1, keepdims=True) * self._room
         # [choices, kinds]: the least that a unit of the kind can add to the weighted sum.
         least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
         return least @ self._counts

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 
 from costmodels.compute import peak_flops_per_s
+from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
@@ -50,9 +52,17 @@ def mesh_section(choice: Choice) -> MeshSection:
     return MeshSection(**asdict(choice.mesh))
 
 
-def pipeline_section(priced: Priced, graph: ModelGraph) -> PipelineSection:
+def group_of_ranks(choice: Choice, table: CostTable) -> tuple[str | None, ...]:
+    """The group of unlike devices of each pipeline rank; None where all count as alike."""
+    each = table.cluster.num_devices // choice.mesh.pp
+    names = [name for name in choice.groups for _ in range(table.groups[name].cluster.num_devices // each)]
+    return tuple(names) or (None,) * choice.mesh.pp
+
+
+def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> PipelineSection:
     """Stages as the modules they hold."""
     choice, starts = priced.choice, priced.starts
+    groups = group_of_ranks(choice, table)
     ends = (*starts[1:], len(graph.units))
     return PipelineSection(
         schedule=choice.schedule,
@@ -64,6 +74,7 @@ def pipeline_section(priced: Priced, graph: ModelGraph) -> PipelineSection:
                 index=index,
                 pp_rank=pp_rank_of_stage(choice.schedule, index, choice.mesh.pp),
                 modules=tuple(m for unit in graph.units[start:end] for m in unit.modules),
+                device_group=groups[pp_rank_of_stage(choice.schedule, index, choice.mesh.pp)],
             )
             for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         ),
@@ -169,9 +180,10 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
         step_time_s=time,
         tokens_per_s_per_gpu=tokens / time / num_devices,
         model_flops_per_gpu_per_s=flops_per_s,
-        mfu=flops_per_s / peak_flops_per_s(cluster.profile.device, training.precision.value),
+        mfu=flops_per_s / mean_peak_flops_per_s(cluster, training.precision.value),
         peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in priced.ledgers),
         memory_capacity_bytes=round(table.capacity_bytes),
+        memory_capacities_bytes=tuple(map(round, priced.capacity_bytes)) if priced.choice.groups else (),
         memory_breakdown_bytes=tuple({n: round(b) for n, b in ledger.rows} for ledger in priced.ledgers),
         breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
         usd_per_step=None if price is None else price.value * num_devices * time / 3600,
@@ -179,6 +191,15 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
         step_time_high_s=None if band is None else time * band.high,
         step_time_coverage=None if band is None else band.coverage,
     )
+
+
+def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
+    """Peak arithmetic of a device, the mean where they differ."""
+    if cluster.mixed is None:
+        return peak_flops_per_s(cluster.profile.device, precision)
+    parts = [group.cluster for group in cluster.mixed.groups]
+    peaks = [peak_flops_per_s(part.profile.device, precision) * part.num_devices for part in parts]
+    return sum(peaks) / cluster.num_devices
 
 
 def candidate(label: str, priced: Priced) -> Candidate:
@@ -193,24 +214,47 @@ def candidate(label: str, priced: Priced) -> Candidate:
         virtual_stages=choice.virtual_stages,
         recompute=choice.recompute,
         sequence_parallel=choice.sequence_parallel,
+        device_groups=choice.groups,
         step_time_s=priced.step_time_s,
         peak_memory_bytes=round(priced.peak_memory_bytes),
         fits=priced.fits,
     )
 
 
-def execution_warnings(choice: Choice, table: CostTable) -> tuple[str, ...]:
+def execution_warnings(choice: Choice, table: CostTable, graph: ModelGraph) -> tuple[str, ...]:
     """What `planner run` would refuse in the plan, and the pin that avoids it."""
     found: list[str] = []
+    between = _reads_between_units(graph)
+    if choice.mesh.pp > 1 and between:
+        found.append(
+            f"planner run cannot cut this model into stages: between its blocks {between[0] or 'its forward'} reads "
+            "values of tensors: pin --pp 1 to train with it"
+        )
     if choice.mesh.cp > 1:
         found.append(
             f"planner run does not execute context parallelism yet (cp={choice.mesh.cp}): pin --cp 1 to train with it"
         )
     if choice.schedule is ScheduleName.ZB_2P:
         found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
+    if choice.groups:
+        each = table.cluster.num_devices // choice.mesh.pp
+        places = enumerate(group_of_ranks(choice, table))
+        ranks = {name: [rank for rank, _ in run] for name, run in groupby(places, key=lambda place: place[1])}
+        order = ", ".join(f"ranks {r[0] * each} to {(r[-1] + 1) * each - 1} on {name}" for name, r in ranks.items())
+        found.append(f"nodes must be started in the order of the pipeline: {order}")
     if table.training.precision.value in ("fp16", "fp8"):
         found.append(f"planner run does not execute {table.training.precision.value} yet: bf16 and fp32 it does")
     return tuple(found)
+
+
+def _reads_between_units(graph: ModelGraph) -> tuple[str, ...]:
+    """Modules that read values of tensors and lie in no module that a stage runs as a whole."""
+    whole = [module for unit in graph.units for module in unit.modules]
+    return tuple(
+        name
+        for name in graph.reads_values
+        if not any(not module or name == module or name.startswith(module + ".") for module in whole)
+    )
 
 
 def layout_text(choice: Choice) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodels.schedule import validate_schedule
+from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.model_graph import ModelGraph
 from planner.parallelism import MeshShape, Offload, Placement, Recompute, Replicate, parse_placement
@@ -42,6 +43,16 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
         virtual_stages=pipeline.virtual_stages,
         recompute=next(iter(modes), Recompute.NONE),
         sequence_parallel=plan.placements.sequence_parallel,
+        groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
+    )
+
+
+def lies_on(choice: Choice, cluster: ClusterSpec) -> bool:
+    """Whether ``cluster`` has the groups of ``choice`` and each holds whole pipeline ranks."""
+    groups = () if cluster.mixed is None else cluster.mixed.groups
+    each = cluster.num_devices // choice.mesh.pp
+    return sorted(choice.groups) == sorted(group.name for group in groups) and all(
+        group.cluster.num_devices % each == 0 for group in groups
     )
 
 

@@ -156,5 +156,5 @@ def probe(table: CostTable, choice: Choice) -> Priced | None:
 
 
 def _price_if_fits(point: Point, starts: tuple[int, ...]) -> Priced | None:
-    peak_bytes = max(ledger.total_bytes for ledger in point.ledgers(starts))
-    return point.price(starts) if peak_bytes <= point.table.capacity_bytes else None
+    needs = zip(point.ledgers(starts), point.capacity_bytes, strict=True)
+    return point.price(starts) if all(ledger.total_bytes <= capacity for ledger, capacity in needs) else None

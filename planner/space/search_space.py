@@ -57,6 +57,7 @@ class Choice(NamedTuple):
     virtual_stages: int
     recompute: Recompute
     sequence_parallel: bool
+    groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
 
     @property
     def is_plain_fsdp(self) -> bool:

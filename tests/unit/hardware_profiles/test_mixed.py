@@ -90,7 +90,7 @@ def test_one_kind_of_device_is_not_mixed(text: str):
 
 def test_a_kind_of_node_may_stand_twice_in_a_list():
     mixed = mixed_cluster("h100:8,h100:16")
-    assert [group.name for group in mixed.groups] == ["h100", "h100#2"]
+    assert [group.name for group in mixed.groups] == ["dgx-h100-80gb", "dgx-h100-80gb#2"]
 
 
 def test_the_number_of_devices_is_the_sum(tmp_path: Path):

@@ -1,0 +1,217 @@
+"""Pipelines over groups of unlike devices: as good as trying everything, never worse than the weakest everywhere."""
+
+import json
+import random
+from dataclasses import astuple, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from hardware_profiles.mixed import cluster_for
+from planner.api import Problem, Request, find_plan, price_plan
+from planner.errors import HardwareError
+from planner.parallelism import Recompute
+from planner.plan.schema import Plan
+from planner.pricing.point import Point
+from planner.render import show_plan
+from planner.solver.bounds import bounds
+from planner.solver.exhaustive import ExhaustiveSolver
+from planner.solver.search import search, visit
+from planner.space.search_space import Pins
+from tests.planning import NO_PINS, graph_of, training_of
+
+A100, H100 = "dgx-a100-80gb", "dgx-h100-80gb"
+MIXED = f"{A100}:8,{H100}:8"
+ROUNDING = 1 + 1e-9
+
+
+@pytest.fixture(autouse=True)
+def traces(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Traces are kept for this session alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@cache
+def mixed_problem(hardware: str, *, model: str = "llama3-8b", batch: int = 64, pins: Pins = NO_PINS) -> Problem:
+    seq_len = 64 if model.endswith("tiny") else 2048
+    return Problem.build(graph_of(model, seq_len), cluster_for(None, hardware), training_of(batch, seq_len), pins)
+
+
+def fastest_s(hardware: str, num_devices: int | None = None) -> float:
+    plan = plan_on(hardware, num_devices)
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+@cache
+def plan_on(hardware: str, num_devices: int | None = None, pins: Pins = NO_PINS) -> Plan:
+    request = Request(
+        "llama3-8b", num_devices, hardware=hardware, seq_len=2048, global_batch_size=64, pins=pins, time_limit_s=60
+    )
+    return find_plan(request).plan
+
+
+# -- what comes out ---------------------------------------------------------------------------------
+
+
+def test_both_kinds_are_faster_than_one_and_slower_than_all_of_the_faster() -> None:
+    mixed = fastest_s(MIXED)
+    assert fastest_s(H100, 16) < mixed < fastest_s(H100, 8)
+
+
+def test_equal_groups_are_one_cluster() -> None:
+    assert fastest_s(f"{H100}:8,{H100}:8") == pytest.approx(fastest_s(H100, 16), rel=1e-3)
+
+
+def test_the_faster_group_gets_more_of_the_model_and_the_plan_says_which_it_is() -> None:
+    plan = plan_on(MIXED)
+    assert plan.search is not None
+    assert plan.search.status == "OPTIMAL"
+    assert plan.hardware == MIXED
+    blocks = {A100: 0, H100: 0}
+    for stage in plan.pipeline.stages:
+        assert stage.device_group is not None
+        blocks[stage.device_group] += sum(module.startswith("layers.") for module in stage.modules)
+    assert blocks[H100] > blocks[A100] > 0
+    assert any("ranks 0 to 7 on" in warning for warning in plan.warnings)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert show_plan(plan)
+
+
+def test_no_pipeline_leaves_what_the_weakest_can_do() -> None:
+    together = plan_on(MIXED, pins=Pins(pp=1))
+    assert together.prediction is not None
+    assert all(stage.device_group is None for stage in together.pipeline.stages)
+    assert together.prediction.step_time_s == pytest.approx(
+        plan_on(A100, 16, Pins(pp=1)).prediction.step_time_s,  # pyright: ignore[reportOptionalMemberAccess]
+        rel=0.02,
+    )
+
+
+def test_the_search_is_never_worse_than_the_weakest_everywhere() -> None:
+    problem = mixed_problem(MIXED)
+    alike = [choice for choice in problem.space.choices if not choice.groups]
+    assert len(alike) < len(problem.space.choices)
+    best = search(problem.table, problem.space.choices, problem.solver).best
+    weakest = search(problem.table, alike, problem.solver).best
+    assert best is not None
+    assert weakest is not None
+    assert best.step_time_s <= weakest.step_time_s * ROUNDING
+
+
+def test_estimate_knows_the_groups(tmp_path: Path) -> None:
+    plan = plan_on(MIXED)
+    again = price_plan(plan).plan
+    assert again.prediction == plan.prediction
+    assert again.pipeline == plan.pipeline
+    alike = price_plan(plan, hardware=A100)
+    assert any("as if all devices were alike" in note for note in alike.notes)
+    assert plan.prediction is not None
+    assert alike.plan.prediction is not None
+    assert alike.plan.prediction.step_time_s > plan.prediction.step_time_s
+
+
+def test_the_sum_of_the_groups_is_the_number_of_gpus() -> None:
+    with pytest.raises(HardwareError, match="8 \\+ 8 = 16 devices, the run is for 24"):
+        find_plan(Request("llama-tiny", 24, hardware=MIXED, global_batch_size=16))
+    with pytest.raises(HardwareError, match="how many devices"):
+        find_plan(Request("llama-tiny", None, hardware=A100, global_batch_size=16))
+
+
+# -- held against trying everything -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hardware", [f"{A100}:2,{H100}:2", f"{H100}:4,{A100}:2", f"{A100}:1,{H100}:2,{A100}:1"])
+def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware: str) -> None:
+    problem = mixed_problem(hardware, model="llama-tiny", batch=12, pins=Pins(recompute=Recompute.NONE, zero=0))
+    num_units = len(problem.table.units.kinds)
+    best_s = float("inf")
+    for choice in (c for c in problem.space.choices if c.groups):
+        point = Point(problem.table, choice)
+        program = point.stage_problem()
+        solution = ExhaustiveSolver().solve_stages(program)
+        found = problem.solver.solve_stages(program)
+        assert (solution is None) == (found is None)
+        if solution is None or found is None:
+            continue
+        assert found.bound_s == pytest.approx(solution.bound_s)
+        for cut in combinations(range(1, num_units), choice.mesh.pp - 1):
+            priced = point.price((0, *cut))
+            assert found.bound_s <= priced.step_time_s * ROUNDING
+        best_s = min(best_s, point.price(found.starts).step_time_s)
+    alike = search(problem.table, [c for c in problem.space.choices if not c.groups], problem.solver).best
+    best = search(problem.table, problem.space.choices, problem.solver).best
+    assert best is not None
+    assert alike is not None
+    assert best.step_time_s == pytest.approx(min(best_s, alike.step_time_s), rel=1e-5)
+
+
+@pytest.mark.parametrize("hardware", [MIXED, f"l40s-x8:8,{H100}:8,dgx-h200:16"])
+def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: str) -> None:
+    problem = mixed_problem(hardware)
+    choices = [choice for choice in problem.space.choices if choice.groups]
+    lower = bounds(problem.table, choices)
+    smallest = problem.table.capacity_bytes
+    for index in random.Random(0).sample(range(len(choices)), 80):
+        point = Point(problem.table, choices[index])
+        cut = visit(problem.table, choices[index], problem.solver, None)
+        for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
+            priced = point.price(starts)
+            filled = max(
+                ledger.total_bytes / room for ledger, room in zip(priced.ledgers, priced.capacity_bytes, strict=True)
+            )
+            assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
+            assert lower.memory_bytes[index] <= filled * smallest * ROUNDING, choices[index]
+            assert sum(astuple(priced.breakdown)) == pytest.approx(priced.step_time_s)
+
+
+# -- what a group brings ----------------------------------------------------------------------------
+
+
+def test_a_small_memory_holds_less_of_the_model() -> None:
+    """44 GiB beside 140 GiB: every rank is held to its own devices, and the larger ones hold more than the smaller."""
+    plan = plan_on("l40s-x8:8,dgx-h200:8")
+    prediction = plan.prediction
+    assert prediction is not None
+    rooms = prediction.memory_capacities_bytes
+    assert len(set(rooms)) == 2
+    assert all(need <= room for need, room in zip(prediction.peak_memory_bytes, rooms, strict=True))
+
+
+def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path) -> None:
+    times: list[float] = []
+    for bandwidth in (400e9, 1e8):
+        quantity = {"value": bandwidth, "tag": "measured", "source": "a test"}
+        document = {
+            "schema_version": 1,
+            "name": "two halls",
+            "groups": [
+                {"name": "old", "hardware": A100, "num_devices": 8},
+                {"name": "new", "hardware": H100, "num_devices": 8},
+            ],
+            "links": [
+                {
+                    "between": ["old", "new"],
+                    "latency_s": {**quantity, "value": 2e-5},
+                    "bandwidth_bytes_per_s": quantity,
+                }
+            ],
+        }
+        path = tmp_path / f"{bandwidth:g}.json"
+        path.write_text(json.dumps(document))
+        times.append(fastest_s(str(path)))
+    assert times[0] * 1.05 < times[1]
+    assert times[0] == pytest.approx(fastest_s(MIXED), rel=0.02)
+
+
+def test_ranks_lie_in_whole_groups() -> None:
+    problem = mixed_problem(f"{A100}:8,{H100}:24")
+    for choice in problem.space.choices:
+        if choice.groups:
+            names = [table.cluster.profile.name for table in problem.table.of_ranks(choice)]
+            assert len(names) == choice.mesh.pp
+            assert names.count(H100) == 3 * names.count(A100)
+            assert len(problem.table.send_s(choice)) == choice.mesh.pp - 1
+            assert replace(choice.mesh, pp=1).world_size == 32 // choice.mesh.pp
