@@ -36,7 +36,7 @@ from planner.graph.tracer.fx_reading import (
     values_of,
 )
 from planner.graph.tracer.measured import measure
-from planner.graph.tracer.program import GRAD_ENABLED, Program
+from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
 _SHAPE_ONLY = frozenset(
@@ -169,7 +169,7 @@ class NodeBuilder:
             }
             self._inherit_stack(graph, node)
             return self._add_nodes(graph.graph, graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
-        if base_name(node)[0] in SCALARS:
+        if base_name(node)[0] in SCALARS and _module_names(node):  # the loss, outside the model, may read what it likes
             self._reads_values.add(self._module_of(node))
         if not values_of(node) or str(getattr(target, "__name__", target)).startswith(_DROPPED):
             return []
@@ -349,11 +349,7 @@ class NodeBuilder:
         return tuple(dict.fromkeys(storage for storage in owners if storage is not None))
 
     def _module_of(self, node: fx.Node) -> str:
-        for name, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-            fqn = name.removeprefix("model").removeprefix(".") if name.split(".")[0] == "model" else ""
-            if fqn in self._module_names:
-                return fqn
-        return ""
+        return next((name for name in reversed(_module_names(node)) if name in self._module_names), "")
 
     def _source_of(self, node: fx.Node) -> str:
         lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
@@ -364,6 +360,12 @@ class NodeBuilder:
         if self._folder and "site-packages/" not in file and Path(file).is_relative_to(self._folder):
             return f"{Path(file).relative_to(self._folder)}:{line}"
         return short_place(file, int(line))
+
+
+def _module_names(node: fx.Node) -> list[str]:
+    """FQNs of the model's modules that ran the operator, outermost first; none for the loss."""
+    stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return [name.removeprefix(MODEL).removeprefix(".") for name in stack if name.split(".")[0] == MODEL]
 
 
 def _bytes_of(call: OpCall, saved: Saved) -> int:

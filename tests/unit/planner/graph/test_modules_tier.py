@@ -185,3 +185,22 @@ def test_gradients_stop_where_they_are_switched_off(tmp_path: Path) -> None:
     square = [node for node in graph.nodes if node.op == "aten.mul.Tensor"]
     assert [node.requires_grad for node in linear] == [False, False]
     assert [node.requires_grad for node in square] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("block", "around", "readers"),
+    [
+        ("return x + self.a(x)", "if x.norm() > 1: x = x / 2", ("",)),
+        ("if x.norm() > 1: x = x / 2\n        return x + self.a(x)", "pass", ("layers.0", "layers.1")),
+        ("return x + self.a(x) * x.mean().item()", "pass", ("layers.0", "layers.1")),
+        ("return x + self.a(x)", "pass", ()),
+    ],
+    ids=["around", "in the blocks", "exported", "none"],
+)
+def test_who_reads_values_is_remembered(block: str, around: str, readers: tuple[str, ...], tmp_path: Path) -> None:
+    code = MODEL.format(init="pass", body=block).replace(
+        "return self.head(x)", f"{around}\n        return self.head(x)"
+    )
+    loss = "\ndef loss_fn(output, batch):\n    loss = output.float().mean()\n    return loss if loss > 0 else -loss\n"
+    assert trace_model(loaded_from_code(code, tmp_path), 2, 16).reads_values == readers
+    assert trace_model(loaded_from_code(code + loss, tmp_path), 2, 16).reads_values == readers

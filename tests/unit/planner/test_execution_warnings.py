@@ -1,0 +1,51 @@
+"""A plan says what `planner run` would refuse of it."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.api import Request, find_plan
+from planner.space.search_space import Pins
+
+MODEL = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        {inside}
+        return x + self.down(self.up(x).relu())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 256)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+            {between}
+        return self.head(x)
+
+def build_model():
+    return Model()
+"""
+READ = "if x.abs().max() > 1e6: x = x / 2"
+CUT = "planner run cannot cut this model into stages"
+
+
+@pytest.mark.parametrize(
+    ("inside", "between", "pp", "is_warned"),
+    [("pass", READ, 2, True), ("pass", READ, 1, False), (READ, "pass", 2, False), ("pass", "pass", 2, False)],
+    ids=["between blocks", "without a pipeline", "inside blocks", "nowhere"],
+)
+def test_values_read_between_blocks(tmp_path: Path, inside: str, between: str, pp: int, *, is_warned: bool) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(inside=inside, between=between))
+    request = Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(pp=pp))
+    warnings = find_plan(request).plan.warnings
+    assert any(warning.startswith(CUT) for warning in warnings) is is_warned
