@@ -95,6 +95,8 @@ class Recipe(_Value):
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     allocator_reserve_fraction: Quantity | None = None  # None: the profile's
+    # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.
+    overflow_s_per_byte: Quantity | None = None  # None: not known
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
 
     def issue_s(self, *, is_sharded: bool) -> float:

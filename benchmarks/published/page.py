@@ -29,8 +29,8 @@ NOT_MODELLED = """## What is not modelled
   millisecond more over each collective of tensor parallelism for every rank of its group. The recipe `nanotron-2025`
   says so, the cause is not known, and no other cluster is expected to do it. Single jobs were slow without a pattern.
 - Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
-  micro-batch. Runs that are predicted above the device's memory and ran all the same (four of the nanotron sweep) took
-  up to six times as long as priced.
+  micro-batch. Only nanotron's recipe has a price for that, from the three runs of its sweep that are predicted above
+  the device's memory and ran all the same, up to six times as slow.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
   GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
 - Sending takes the sender of a pipeline no time, only the receiver waits: interleaved pipelines, which send more, come
@@ -114,7 +114,10 @@ def _bands(names: set[str]) -> str:
         "Each source left out of the fit in turn (`python -m benchmarks.calibrate --held-out --write`); the band",
         "holds the given share of measured over predicted step times of those runs. `planner search` shows the band",
         "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
-        "`benchmarks/results/calibration_published-runs_*.md`.\n",
+        "`benchmarks/results/calibration_published-runs_*.md`. What stays when a source is left out: facts that its",
+        "framework's code and documents say, and the profiles of two clusters whose networks their own runs tell",
+        "(`h100-nanotron-sweep`, `a100-layout-study`). What goes: every fitted parameter, and the slow hosts of the",
+        "nanotron sweep.\n",
         "| recipe | band | share of runs inside | runs |",
         "|---|---|---|---|",
     ]

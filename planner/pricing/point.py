@@ -212,12 +212,14 @@ class Point:
         kinds = [self.table.units.kinds[u] for u in units]
         idle = max(0.0, makespan - busy[slowest])  # rounding may leave less
         parts = self._ranks[slowest].parts
+        ledgers = self.ledgers(starts)
+        overflow_s = m * self._overflow_s(ledgers)
 
         def total(*arrays: np.ndarray) -> float:
             return m * float(sum(array[0][kinds].sum() for array in arrays))
 
         breakdown = Breakdown(
-            compute=total(parts.compute_forward_s, parts.compute_backward_s),
+            compute=total(parts.compute_forward_s, parts.compute_backward_s) + overflow_s,
             recompute=total(parts.recompute_s),
             tensor_parallel=total(parts.tensor_forward_s, parts.tensor_backward_s),
             context_parallel=total(parts.context_forward_s, parts.context_backward_s),
@@ -226,8 +228,16 @@ class Point:
             bubble=idle - min(idle, max(0.0, send_on_path)),
             optimizer=optimizer,
         )
-        step = makespan + data_once + optimizer
-        return Priced(self.choice, starts, step, breakdown, self.ledgers(starts), self.capacity_bytes)
+        step = makespan + overflow_s + data_once + optimizer
+        return Priced(self.choice, starts, step, breakdown, ledgers, self.capacity_bytes)
+
+    def _overflow_s(self, ledgers: tuple[MemoryLedger, ...]) -> float:
+        """What one micro-batch waits for the allocator, where the framework is known to run on in too little memory."""
+        per_byte = self.table.recipe.overflow_s_per_byte
+        if per_byte is None:
+            return 0.0
+        over = max(need.total_bytes - room for need, room in zip(ledgers, self.capacity_bytes, strict=True))
+        return max(0.0, over) * per_byte.value
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.frameworks import recipe_name_of
+from benchmarks.published.machines import cluster_of
+from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, read_runs
-from benchmarks.published.summary import Row, kendall_tau, order_in_group, summarise
+from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
+from costmodels.recipe import load_recipe
 from planner.parallelism import Recompute
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,6 +140,57 @@ def test_a_slow_host_bounds_small_kernels(toy: Run, pricer: RunPricer) -> None:
     bound = replace(pricer, recipes={name: slow}).price(toy).priced.step_time_s
     # 16 micro-batches, 2 blocks a stage: at least some ten kernels each way and block
     assert bound > 8 * 2 * 20 * 1e-3 > pricer.price(toy).priced.step_time_s
+
+
+def test_runs_that_differ_in_one_choice_are_pairs(tmp_path: Path, pricer: RunPricer) -> None:
+    changes: tuple[dict[str, str], ...] = (
+        {"id": "plain", "iteration_time_s": "0.10"},
+        {"id": "again", "iteration_time_s": "0.12"},
+        {"id": "full", "iteration_time_s": "0.13", "recompute": "full"},
+        {"id": "full and larger", "recompute": "full", "micro_batch": "4"},
+        {"id": "plain and much larger", "micro_batch": "8"},
+    )
+    runs = [run for run in read_runs(write(tmp_path / "runs.csv", *changes)) if isinstance(run, Run)]
+    rows = {run.id: row_of(run, pricer.price(run)) for run in runs}
+    pairs = pairs_of(runs, rows)
+    assert [(pair.kind, pair.first, pair.second) for pair in pairs] == [
+        ("recomputation", "plain", "full"),
+        ("micro-batch doubled", "full", "full and larger"),
+    ]
+    recomputed = pairs[0]
+    assert recomputed.measured_ratio == pytest.approx(0.13 / 0.11)  # over the median of both plain runs
+    assert 1.2 < recomputed.predicted_ratio < 1.4  # a forward pass more
+    assert counts_of(pairs)["recomputation"][:2] == (1, 1)
+
+
+def test_the_nanotron_sweep_is_parted_by_its_jobs(toy: Run) -> None:
+    def of_job(number: int, gpu: str = "H100-80GB-SXM") -> Run:
+        words = f"HF Ultra-Scale Playbook: nanotron benchmark sweep; slurm job {number}; TP reduce-scatter"
+        return replace(toy, text=words, hardware=replace(toy.hardware, gpu_type=gpu))
+
+    early, late = of_job(13436292), of_job(14098529)
+    assert (recipe_name_of(early), recipe_name_of(late)) == ("nanotron", "nanotron-2025")
+    assert cluster_of(early).profile.name == "h100-nanotron-sweep-early"
+    assert cluster_of(late).profile.name == "h100-nanotron-sweep"
+    assert cluster_of(of_job(14098529, "A100-80GB-SXM")).profile.name == "dgx-a100-80gb"
+
+
+def test_too_little_memory_costs_time_where_that_is_known(toy: Run, pricer: RunPricer) -> None:
+    text = "nanotron; slurm job 1"
+    large = replace(
+        toy,
+        text=text,
+        layout=replace(toy.layout, micro_batch_size=64, global_batch_size=256),
+        architecture=replace(toy.architecture, seq_len=4096, vocab=131072),
+    )
+    known = pricer.price(large)
+    recipe = load_recipe("nanotron")
+    other = replace(pricer, recipes={"nanotron": recipe.model_copy(update={"overflow_s_per_byte": None})}).price(large)
+    over = known.priced.peak_memory_bytes - known.priced.capacity_bytes[0]
+    assert over > 0
+    assert recipe.overflow_s_per_byte is not None
+    added = known.priced.step_time_s - other.priced.step_time_s
+    assert added == pytest.approx(over * recipe.overflow_s_per_byte.value * known.priced.choice.num_microbatches)
 
 
 def test_kendalls_tau_and_regret() -> None:
