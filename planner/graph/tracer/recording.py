@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._export.utils import _compiling_state_context
 from torch._ops import OpOverload
 from torch._subclasses.schema_check_mode import SchemaCheckMode
@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from planner.graph.tracer.flex_attention import on_any_device, register_flex_attention
 from planner.graph.tracer.frames import user_frame
 from planner.graph.tracer.fx_reading import SCALARS, base_of, storage_of
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
@@ -48,8 +49,10 @@ def run_plainly(overload: OpOverload, args: tuple[object, ...], kwargs: Mapping[
 
 def record_step(step: TrainingStep, batch: Batch, run: Runner = run_plainly) -> Program:
     """Runs ``step`` on ``batch`` and records its operators; raises whatever the model raises."""
+    register_flex_attention(_Recorder)
     recorder = _Recorder(step, batch, run)
     with (
+        on_any_device(),
         torch.compiler.set_stance("force_eager"),
         _compiling_state_context(),
         _modules_watched(step, recorder),
@@ -91,9 +94,10 @@ class _Recorder(SchemaCheckMode):
                 return func(*args, **kwargs)
         return self.run(func, args, kwargs)
 
-    def run(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Runs ``func`` and appends it."""
-        result = self._run(func, args, kwargs)
+    def run(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """Runs ``func`` and appends it; what it calls in turn is not watched, and need not go by way of Python."""
+        with no_python_dispatcher():
+            result = self._run(func, args, kwargs)
         passes_through = not func._schema.is_mutable and id(result) in self._known
         asks_for_values = base_of(func) in SCALARS
         if not passes_through and (asks_for_values or any(map(_is_tensor, tree_leaves(result)))):
@@ -105,9 +109,9 @@ class _Recorder(SchemaCheckMode):
         return Program(self._graph, nn.Module(), self._parameters, self._inputs)
 
     def _append(
-        self, overload: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], result: object
+        self, overload: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
     ) -> None:
-        named = (tree_map(self._named, args), tree_map(self._named, kwargs))
+        named = (tree_map(self._named, args), tree_map(self._named, dict(kwargs)))
         meta = self._place()
         node = self._add(overload, named, result, meta)
         if isinstance(result, torch.Tensor):
@@ -175,7 +179,7 @@ class _Recorder(SchemaCheckMode):
 class _Below(TorchDispatchMode):
     """Hands on operators on plain tensors, below torch.func's transforms and autograd."""
 
-    def __init__(self, run: Callable[[OpOverload, tuple[object, ...], dict[str, object]], object]) -> None:
+    def __init__(self, run: Callable[[OpOverload, tuple[object, ...], Mapping[str, object]], object]) -> None:
         super().__init__()
         self._run = run
 

@@ -204,3 +204,28 @@ def test_who_reads_values_is_remembered(block: str, around: str, readers: tuple[
     loss = "\ndef loss_fn(output, batch):\n    loss = output.float().mean()\n    return loss if loss > 0 else -loss\n"
     assert trace_model(loaded_from_code(code, tmp_path), 2, 16).reads_values == readers
     assert trace_model(loaded_from_code(code + loss, tmp_path), 2, 16).reads_values == readers
+
+
+HEADS = "q, k = self.a(x).view(2, 16, 4, 8).transpose(1, 2), x.view(2, 16, 4, 8).transpose(1, 2)[:, :2]\n        "
+FLEX = (
+    "from torch.nn.attention.flex_attention import create_block_mask, flex_attention\n"
+    "        causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device=x.device)\n"
+    "        y = torch.compile(flex_attention)(q, k, k, block_mask=causal, enable_gqa=True)\n"
+    "        return x + y.transpose(1, 2).reshape(x.shape)"
+)
+FUSED = (
+    "y = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)\n"
+    "        return x + y.transpose(1, 2).reshape(x.shape)"
+)
+
+
+def test_flex_attention_is_attention(tmp_path: Path) -> None:
+    (first := tmp_path / "flex").mkdir()
+    (second := tmp_path / "fused").mkdir()
+    flex, fused = trace_model(toy(HEADS + FLEX, first), 2, 16), trace_model(toy(HEADS + FUSED, second), 2, 16)
+    assert (flex.tier, fused.tier) == ("modules", "export")
+    assert (flex.forward_flops, flex.backward_flops) == (fused.forward_flops, fused.backward_flops)
+    assert flex.saved_activation_bytes == fused.saved_activation_bytes
+    assert [block.count for block in flex.blocks] == [2]
+    attention = [node for node in flex.nodes if node.op_class == "attention"]
+    assert [node.source for node in attention] == ["model.py:28", "model.py:28"]
