@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ LONGEST_TEXT = 2000  # characters: a source is a sentence or two
 LARGEST_COUNT = 1_000_000  # of devices, cores, links or sources of anything in one cluster
 LARGEST_FACTOR = 1000.0  # of oversubscription; a residual spread of e is already no prediction
 MOST_USD_PER_HOUR, MOST_WATTS, MOST_FAILURES_PER_YEAR = 1e4, 1e5, 1e4  # of one device
+# No source can be read later than today. A clock that is behind the profiles shipped with this version is wrong itself.
+SHIPPED = datetime.date(2026, 11, 21)
 REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
 
 
@@ -88,9 +91,12 @@ def _texts_and_counts(value: object, place: str) -> Iterator[str]:
 
 
 def _value_ranges(profile: ClusterProfile) -> Iterator[str]:
+    latest = max(datetime.date.today(), SHIPPED) + datetime.timedelta(days=1)  # it may be tomorrow elsewhere
     for place, quantity in quantities(profile):
         if quantity.value > LARGEST_VALUE:
             yield f"{place}: {quantity.value:g} is above {LARGEST_VALUE:g}; values are in base units (bytes, s, FLOP/s)"
+        if quantity.date is not None and quantity.date > latest:
+            yield f"{place}.date: {quantity.date} is yet to come"
 
 
 def _measured(*known: Quantity) -> bool:

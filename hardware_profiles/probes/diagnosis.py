@@ -48,7 +48,10 @@ def _host_rates(measurement: ClusterMeasurement, hosts: list[HostFacts]) -> Host
 
 
 def _slow_hosts(hosts: list[HostFacts], rates: HostRates) -> tuple[list[str], set[int]]:
-    """Hosts that are slow even with the peer that suits them best. Takes 3 hosts: of two, either may be to blame."""
+    """Hosts that are slow even with the peer that suits them best.
+
+    Takes 3 hosts, of which two are well: with only one that is well, every pair is slow and none stands out.
+    """
     if len(hosts) < 3:
         return [], set()
     lines: list[str] = []
@@ -58,17 +61,22 @@ def _slow_hosts(hosts: list[HostFacts], rates: HostRates) -> tuple[list[str], se
         "receives": [max(rates.get((j, i), 0.0) for j in range(len(hosts)) if j != i) for i in range(len(hosts))],
     }
     for index, host in enumerate(hosts):
-        ways = [way for way, values in best.items() if values[index] < SLOW_HOST * statistics.median(values)]
+        ways = [way for way, values in best.items() if values[index] < SLOW_HOST * _normal(values)]
         if ways:
             blamed.add(index)
             way = ways[0]
             lines.append(
                 f"host {host.label} is slow: it {' and '.join(ways)} at no more than "
-                f"{_rate(best[way][index])} with any other host, where the median host has "
-                f"{_rate(statistics.median(best[way]))}. Look at its cable, port and {host.interface or 'interface'} "
+                f"{_rate(best[way][index])} with any other host, where others reach {_rate(_normal(best[way]))}. "
+                f"Look at its cable, port and {host.interface or 'interface'} "
                 "(negotiated speed, errors, traffic control); until then it holds back every collective"
             )
     return lines, blamed
+
+
+def _normal(values: list[float]) -> float:
+    """What a quarter of the hosts reach: half of them may be slow together, and one fast pair is no measure."""
+    return sorted(values)[3 * (len(values) - 1) // 4]
 
 
 def _asymmetric_pairs(hosts: list[HostFacts], rates: HostRates, blamed: set[int]) -> Iterator[str]:
@@ -125,7 +133,13 @@ def _far_from_nic(hosts: list[HostFacts], rates: HostRates) -> Iterator[str]:
 
 
 def _missing_rdma(hosts: list[HostFacts], rates: HostRates) -> Iterator[str]:
+    others = sum(bool(host.rdma_ports) for host in hosts)
     for index, host in enumerate(hosts):
+        if not host.rdma_ports and others:
+            yield (
+                f"host {host.label} shows no active RDMA port, while {others} of {len(hosts)} hosts do: whatever runs "
+                "with it goes over TCP. Look at `rdma link` or `ibstat`, its driver, and /dev/infiniband in containers"
+            )
         if not host.rdma_ports:
             continue
         if host.settings.get("NCCL_IB_DISABLE", "0") not in ("0", ""):

@@ -196,6 +196,7 @@ def test_profile_for_refuses_counts_that_contradict(num_devices: int, spec: str 
         ("device.memory_bytes.value", "8e10", "valid number"),
         ("device.memory_bytes.source", " ", "control characters"),
         ("device.memory_bytes.date", 0, "valid date"),
+        ("device.memory_bytes.date", "2999-01-01", "2999-01-01 is yet to come"),
         ("device.name", "a\0b", "control characters"),
         ("device.sm_count", -5, "between 1 and 1,000,000"),
         ("device.efficiency.gemm.half_size_flops", {"value": 1e18, "tag": "measured", "source": "x"}, "s more"),

@@ -106,6 +106,7 @@ def test_the_number_of_devices_is_the_sum(tmp_path: Path):
 @pytest.mark.parametrize("text", ["a100-80gb:32,h100:32", "v100-32gb:16,a100-40gb:8,h100:24", "h100:4,a100-80gb:8"])
 def test_together_no_device_is_faster_than_the_weakest(text: str):
     cluster = cluster_for(None, text)
+    assert cluster.mixed is not None
     dtype = "fp16"
     for num_ranks, stride in ((2, 1), (4, 1), (2, 8), (4, 4)):
         placement = GroupPlacement(num_ranks, stride)

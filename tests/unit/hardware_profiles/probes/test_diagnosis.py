@@ -34,6 +34,38 @@ def test_a_host_with_a_fifth_of_the_bandwidth_is_named(num_hosts: int, way: str)
     assert "0.1 Gb/s" in found[0]
 
 
+@pytest.mark.parametrize(("num_hosts", "slow"), [(4, {1, 2}), (5, {0, 4}), (5, {0, 1, 2}), (9, {0, 1, 2, 3, 4, 5})])
+def test_several_slow_hosts_are_each_named(num_hosts: int, slow: set[int]):
+    known = {way: LINK / 5 if slow & {*way} else LINK for way in rates(num_hosts)}
+    found = diagnose(measurement([host(index) for index in range(num_hosts)], pairs=host_pairs(known)))
+    assert len(found) == len(slow)
+    for line, index in zip(found, sorted(slow), strict=True):
+        assert f"host host{index} is slow" in line
+        assert "0.1 Gb/s" in line
+        assert "others reach 0.5 Gb/s" in line
+
+
+def test_one_fast_pair_makes_no_host_slow():
+    """Two hosts that are one machine talk faster than any network."""
+    known = {way: 20 * LINK if {*way} == {3, 4} else LINK for way in rates(8)}
+    assert diagnose(measurement([host(index) for index in range(8)], pairs=host_pairs(known))) == ()
+
+
+def test_where_one_host_alone_is_well_only_the_interfaces_tell():
+    known = dict.fromkeys(permutations(range(3), 2), LINK / 5)
+    assert diagnose(measurement([host(index) for index in range(3)], pairs=host_pairs(known))) == ()
+    hosts = [host(0, shaper_bytes_per_s=LINK), *(host(index, shaper_bytes_per_s=LINK / 5) for index in (1, 2))]
+    found = diagnose(measurement(hosts, pairs=host_pairs(known)))
+    assert [line.split(":")[0] for line in found] == ["host host1 is slow", "host host2 is slow"]
+
+
+def test_a_host_without_the_rdma_that_others_have_is_named():
+    port = RdmaPort(name="mlx5_0", bytes_per_s=LINK)
+    hosts = [host(0, rdma_ports=(port,)), host(1), host(2, rdma_ports=(port,))]
+    (found,) = diagnose(measurement(hosts, pairs=host_pairs(rates(3))))
+    assert "host host1 shows no active RDMA port, while 2 of 3 hosts do" in found
+
+
 def test_of_two_hosts_the_direction_is_named():
     found = diagnose(measurement([host(0), host(1)], pairs=host_pairs({(0, 1): LINK, (1, 0): LINK / 5})))
     assert len(found) == 1
