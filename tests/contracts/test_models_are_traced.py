@@ -225,7 +225,7 @@ CONFIGS: dict[str, dict[str, object]] = {
             "model_type": "clip_vision_model",
             "hidden_size": 32,
             "num_attention_heads": 4,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 6,
             "intermediate_size": 64,
             "image_size": 32,
             "patch_size": 8,
@@ -282,13 +282,13 @@ BLOCKS = {  # how many repeated blocks, by kind in order of execution
     "mamba": [1, 3],  # the residual stream becomes float32 in the first
     "mamba2": [1, 3],
     "dense and sparse layers in turn": [3, 3],
-    "vision tower and language model": [2, 1, 4],  # the last layer of the tower is not used
+    "vision tower and language model": [5, 1, 4],  # the last layer of the tower is not used
     "two towers": [3, 4],
     "resnet": [1, 2, 1, 3],  # the first of each stage changes the size
 }
 
 IDLE = {  # parameters without gradient: Llava takes the features of the layer before the last
-    "vision tower and language model": "the first is model.vision_tower.encoder.layers.2",
+    "vision tower and language model": "the first is model.vision_tower.encoder.layers.5",
 }
 
 

@@ -24,7 +24,7 @@ from planner.graph.model_graph import ModelGraph, Node, Parameter
 from planner.graph.tracer.assumptions import Assumptions, trace_with_guesses
 from planner.graph.tracer.export import export_step, quiet
 from planner.graph.tracer.failure import Failure, TraceStoppedError
-from planner.graph.tracer.folding import find_folds, shortened, unfold
+from planner.graph.tracer.folding import Fold, find_folds, shortened, unfold
 from planner.graph.tracer.nodes import NodeBuilder
 from planner.graph.tracer.program import Program
 from planner.graph.tracer.recording import record_step
@@ -71,11 +71,11 @@ def trace_model(
     sizes = Sizes(batch_size, seq_len, dtype)
     ways: dict[Tier, tuple[Callable[[], Traced], ...]] = {
         "export": (
-            lambda: _trace(loaded, on_meta(loaded, sizes), export_step),
-            lambda: _trace(loaded, on_fake_cpu(loaded, sizes), export_step),
+            lambda: _trace(loaded, lambda: (on_meta(loaded, sizes), export_step)),
+            lambda: _trace(loaded, lambda: (on_fake_cpu(loaded, sizes), export_step)),
         ),
         "modules": (
-            lambda: _trace(loaded, on_meta(loaded, sizes), _watch),
+            lambda: _trace(loaded, lambda: (on_meta(loaded, sizes), _watch)),
             lambda: _trace_with_values(loaded, sizes),
         ),
     }
@@ -134,14 +134,17 @@ def _trace_with_values(loaded: LoadedModel, sizes: Sizes) -> Traced:
     """As if on the CPU, with what is known or assumed of values; each guess of a branch is another trace."""
 
     def trace(assumptions: Assumptions) -> Traced:
-        valued = on_valued_cpu(loaded, sizes)
-        assumptions.know(valued.known)
+        def prepared() -> tuple[StandIn, Run]:
+            valued = on_valued_cpu(loaded, sizes)
+            assumptions.know(valued.known)
 
-        def run(step: TrainingStep, stand_in: StandIn) -> Program:
-            with valued.mode, torch.device(stand_in.device), assumptions.answering():
-                return record_step(step, stand_in.batch, assumptions.run)
+            def run(step: TrainingStep, stand_in: StandIn) -> Program:
+                with valued.mode, torch.device(stand_in.device), assumptions.answering():
+                    return record_step(step, stand_in.batch, assumptions.run)
 
-        return _trace(loaded, valued.stand_in, run)
+            return valued.stand_in, run
+
+        return _trace(loaded, prepared)
 
     traced, notes = trace_with_guesses(trace, lambda traced: _work(traced.nodes))
     return replace(traced, assumed=notes)
@@ -152,8 +155,16 @@ def _work(nodes: tuple[Node, ...]) -> tuple[int, int]:
     return sum(n.flops + n.backward_flops for n in nodes), sum(n.bytes_read + n.bytes_written for n in nodes)
 
 
-def _trace(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
-    return _folded(loaded, stand_in, run) or _whole(loaded, stand_in, run)
+def _trace(loaded: LoadedModel, prepared: Callable[[], tuple[StandIn, Run]]) -> Traced:
+    """Block by distinct block where that works; else whole, with a new stand-in: the first may remember what it ran."""
+    stand_in, run = prepared()
+    folds = find_folds(stand_in.model)
+    folded = _folded(loaded, stand_in, folds, run) if folds else None
+    if folded is not None:
+        return folded
+    if folds:
+        stand_in, run = prepared()
+    return _whole(loaded, stand_in, run)
 
 
 def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
@@ -175,11 +186,8 @@ def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
     return Traced(builder.nodes(), builder.edges(), parameters, builder.warnings(), builder.reads_values())
 
 
-def _folded(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced | None:
+def _folded(loaded: LoadedModel, stand_in: StandIn, folds: tuple[Fold, ...], run: Run) -> Traced | None:
     """The nodes of the model from a trace of its distinct blocks; None where it does not fold."""
-    folds = find_folds(stand_in.model)
-    if not folds:
-        return None
     try:
         with shortened(stand_in.model, folds):
             traced = _whole(loaded, stand_in, run)
