@@ -16,7 +16,14 @@ from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, se
 from planner.executor.recompute import apply_recompute
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
-from planner.executor.stage_split import StageProgram, TiedParameter, check_stage_modules, split_trace, tied_parameters
+from planner.executor.stage_split import (
+    StageProgram,
+    TiedParameter,
+    check_stage_modules,
+    keep_unused,
+    split_trace,
+    tied_parameters,
+)
 from planner.executor.stage_trace import TensorMeta, trace_forward, trace_real_forward
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
@@ -136,7 +143,7 @@ def _programs(
         raise
     except Exception:  # whatever the user's code raises without values
         trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
-    programs = split_trace(module, trace, stages)
+    programs = keep_unused(module, split_trace(module, trace, stages))
     return programs, tied_parameters(module, programs)
 
 

@@ -8,7 +8,7 @@ masks) is repeated on every stage that needs it, and nothing of it is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -64,22 +64,27 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
 
 
 def tied_parameters(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[TiedParameter, ...]:
-    """Tensors that several stages hold. PlanError where a parameter is on no stage at all."""
+    """Tensors that several stages hold."""
+    holders = _holders(module, programs)
+    return tuple(TiedParameter(stages) for stages in holders.values() if len(stages) > 1)
+
+
+def keep_unused(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
+    """Parameters that nothing uses, of modules that stages share, are on the first stage: a checkpoint has them."""
+    held = _holders(module, programs)
+    unused = {fqn for fqn, parameter in module.named_parameters() if parameter not in held}
+    first, *others = programs
+    return (replace(first, states=first.states | unused), *others)
+
+
+def _holders(module: nn.Module, programs: Sequence[StageProgram]) -> dict[nn.Parameter, dict[int, str]]:
+    """Each parameter's FQN on the stages that hold it."""
     holders: dict[nn.Parameter, dict[int, str]] = {}
-    homeless: list[str] = []
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         stages = {p.index for p in programs if fqn in p.states or any(inside(fqn, name) for name in p.modules)}
         for stage in stages:
             holders.setdefault(parameter, {}).setdefault(stage, fqn)
-    for fqn, parameter in module.named_parameters():
-        if parameter not in holders:
-            homeless.append(fqn)
-    if homeless:
-        raise PlanError(
-            f"{len(homeless)} parameters are on no pipeline stage: {', '.join(homeless[:5])}",
-            hint="list their modules in pipeline.stages[].modules",
-        )
-    return tuple(TiedParameter(stages) for stages in holders.values() if len(stages) > 1)
+    return holders
 
 
 def inside(fqn: str, module: str) -> bool:
