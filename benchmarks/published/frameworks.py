@@ -14,10 +14,12 @@ RECIPE_OF_WORDS = (
     ("composer", "fsdp-llm-foundry"),
     ("fms-fsdp", "fsdp-compiled"),
     ("internevo", "internevo"),
-    ("nemo", "nemo"),
-    ("megatron-bridge", "nemo"),
-    ("megatron-core", "megatron-core"),
-    ("transformer engine", "megatron-core"),
+    ("comm overlap off", "megatron-core"),
+    ("megatron-core", "megatron-core-overlap"),
+    ("megatron core", "megatron-core-overlap"),
+    ("nemo", "megatron-core-overlap"),
+    ("megatron-bridge", "megatron-core-overlap"),
+    ("transformer engine", "megatron-core-overlap"),
     ("parallelization layouts", "megatron-layouts-2023"),
     ("megatron-deepspeed", "megatron-deepspeed"),
     ("bigscience", "megatron-deepspeed"),
@@ -28,9 +30,11 @@ RECIPE_OF_WORDS = (
 )
 # Megatron's own generations by the year in the source's title, where nothing more is said.
 MEGATRON_GENERATIONS = ((2021, "megatron-lm-2020"), (2023, "megatron-lm-2022"))
-NEWEST_MEGATRON = "megatron-core"
+NEWEST_MEGATRON = "megatron-core-overlap"
 # Jobs of the nanotron sweep from this number on ran in early 2025; no earlier one has a pipeline.
 JOB_OF_2025 = 14_000_000
+# GPUs on which cuDNN's attention is faster than the kernel that the profile's efficiency is of.
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 # Names that sources give to attention kernels.
 KERNEL_OF_WORDS = (
     ("flash_attention2", "flash2"),
@@ -67,4 +71,6 @@ def attention_name_of(run: Run, recipe: Recipe) -> str:
     uses_flash = recipe.uses_flash if run.flash_attention is None else run.flash_attention
     if named is not None and (run.flash_attention is None or attention_kernel(named).is_fused == uses_flash):
         return named
+    if uses_flash and recipe.flash_kernel == "cudnn" and not run.hardware.gpu_type.upper().startswith(HOPPER):
+        return "flash2"
     return recipe.flash_kernel if uses_flash else recipe.plain_kernel

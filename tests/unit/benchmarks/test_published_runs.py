@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.frameworks import recipe_name_of
+from benchmarks.published.frameworks import attention_name_of, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
@@ -173,6 +173,22 @@ def test_the_nanotron_sweep_is_parted_by_its_jobs(toy: Run) -> None:
     assert cluster_of(early).profile.name == "h100-nanotron-sweep-early"
     assert cluster_of(late).profile.name == "h100-nanotron-sweep"
     assert cluster_of(of_job(14098529, "A100-80GB-SXM")).profile.name == "dgx-a100-80gb"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "recipe", "kernel"),
+    [
+        ("NVIDIA NeMo performance summary", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
+        ("NVIDIA NeMo performance summary", "A100-80GB-SXM", "megatron-core-overlap", "flash2"),
+        ("measured; Megatron-Core, comm overlap off", "B200-180GB-SXM", "megatron-core", "flash2"),
+        ("Megatron-LM weak scaling 2024", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
+        ("Megatron-LM weak scaling 2021", "A100-80GB-SXM", "megatron-lm-2020", "flash1"),
+    ],
+)
+def test_generations_of_megatron(toy: Run, words: str, gpu: str, recipe: str, kernel: str) -> None:
+    run = replace(toy, source=words, text=words, hardware=replace(toy.hardware, gpu_type=gpu))
+    name = recipe_name_of(run)
+    assert (name, attention_name_of(run, load_recipe(name))) == (recipe, kernel)
 
 
 def test_too_little_memory_costs_time_where_that_is_known(toy: Run, pricer: RunPricer) -> None:
