@@ -17,7 +17,7 @@ from tests.fixtures.routed import Routed
 SEQ_LEN = 16
 VOCAB = 256
 NUM_LAYERS = 4
-NUM_EXPERTS = 24  # a micro-batch has too few tokens for them: some get none
+NUM_EXPERTS = 12  # of 16 tokens with two each some get none
 
 
 @dataclass(frozen=True)
