@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +68,7 @@ class LoadedModel:
     build: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Batch]  # (batch_size, seq_len) -> inputs of the module
     loss_fn: Callable[[object, Batch], torch.Tensor]
+    left_out: str | None = None  # what the published model has and this one has not
     stands_for: str | None = None  # set where this is not the model itself but one of the same sizes: why
 
 
@@ -174,7 +175,9 @@ def token_inputs(batch_size: int, seq_len: int) -> Batch:
 
 def _load_preset(source: ModelSource) -> LoadedModel:
     config = _family_config(source)
-    return _load_family(source, config, _family_digest(config))
+    preset = find_preset(source.name) if source.path is None else None
+    loaded = _load_family(source, config, _family_digest(config))
+    return replace(loaded, left_out=preset.left_out if preset else None)
 
 
 def _family_config(source: ModelSource) -> FamilyConfig:
@@ -242,8 +245,10 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         if family is None:
             raise
         return _load_family(source, family, _huggingface_digest(content), stands_for=error.message)
+    num_predicting = content.get("num_nextn_predict_layers")
     return LoadedModel(
         source=source,
+        left_out=f"{num_predicting} layers of multi-token prediction" if num_predicting else None,
         digest=_huggingface_digest(content),
         default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
         vocab_size=model.vocab_size,

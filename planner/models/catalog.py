@@ -19,6 +19,7 @@ class Preset(BaseModel):
     name: str
     source: Annotated[str, Field(min_length=1)]  # where the shape stands
     config: FamilyConfig
+    left_out: str | None = None  # of the published model, said with every trace
 
 
 def list_presets() -> tuple[Preset, ...]:

@@ -100,6 +100,7 @@ def trace_whole(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str =
 
 def _graph(loaded: LoadedModel, sizes: Sizes, tier: Tier, traced: Traced) -> ModelGraph:
     notices = (f"{loaded.stands_for}; planned for a generic model of the same sizes",) if loaded.stands_for else ()
+    notices += (f"{loaded.source.name} is traced without {loaded.left_out}",) if loaded.left_out else ()
     kind = "config" if loaded.stands_for else tier
     header = GraphHeader(loaded.source.name, loaded.digest, kind, sizes.batch_size, sizes.seq_len, sizes.dtype)
     warnings = (*notices, *traced.assumed, *traced.warnings)

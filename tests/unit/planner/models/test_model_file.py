@@ -209,3 +209,15 @@ def test_global_state_is_as_before(tmp_path: Path) -> None:
     trace_model(load(write(tmp_path, MODEL)), 1, 8)
     assert (list(sys.path), torch.get_default_dtype(), torch.get_default_device()) == before[:3]
     assert signal.getsignal(signal.SIGALRM) == before[3]
+
+
+def test_what_is_left_out_of_a_published_model_is_said(tmp_path: Path) -> None:
+    assert "multi-token prediction" in (load("deepseek-v3").left_out or "")
+    config = (
+        '{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1, '
+        '"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, '
+        '"intermediate_size": 32, "first_k_dense_replace": 2, "vocab_size": 32, "q_lora_rank": 8, "kv_lora_rank": 8, '
+        '"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}'
+    )
+    graph = trace_model(load(write(tmp_path, config, "config.json")), 1, 8)
+    assert [w for w in graph.warnings if "without 1 layers of multi-token prediction" in w]
