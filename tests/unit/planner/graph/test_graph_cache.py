@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.api import Request, find_plan
 from planner.graph import graph_cache
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.tracing import TraceRequest
 from planner.model_file import resolve_model
 from planner.parallelism import Precision
+from planner.space.search_space import Pins
 from tests.unit.planner.graph.traced import ROOT
 
 REQUEST = TraceRequest(resolve_model("gpt-tiny"), 2, 32, Precision.BF16)
@@ -130,3 +132,17 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     assert default_folder() == tmp_path / "planner" / "graphs"
     monkeypatch.setenv("PLANNER_CACHE", "off")
     assert default_folder() is None
+
+
+def test_one_trace_serves_all_micro_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A scan over micro-batches scales one graph; another sequence length is another trace."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PLANNER_CACHE", raising=False)
+    found = [
+        find_plan(
+            Request("gpt-tiny", 1, "dgx-a100-80gb", seq_len=seq_len, global_batch_size=8, pins=Pins(micro_batch=m))
+        )
+        for seq_len, m in ((32, 1), (32, 2), (32, 8), (64, 8))
+    ]
+    assert [answer.plan.pipeline.micro_batch_size for answer in found] == [1, 2, 8, 8]
+    assert len(entries(tmp_path / "planner" / "graphs")) == 2
