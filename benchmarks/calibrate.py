@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
 
@@ -27,7 +28,7 @@ from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import recipe_name_of
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
-from benchmarks.published.summary import memory_as_measured
+from benchmarks.published.summary import MIN_GROUP_ROWS, memory_as_measured
 from costmodels.recipe import Recipe, list_recipes, load_recipe
 from planner.errors import PlannerError
 
@@ -61,6 +62,7 @@ TELLING = 1.3  # rows that get no worse when a parameter changes by this factor,
 COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
 SPREAD = 101  # quantiles that stand for one source
 Values = Mapping[str, float]
+HeldOut = Mapping[str, Sequence[tuple[Run, float]]]  # of each source: its runs and log(predicted / measured)
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,9 @@ def report(
 
 def report_held_out(
     fits: Mapping[tuple[str, ...], Fit], families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer
-) -> dict[str, list[float]]:
-    """log(predicted / measured) of each source's runs under parameters that never saw that source."""
-    found: dict[str, list[float]] = {}
+) -> HeldOut:
+    """The errors of each source's runs under parameters that never saw that source."""
+    found: dict[str, list[tuple[Run, float]]] = {}
     for source in sorted({run.source for rows in families.values() for run in rows}):
         others = [f for f in fits.values() if set(f.sources) != {source}]
         middle = {name: _middle(name, others) for name in PARAMETERS}
@@ -237,13 +239,15 @@ def report_held_out(
             rest = [run for run in rows if run.source != source]
             if held:
                 values = fit(names, rest, pricer, middle).values if rest else middle
-                found[source] += errors(names, held, values, pricer)
-        relative = [math.exp(e) - 1 for e in found[source]]
+                found[source] += zip(held, errors(names, held, values, pricer), strict=True)
+        relative = [math.exp(e) - 1 for _, e in found[source]]
         print(f"  left out {_mape(relative):6.1%}  bias {fmean(relative):+6.1%}  {source}", flush=True)
-    every = [math.exp(e) - 1 for errors_of in found.values() for e in errors_of]
+    every = [math.exp(e) - 1 for errors_of in found.values() for _, e in errors_of]
     print(
         f"leave one source out: MAPE {_mape(every):.1%}, median {median(map(abs, every)):.1%}, bias {fmean(every):+.1%}"
     )
+    spread, groups = layout_error(found)
+    print(f"between two layouts: {spread:.1%} (median over {groups} groups of runs that differ in layout alone)")
     return found
 
 
@@ -257,7 +261,19 @@ def _middle(name: str, fits: Sequence[Fit]) -> float:
     return geometric_mean(told) if told else neutral
 
 
-def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequence[float]]) -> None:
+def layout_error(held_out: HeldOut) -> tuple[float, int]:
+    """How far two layouts' measured ratio lies from the predicted one, and the number of groups this is the median of.
+
+    Of each group of runs that differ in layout alone the median over its pairs, each group counting alike.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for run, error in (pair for pairs in held_out.values() for pair in pairs):
+        groups[run.group].append(error)
+    large = [found for found in groups.values() if len(found) >= MIN_GROUP_ROWS]
+    return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large), len(large)
+
+
+def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: HeldOut) -> None:
     """The band of each recipe from the held-out residuals of its sources; of recipes without runs from all of them.
 
     Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
@@ -265,7 +281,7 @@ def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequ
     of_names = {name: found.sources for found in fits.values() for name in found.names}
     for name in list_recipes():
         sources = of_names.get(name, tuple(held_out))
-        ratios = sorted(ratio for source in sources for ratio in _spread([math.exp(-e) for e in held_out[source]]))
+        ratios = sorted(ratio for source in sources for ratio in _spread([math.exp(-e) for _, e in held_out[source]]))
         tail = (1 - COVERAGE) / 2
         low, high = (ratios[round(share * (len(ratios) - 1))] for share in (tail, 1 - tail))
         path = RECIPES / f"{name}.json"
@@ -276,6 +292,7 @@ def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: Mapping[str, Sequ
             "coverage": COVERAGE,
             "num_runs": sum(len(held_out[source]) for source in sources),
             "source": f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}",
+            "between_layouts": round(layout_error(held_out)[0], 3),
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -57,6 +57,8 @@ class ErrorBand(_Value):
     coverage: Annotated[float, Field(gt=0, lt=1)]  # share of the runs inside
     num_runs: Annotated[int, Field(ge=1)]
     source: Annotated[str, Field(min_length=1)]
+    # Median over groups of runs that differ in layout alone: how far measured ratios of two lie from predicted ones.
+    between_layouts: Annotated[float, Field(gt=0)] | None = None
 
 
 class Recipe(_Value):
@@ -92,6 +94,7 @@ class Recipe(_Value):
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.
     split_retains_graph: bool = False
+    split_host_factor: Quantity | None = None  # host time of both halves over that of a whole backward pass; None: 1
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     allocator_reserve_fraction: Quantity | None = None  # None: the profile's

@@ -17,7 +17,7 @@ from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
-from planner.parallelism import Optimizer, Placement, Precision
+from planner.parallelism import Optimizer, Placement, Precision, Preference
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.cost_table import CostTable
 from planner.pricing.operator_time import PricingTarget
@@ -29,6 +29,7 @@ from planner.solver import decode, existing
 from planner.solver.base import StageSolver
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, search
 from planner.space.device_groups import over_groups
 from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
@@ -56,6 +57,7 @@ class Request:
     pins: Pins = NO_PINS
     time_limit_s: float | None = None
     num_runners_up: int = 5
+    prefer: Preference = Preference.SIMPLE
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     if outcome.best is None:
         raise no_plan(problem, outcome)
     baseline = search(problem.table, problem.baseline_choices, problem.solver)
+    outcome = problem.preferred(outcome, baseline, request.prefer)
     return Answer(problem.plan(outcome, baseline, request.num_runners_up), tuple(notes), outcome.interrupted)
 
 
@@ -121,6 +124,23 @@ class Problem:
         table = build_table(target, training, shardings, (*space.choices, *baseline))
         return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
+    def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
+        """``outcome`` with a simpler point as its best, where one is predicted alike; never slower than plain FSDP."""
+        assert outcome.best is not None
+        tie = tie_share(self.table.recipe)
+        if preference is Preference.FASTEST or not outcome.is_exhausted or tie == 0:
+            return outcome
+        limit_s = outcome.best.step_time_s * (1 + tie)
+        if baseline.best is not None:
+            limit_s = min(limit_s, baseline.best.step_time_s)
+        found = simplest(self.table, outcome, limit_s, self.solver)
+        if found is None:
+            return outcome
+        others = [priced for priced in outcome.ranking if priced.choice != found.choice]
+        return replace(
+            outcome, best=found, ranking=tuple(sorted([*others, found], key=lambda priced: priced.step_time_s))
+        )
+
     def plan(self, outcome: Outcome, baseline: Outcome, num_runners_up: int) -> Plan:
         """The plan of the best point, with the runners-up and the plain FSDP baseline beside it."""
         assert outcome.best is not None
@@ -128,7 +148,9 @@ class Problem:
         runners = [p for p in outcome.ranking if p.choice != best.choice][:num_runners_up]
         reference = self.closest_baseline(baseline)
         is_proved = outcome.is_exhausted and all(s.is_proved for kinds in self.shardings.values() for s in kinds)
-        bound = best.step_time_s if is_proved else min(outcome.bound_s, best.step_time_s)
+        fastest = best if outcome.ranking[0].choice == best.choice else self.reprice(outcome.ranking[0])
+        bound = min(best.step_time_s, fastest.step_time_s if is_proved else outcome.bound_s)
+        band = self.table.recipe.error_band
         return self.describe(best).model_copy(
             update={
                 "search": SearchSection(
@@ -137,6 +159,8 @@ class Problem:
                     gap=(best.step_time_s - bound) / best.step_time_s,
                     num_candidates=outcome.num_candidates,
                     elapsed_s=outcome.elapsed_s,
+                    error_between_layouts=None if band is None else band.between_layouts,
+                    preferred_within=0.0 if fastest is best else tie_share(self.table.recipe),
                     baseline=None if reference is None else decode.candidate("plain FSDP", reference),
                     runners_up=tuple(decode.candidate(f"#{i + 2}", p) for i, p in enumerate(runners)),
                 )

@@ -86,6 +86,13 @@ class Optimizer(StrEnum):
     SGD = "sgd"
 
 
+class Preference(StrEnum):
+    """What is taken of plans that are predicted alike."""
+
+    SIMPLE = "simple"
+    FASTEST = "fastest"
+
+
 class ScheduleName(StrEnum):
     """Pipeline schedules, named as torch.distributed.pipelining names them."""
 

@@ -215,7 +215,14 @@ def _proof(plan: Plan) -> Text:
     assert search is not None
     text = Text()
     text.append(search.status, style="bold green" if search.status == "OPTIMAL" else "bold yellow")
-    if search.status == "OPTIMAL":
+    if search.preferred_within > 0 and search.error_between_layouts is not None and search.runners_up:
+        text.append(
+            f": of {search.num_candidates:,} layouts {search.runners_up[0].label} is fastest within the cost model, "
+            f"by {search.gap:.1%}. This one is simpler, and so close their order is not told: between layouts, "
+            f"predictions are off by {search.error_between_layouts:.1%} on published runs (--prefer fastest takes the "
+            "other)"
+        )
+    elif search.status == "OPTIMAL":
         text.append(f": none of {search.num_candidates:,} layouts is faster within the cost model")
     else:
         text.append(

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from planner.cli.options import AsJson, Hardware
-from planner.parallelism import Offload, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Offload, Optimizer, Precision, Preference, Recompute, ScheduleName
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, show_plan
@@ -55,6 +55,9 @@ def search(  # over 6 arguments: one for each option of the command line
     objective: Annotated[
         Objective, typer.Option(help="What to minimise; the same on a fixed number of equal GPUs.")
     ] = Objective.TIME,
+    prefer: Annotated[
+        Preference, typer.Option(help="Of plans that are predicted alike (within 1 %): the simplest, or the fastest.")
+    ] = Preference.SIMPLE,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds; the best plan so far is kept.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
@@ -101,6 +104,7 @@ def search(  # over 6 arguments: one for each option of the command line
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
+        prefer=prefer,
     )  # fmt: skip
     check_folder(output)
     answer = _find(request)

@@ -170,6 +170,8 @@ class SearchSection(_Value):
     gap: float
     num_candidates: int
     elapsed_s: float
+    error_between_layouts: float | None = None  # of predicted ratios of two layouts' times, on published runs
+    preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
 

@@ -96,6 +96,8 @@ def unit_costs(
     }[mode]
     kept = memory.kept(mode)
     weights = weight_gradients(nodes, target, sharded, scale=scale)
+    factor = target.recipe.split_host_factor
+    split_host_s = _host_s(nodes, target, sharded, backward=True) * (1.0 if factor is None else factor.value)
     return UnitCosts(
         forward_s=forward,
         backward_s=backward,
@@ -108,7 +110,7 @@ def unit_costs(
         working_bytes=memory.kept(Recompute.NONE) - kept + memory.largest_gradient(),
         boundary_bytes=sum(memory.local_bytes(graph.nodes[i]) for i in unit.boundary),
         weight_gradient_s=weights.share * backward,
-        split_extra_s=weights.repeated_s,
+        split_extra_s=max(backward + weights.repeated_s, split_host_s - communication[True]) - backward,
         waiting_bytes=weights.gradient_bytes - memory.freed_early(weights.last_node),
     )
 

@@ -17,12 +17,15 @@ from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Point, Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
+from planner.space.complexity import complexity
 from planner.space.search_space import Choice
 
 # Points cut evenly before the search proper, so that it starts with a good cut-off.
 NUM_PROBES = 40
 # A point counts as better only by more than this share: below it the simpler one stays.
 TOLERANCE = 1e-6
+# Points that may be no more than so much slower than the best are named in the outcome.
+NEAR = 0.01
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -38,15 +41,9 @@ class Outcome:
     interrupted: bool
     num_candidates: int
     num_visited: int
+    near: tuple[tuple[Choice, float], ...]  # points whose bound is at most NEAR above the best price, and that bound
     closest: Choice | None  # where nothing fits: the point of least memory
     elapsed_s: float
-
-
-def complexity(choice: Choice) -> tuple[int, ...]:
-    """What makes a plan harder to run and to understand, most important first; smaller is simpler."""
-    mesh = choice.mesh
-    axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.tp))
-    return (axes, mesh.pp, mesh.cp, mesh.tp, choice.virtual_stages, choice.zero_stage, mesh.dp_replicate)
 
 
 class _Best:
@@ -127,8 +124,10 @@ def search(
         exhausted, interrupted = False, True
     exhausted = exhausted and (unproved_s == float("inf") or best.beats(unproved_s))
     bound_s = min(bound_s, unproved_s)
+    reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
     return Outcome(
         best=best.best,
+        near=tuple((listed[i], float(lower.step_time_s[i])) for i in order if lower.step_time_s[i] <= reach_s),
         ranking=best.ranking(),
         bound_s=best.time_s if exhausted and best.time_s is not None else bound_s,
         is_exhausted=exhausted,

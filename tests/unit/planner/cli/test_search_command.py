@@ -64,7 +64,7 @@ def test_search_shows_a_table_and_talks_on_stderr(run: Run) -> None:
 
 def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    code, out, err = run(*TINY, "--json", "-o", file)
+    code, out, err = run(*TINY, "--prefer", "fastest", "--json", "-o", file)
     assert code == 0
     plan = Plan.model_validate_json(out)
     assert Plan.model_validate_json(file.read_text()) == plan

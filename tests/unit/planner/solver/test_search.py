@@ -79,7 +79,7 @@ def test_no_time_at_all_finds_nothing_and_claims_nothing() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
-    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
+    problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(pp=4))
 
     def interrupt(visited: int, _bound_s: float, _best_s: float | None) -> None:
         if visited == 2:

@@ -1,0 +1,54 @@
+"""Which of nearly equal plans is taken: the simplest whose predicted time cannot be told from the fastest.
+
+Errors of plans of one model on one machine go together, but not wholly: between two published runs that differ in
+layout alone, the ratio of the predicted times is off by ``between_layouts`` (in the recipe's error band, measured by
+benchmarks/calibrate.py). That is several per cent, and a plan so much slower is not given away for simplicity; but
+within MOST_TIE the predicted order says nothing: of the pairs of published runs that are predicted so close, no more
+than half come out in that order. ``space.complexity`` says what simple is.
+"""
+
+from __future__ import annotations
+
+import time
+
+from costmodels.recipe import Recipe
+from planner.pricing.cost_table import CostTable
+from planner.pricing.point import Priced
+from planner.solver.base import StageSolver, UnprovedError
+from planner.solver.search import NEAR, Outcome, visit
+from planner.space.complexity import complexity
+
+MOST_TIE = NEAR
+# Simpler points that are looked at, and for how long; beyond that the fastest stays.
+MOST_VISITS, MOST_SECONDS = 200, 3.0
+
+
+def tie_share(recipe: Recipe) -> float:
+    """How much slower than the fastest a simpler plan may be predicted; 0 where the error was never measured."""
+    band = recipe.error_band
+    return 0.0 if band is None or band.between_layouts is None else min(MOST_TIE, band.between_layouts)
+
+
+def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSolver) -> Priced | None:
+    """The simplest point that fits and takes at most ``limit_s``; among equally simple ones the fastest.
+
+    None where nothing that is simpler than the fastest point is so fast.
+    """
+    assert outcome.best is not None
+    most = complexity(outcome.best.choice)
+    simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)
+    best: Priced | None = None
+    began = time.monotonic()
+    for number, bound_s, choice in simpler[:MOST_VISITS]:
+        is_worse = best is not None and number > complexity(best.choice)
+        if is_worse or time.monotonic() - began > MOST_SECONDS:
+            break
+        if bound_s > (limit_s if best is None else best.step_time_s):
+            continue
+        try:
+            priced = visit(table, choice, solver, None)
+        except UnprovedError:
+            continue
+        if priced is not None and priced.step_time_s <= (limit_s if best is None else best.step_time_s):
+            best = priced
+    return best

@@ -1,0 +1,32 @@
+"""What makes a layout harder to run and to understand, most important first:
+
+1. axes of the device mesh in use besides sharded data parallelism: a pipeline, replicas of shards, context, tensor;
+2. degrees of pipeline, context and tensor parallelism;
+3. stages a rank;
+4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``ScheduleName``;
+5. recomputation;
+6. the ZeRO stage, where 3, FSDP's own, is the plainest;
+7. replicas of shards, and sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from planner.parallelism import Recompute, ScheduleName
+from planner.space.search_space import Choice
+
+
+def complexity(choice: Choice) -> tuple[int, ...]:
+    """The list above as numbers; smaller is simpler."""
+    mesh = choice.mesh
+    return (
+        sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.tp)),
+        mesh.pp,
+        mesh.cp,
+        mesh.tp,
+        choice.virtual_stages,
+        0 if choice.schedule is ScheduleName.ONE_F_ONE_B else 1 + list(ScheduleName).index(choice.schedule),
+        list(Recompute).index(choice.recompute),
+        3 - choice.zero_stage,
+        mesh.dp_replicate,
+        choice.sequence_parallel,
+    )
