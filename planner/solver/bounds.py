@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -136,6 +136,7 @@ class _Group:
         steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)])
         return np.where(m > p, np.maximum(least, steady), least)
 
+    @cached_property
     def _work_of_ranks(self) -> list[Array]:
         """``_work`` on each pipeline rank's own devices."""
         found: dict[int, Array] = {}
@@ -148,7 +149,7 @@ class _Group:
 
     def _weighted_s(self, e: float, d: list[Array]) -> Array:
         """sum over units of min_i A_i times its work on rank i, A_i = 1 + e S_i + d_i l_i, and what sends take."""
-        work = self._work_of_ranks()
+        work = self._work_of_ranks
         whole = [each @ self._counts for each in work]
         # A_i = t / whole_i makes l_i, and with it S_i, linear in t: l_i = slopes_i t + offsets_i, and S_p = 1 gives t.
         slope, offset = np.zeros_like(self._m), np.zeros_like(self._m)

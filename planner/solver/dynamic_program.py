@@ -80,6 +80,8 @@ class _Run:
             through = np.maximum(best[:, None], self._cost_s(rank, slice(begin, end + 1), around_s))
             chosen.append(through.argmin(axis=0))
             best = through.min(axis=0)
+            if not best.min() < limit_s:
+                return np.inf, []
         if not best[-1] < limit_s:
             return np.inf, []
         starts: list[int] = []
