@@ -28,7 +28,7 @@ from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import recipe_name_of
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
-from benchmarks.published.summary import MIN_GROUP_ROWS, memory_as_measured
+from benchmarks.published.summary import MIN_GROUP_ROWS
 from costmodels.recipe import Recipe, list_recipes, load_recipe
 from planner.errors import PlannerError
 
@@ -96,10 +96,9 @@ def main() -> int:
     report(fits, recipes, families, pricer)
     held_out = report_held_out(fits, families, pricer) if options.held_out else {}
     if options.write:
-        reserves = fit_reserves(families, recipes, pricer)
         for names, found in fits.items():
             for name in names:
-                write(name, found, reserves.get(names))
+                write(name, found)
         if held_out:
             write_bands(fits, held_out)
     return 0
@@ -189,22 +188,6 @@ def with_values(recipe: Recipe, values: Values) -> Recipe:
     per_collective = KERNELS_PER_COLLECTIVE * values["host_s_per_kernel"]
     update["host_s_per_collective"] = recipe.host_s_per_collective.model_copy(update={"value": per_collective})
     return recipe.model_copy(update=update)
-
-
-def fit_reserves(
-    families: Mapping[tuple[str, ...], Sequence[Run]], recipes: Mapping[str, Recipe], pricer: RunPricer
-) -> dict[tuple[str, ...], float]:
-    """Share that the allocator reserves above what is predicted as allocated: the median of rows that measured it."""
-    priced, found = replace(pricer, recipes=recipes), dict[tuple[str, ...], float]()
-    for names, rows in families.items():
-        ratios: list[float] = []
-        for run in rows:
-            if run.peak_memory_kind == "reserved" and run.peak_memory_bytes is not None:
-                ledgers = priced.price(run).priced.ledgers
-                ratios.append(run.peak_memory_bytes / memory_as_measured(ledgers, "allocated") - 1)
-        if ratios:
-            found[names] = max(0.0, median(ratios))
-    return found
 
 
 def report(
@@ -303,7 +286,7 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [ordered[round(k / (SPREAD - 1) * (len(ordered) - 1))] for k in range(SPREAD)]
 
 
-def write(name: str, found: Fit, reserve: float | None) -> None:
+def write(name: str, found: Fit) -> None:
     """Puts the values of ``found`` into the recipe's file, each with where it comes from."""
     path = RECIPES / f"{name}.json"
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -317,10 +300,6 @@ def write(name: str, found: Fit, reserve: float | None) -> None:
     for key in content.keys() & PARAMETERS.keys() - set(found.free):
         neutral = "neutral value: no published run of this recipe tells it"
         content[key] = {"value": found.values[key], "tag": "published", "source": neutral}
-    if reserve is not None:
-        origin = f"median of reserved over predicted allocated memory, same runs ({'; '.join(found.sources)})"
-        entry = {"value": float(f"{reserve:.3g}"), "tag": "published", "source": origin, "date": today}
-        content["allocator_reserve_fraction"] = entry
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

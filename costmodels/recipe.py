@@ -35,6 +35,7 @@ class AttentionKernel(_Value):
     score_bytes_forward: Quantity
     score_bytes_backward: Quantity
     saved_score_bytes: Quantity
+    dropout_saved_bytes: Quantity  # of these, what only dropout keeps
     num_kernels: Annotated[int, Field(ge=1)] = 1  # forward; backward has twice as many
 
 
@@ -47,6 +48,25 @@ class StateFacts(_Value):
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
+
+
+class MemoryFacts(_Value):
+    """Memory besides the states of parameters and what autograd keeps of the operators.
+
+    A logit is one element of what the loss takes, in 16 bits; its bytes count every copy. A whole tensor is a
+    micro-batch's input of a block before sequence parallelism splits it.
+    """
+
+    logit_kept_bytes: Quantity  # from the loss's forward to its backward
+    logit_peak_bytes: Quantity  # at the loss's own peak
+    logit_reserved_bytes: Quantity  # cached by then: copies that were freed cannot hold later ones that are larger
+    gathers_logits: bool  # every tensor-parallel rank holds the logits of the whole vocabulary
+    gather_buffers: Quantity  # whole tensors kept for good, into which split inputs are gathered
+    waiting_tensors: Quantity  # whole tensors a block that collectives still use when the host has gone on
+    gathered_update_bytes: Quantity  # per parameter at the optimiser step of ZeRO 1: copies gathered to all ranks
+    gathered_update_shard_bytes: Quantity  # the same, of the shard that is sent
+    extra_communicators: Quantity  # process groups besides those of the mesh's axes
+    keeps_gradients: bool  # gradients lie in buffers for good; otherwise the first backward pass allocates them
 
 
 class ErrorBand(_Value):
@@ -78,6 +98,7 @@ class Recipe(_Value):
     host_s_per_collective_rank: Quantity | None = None
     host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
     state: StateFacts
+    memory: MemoryFacts
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
     update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
     norm_traffic: Quantity  # bytes moved by norms over those of a fused kernel: eager norms make many passes
@@ -97,7 +118,6 @@ class Recipe(_Value):
     split_host_factor: Quantity | None = None  # host time of both halves over that of a whole backward pass; None: 1
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    allocator_reserve_fraction: Quantity | None = None  # None: the profile's
     # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.
     overflow_s_per_byte: Quantity | None = None  # None: not known
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs

@@ -119,7 +119,7 @@ class SoftwareProfile(_Value):
     name: str
     context_bytes: Quantity  # device memory held by the driver and libraries before any tensor
     communicator_bytes: Quantity  # device memory per communicator (process group) that is in use
-    allocator_reserve_fraction: Quantity  # share of allocated memory lost to fragmentation
+    allocator_reserve_fraction: Quantity  # share of tensors that come and go in a step, lost to fragmentation
     overlap_slowdown: Quantity  # compute takes (1 + this) times as long while communication runs
     overlappable_fraction: Quantity  # share of compute behind which communication can hide
 

@@ -191,7 +191,7 @@ class Problem:
             pipeline=decode.pipeline_section(priced, graph, table),
             placements=decode.placement_section(choice, graph, sharding, table.units.kinds),
             recompute=decode.recompute_rules(choice, graph),
-            prediction=decode.prediction_section(priced, table),
+            prediction=decode.prediction_section(priced, table, graph.num_params),
             warnings=decode.execution_warnings(choice, table, graph),
         )
 
@@ -392,7 +392,7 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
         "num_devices": table.cluster.num_devices,
         "mesh": decode.mesh_section(priced.choice),
         "pipeline": decode.pipeline_section(priced, planned.graph, table),
-        "prediction": decode.prediction_section(priced, table),
+        "prediction": decode.prediction_section(priced, table, planned.graph.num_params),
         "search": None,
     }
     return Answer(plan.model_copy(update=update), notes, interrupted=False)

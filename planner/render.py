@@ -23,6 +23,10 @@ _PARTS = {
 }
 
 
+_PHASES = {"initialisation": "start", "optimizer": "update", "checkpoint": "save"}
+_TAGS = ("fitted", "measured")
+
+
 def seconds(value: float) -> str:
     """A duration with three significant digits."""
     if value >= 1:
@@ -47,7 +51,7 @@ def show_plan(plan: Plan) -> RenderableType:
     """The whole answer: the plan, where its time and memory go, and what it was compared with."""
     parts: list[RenderableType] = [_headline(plan), _layout(plan)]
     if plan.prediction is not None:
-        parts += [_time(plan.prediction), _memory(plan.prediction)]
+        parts += [_time(plan.prediction), _memory(plan.prediction), _phases(plan.prediction)]
     if plan.search is not None:
         parts += [_candidates(plan), _proof(plan)]
     return Group(*parts)
@@ -169,13 +173,37 @@ def _memory(prediction: PredictionSection) -> Table:
     for rank in shown:
         table.add_column(f"rank {rank}", justify="right")
     if prediction.memory_breakdown_bytes:
-        for name in prediction.memory_breakdown_bytes[0]:
-            values = [prediction.memory_breakdown_bytes[rank].get(name, 0) for rank in shown]
-            if any(values):
-                table.add_row(name.replace("_", " "), *(f"{v / scale:.2f}" for v in values))
+        ledgers = [prediction.memory_breakdown_bytes[rank] for rank in shown]
+        for name in dict.fromkeys(name for ledger in ledgers for name in ledger):
+            values = [ledger.get(name, 0) for ledger in ledgers]
+            table.add_row(name.replace("_", " "), *(f"{v / scale:.2f}" for v in values))
         table.add_section()
     table.add_row("total", *(f"{prediction.peak_memory_bytes[rank] / scale:.2f}" for rank in shown))
     return table
+
+
+def _phases(prediction: PredictionSection) -> RenderableType:
+    """The fullest rank's memory phase by phase, and how each term is known."""
+    if not prediction.memory_phases_bytes:
+        return Text("")
+    peaks = prediction.peak_memory_bytes
+    rank = peaks.index(max(peaks))
+    phases = prediction.memory_phases_bytes[rank]
+    scale, unit = (GIB, "GiB") if peaks[rank] >= GIB else (MIB, "MiB")
+    table = Table(title=f"Memory of rank {rank}, the fullest, phase by phase", title_justify="left")
+    table.add_column(unit, no_wrap=True)
+    for phase in phases:
+        table.add_column(_PHASES.get(phase, phase), justify="right", no_wrap=True)
+    fullest = max(phases.values(), key=lambda ledger: sum(ledger.values()))
+    for name in dict.fromkeys((*fullest, *(name for ledger in phases.values() for name in ledger))):
+        values = (f"{ledger[name] / scale:.2f}" if name in ledger else "" for ledger in phases.values())
+        table.add_row(name.replace("_", " "), *values)
+    table.add_section()
+    table.add_row("total", *(f"{sum(ledger.values()) / scale:.2f}" for ledger in phases.values()))
+    host = sum(prediction.host_memory_bytes.values())
+    return (
+        Group(table, Text(f"Host memory of one node while processes build the model: {size(host)}")) if host else table
+    )
 
 
 def _candidates(plan: Plan) -> Table:

@@ -21,6 +21,7 @@ RECIPE_OF_WORDS = (
     ("megatron-bridge", "megatron-core-overlap"),
     ("transformer engine", "megatron-core-overlap"),
     ("parallelization layouts", "megatron-layouts-2023"),
+    ("hagemann", "megatron-layouts-2023"),
     ("megatron-deepspeed", "megatron-deepspeed"),
     ("bigscience", "megatron-deepspeed"),
     ("deepspeed", "megatron-deepspeed"),

@@ -95,6 +95,7 @@ class Run:
     step_time_s: float | None
     peak_memory_bytes: float | None
     peak_memory_kind: str  # allocated, reserved, device or ""
+    logs_first_rank: bool  # memory was read on world rank 0, not on the worst
     assumptions: tuple[str, ...] = ()
 
 
@@ -127,7 +128,7 @@ def read_out_of_memory(path: Path) -> Iterator[Run | Rejected]:
 
 def _renamed(row: Mapping[str, str]) -> dict[str, str]:
     """An out-of-memory row in the columns of the runs."""
-    notes = f"{row['notes']} {row['kernel']}"
+    notes = f'{row["notes"]} attention kernel "{row["kernel"]}"'
     is_parallel = "sequence_parallel=1" in notes or "tpmodeRED" in notes
     batch = int(row["dp"]) * int(row["micro_batch"]) * int(row["grad_accum"])
     is_llama = row["kernel"] != "fused softmax"
@@ -175,6 +176,8 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
         step_time_s=_step_time_s(row, layout),
         peak_memory_bytes=None if memory is None else memory * unit,
         peak_memory_kind=kind if memory is not None else "",
+        # "the logging rank" of nanotron's log_memory is world rank 0 (nanotron/logging.py, log_rank(rank=0)).
+        logs_first_rank="logging rank" in (row.get("peak_memory_kind") or ""),
         assumptions=tuple(assumed),
     )
 
@@ -211,11 +214,17 @@ def _hardware(row: Mapping[str, str], assumed: list[str]) -> Hardware:
         assumed.append("inter_node_link_gbps_per_gpu: the profile's own")
     return Hardware(
         gpu_type=row["gpu_type"],
-        memory_gb=_optional(row, "gpu_mem_gb"),
+        memory_gb=_optional(row, "gpu_mem_gb") or _memory_in_name(row["gpu_type"]),
         num_devices=devices,
         devices_per_node=per_node,
         inter_node_bits_per_s=None if link is None else link * 1e9,
     )
+
+
+def _memory_in_name(gpu: str) -> float | None:
+    """16 from V100-16GB-SXM2."""
+    found = re.search(r"(\d+)GB", gpu.upper())
+    return None if found is None else float(found.group(1))
 
 
 def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:

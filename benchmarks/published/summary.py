@@ -11,15 +11,9 @@ from statistics import fmean, median
 
 from benchmarks.published.pricing import Prediction
 from benchmarks.published.runs import Rejected, Run
-from costmodels.memory import MemoryLedger
+from costmodels.memory import MemoryLedger, RankMemory
 
 MIN_GROUP_ROWS = 4
-# Rows of the ledger that each kind of measurement does not see.
-UNSEEN_ROWS = {
-    "allocated": ("allocator_reserve", "communicators", "context"),
-    "reserved": ("communicators", "context"),
-    "device": (),
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ def row_of(run: Run, prediction: Prediction) -> Row:
     """The row of a priced run. Memory is compared as it was measured: allocated, reserved, or seen by the driver."""
     predicted = prediction.priced.step_time_s
     measured = run.step_time_s
-    memory = memory_as_measured(prediction.priced.ledgers, run.peak_memory_kind)
+    memory = memory_as_measured(prediction.priced.memory, run.peak_memory_kind, on_first_rank=run.logs_first_rank)
     seen = run.peak_memory_bytes
     return Row(
         id=run.id,
@@ -95,10 +89,15 @@ def skipped_row(run: Run | Rejected, reason: str) -> Row:
     return Row(run.id, run.source, getattr(run, "group", ""), run.step_time_s, skipped=reason)
 
 
-def memory_as_measured(ledgers: Sequence[MemoryLedger], kind: str) -> float:
-    """Peak of the worst rank as a measurement of ``kind`` sees it; all of it where the kind is not known."""
-    unseen = UNSEEN_ROWS.get(kind, ())
-    return max(sum(num_bytes for name, num_bytes in ledger.rows if name not in unseen) for ledger in ledgers)
+def memory_as_measured(ranks: Sequence[RankMemory], kind: str, *, on_first_rank: bool) -> float:
+    """Peak of the first rank or else of the worst, as a measurement of ``kind`` sees it; all of it where not known."""
+
+    def seen(ledger: MemoryLedger) -> float:
+        by_kind = {"allocated": ledger.allocated_bytes, "reserved": ledger.reserved_bytes}
+        return by_kind.get(kind, ledger.total_bytes)
+
+    measured = ranks[:1] if on_first_rank else ranks
+    return max(seen(ledger) for rank in measured for _, ledger in rank.phases)
 
 
 def summarise(rows: Sequence[Row], out_of_memory: Sequence[Row]) -> Summary:

@@ -137,7 +137,10 @@ class PredictionSection(_Value):
     peak_memory_bytes: tuple[int, ...]  # per pp rank
     memory_capacity_bytes: int  # what the profile leaves to training on one device, the smallest where devices differ
     memory_capacities_bytes: tuple[int, ...] = ()  # per pp rank, where devices differ
-    memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank
+    memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank, at its peak
+    memory_phases_bytes: tuple[dict[str, dict[str, int]], ...] = ()  # per pp rank: phase, term, bytes
+    memory_term_tags: dict[str, str] = Field(default_factory=dict)  # specified, fitted or measured
+    host_memory_bytes: dict[str, int] = Field(default_factory=dict)  # of one node, at its fullest
     breakdown_s: BreakdownSection
     usd_per_step: float | None = None
     step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to

@@ -223,10 +223,8 @@ class CostTable:
 
     @property
     def software(self) -> SoftwareProfile:
-        """The cluster's software, with the recipe's allocator where that is known."""
-        reserve = self.recipe.allocator_reserve_fraction
-        software = self.cluster.profile.software
-        return software if reserve is None else software.model_copy(update={"allocator_reserve_fraction": reserve})
+        """The cluster's software."""
+        return self.cluster.profile.software
 
     @property
     def capacity_bytes(self) -> float:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.action import Schedule
-from costmodels.memory import MemoryLedger
+from costmodels.memory import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
+from planner.pricing.rank_memory import RankMemoryModel
 from planner.pricing.stages import (
     STEADY_ROUNDS,
     even_starts,
@@ -26,9 +27,6 @@ from planner.pricing.stages import (
 )
 from planner.problems import StageProblem, stage_sums
 from planner.space.search_space import Choice
-
-# FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
-UNITS_IN_TRANSIT = 2
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,13 @@ class Priced:
     starts: tuple[int, ...]
     step_time_s: float
     breakdown: Breakdown
-    ledgers: tuple[MemoryLedger, ...]  # per pipeline rank
+    memory: tuple[RankMemory, ...]  # per pipeline rank
     capacity_bytes: tuple[float, ...]  # of one device of each pipeline rank
+
+    @property
+    def ledgers(self) -> tuple[MemoryLedger, ...]:
+        """Memory of each pipeline rank at its peak."""
+        return tuple(rank.peak for rank in self.memory)
 
     @property
     def fits(self) -> bool:
@@ -109,6 +112,7 @@ class Point:
         self._ranks = _ranks(table, choice)
         self._costs = table.costs[CostKey.of(choice)]
         self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
+        self._memory = RankMemoryModel(table, choice)
 
     # -- the stage program --------------------------------------------------------------------
 
@@ -138,20 +142,21 @@ class Point:
         """The program that cuts the units into one stage a rank."""
         table, choice = self.table, self.choice
         kinds = list(table.units.kinds)
-        software = table.software
+        software = self._memory.software
         reserve = 1 + software.allocator_reserve_fraction.value
         pp = choice.mesh.pp
-        by_kind = {k: table.state_bytes(choice, *self._elements(k, tied_copy=pp > 1)).total for k in set(kinds)}
-        outside = MemoryLedger().with_reserve(software, self._num_communicators()).total_bytes
-        rooms = [(capacity - outside) / reserve for capacity in self.capacity_bytes]
+        by_kind = {k: self._memory.unit_states(kinds.index(k), tied_copy=pp > 1).total for k in set(kinds)}
+        outside = MemoryLedger().with_reserve(software, self._memory.num_communicators).total_bytes
+        transient = [self._memory.most_transient(self._likely_units(r)) for r in range(pp)]
         return StageProblem(
             forward_s=tuple(rank.unit_times.forward_s for rank in self._ranks),
             backward_s=tuple(rank.unit_times.backward_s for rank in self._ranks),
             static_bytes=tuple(by_kind[k] for k in kinds),
-            kept_bytes=tuple(self._costs[k].kept_bytes for k in kinds),
+            kept_bytes=tuple(self._costs[k].kept_bytes * reserve for k in kinds),
             in_flight=in_flight(choice.schedule, pp, choice.num_microbatches),
             room_bytes=tuple(
-                room - sum(b for _, b in self._transient_rows(self._likely_units(r))) for r, room in enumerate(rooms)
+                capacity - outside - t.tensors * reserve - t.cached
+                for capacity, t in zip(self.capacity_bytes, transient, strict=True)
             ),
             num_microbatches=choice.num_microbatches,
             send_s=table.send_s(choice),
@@ -168,28 +173,6 @@ class Point:
         last = len(self.table.units.kinds) - 1
         pp = self.choice.mesh.pp
         return [u for u in range(last + 1) if (u != 0 or rank == 0) and (u != last or rank == pp - 1)] or [0]
-
-    def _elements(self, kind: int, *, tied_copy: bool) -> tuple[float, float]:
-        states = self._states[kind]
-        return states.trainable + (states.tied if tied_copy else 0.0), states.frozen
-
-    def _num_communicators(self) -> int:
-        mesh = self.choice.mesh
-        return sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.cp, mesh.tp))
-
-    def _transient_rows(self, units: list[int]) -> list[tuple[str, float]]:
-        """Memory besides states and kept activations while one of ``units`` is at work."""
-        table, choice = self.table, self.choice
-        kinds = {table.units.kinds[u] for u in units}
-        if not kinds:
-            return []
-        rows = [("working_set", max(self._costs[k].working_bytes for k in kinds))]
-        largest = max(self._states[k].total for k in kinds)
-        if choice.zero_stage == 3:
-            rows.append(("gathered_parameters", UNITS_IN_TRANSIT * largest * table.item_bytes))
-        if choice.mesh.dp * choice.mesh.cp > 1 and not table.recipe.state.reduces_in_place:
-            rows.append(("reduction_buffers", UNITS_IN_TRANSIT * largest * table.recipe.state.reduction_bytes.value))
-        return rows
 
     # -- the price ------------------------------------------------------------------------------
 
@@ -212,8 +195,8 @@ class Point:
         kinds = [self.table.units.kinds[u] for u in units]
         idle = max(0.0, makespan - busy[slowest])  # rounding may leave less
         parts = self._ranks[slowest].parts
-        ledgers = self.ledgers(starts)
-        overflow_s = m * self._overflow_s(ledgers)
+        memory = self.memory(starts)
+        overflow_s = m * self._overflow_s(memory)
 
         def total(*arrays: np.ndarray) -> float:
             return m * float(sum(array[0][kinds].sum() for array in arrays))
@@ -229,14 +212,14 @@ class Point:
             optimizer=optimizer,
         )
         step = makespan + overflow_s + data_once + optimizer
-        return Priced(self.choice, starts, step, breakdown, ledgers, self.capacity_bytes)
+        return Priced(self.choice, starts, step, breakdown, memory, self.capacity_bytes)
 
-    def _overflow_s(self, ledgers: tuple[MemoryLedger, ...]) -> float:
+    def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
         """What one micro-batch waits for the allocator, where the framework is known to run on in too little memory."""
         per_byte = self.table.recipe.overflow_s_per_byte
         if per_byte is None:
             return 0.0
-        over = max(need.total_bytes - room for need, room in zip(ledgers, self.capacity_bytes, strict=True))
+        over = max(rank.peak.total_bytes - room for rank, room in zip(memory, self.capacity_bytes, strict=True))
         return max(0.0, over) * per_byte.value
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
@@ -312,45 +295,37 @@ class Point:
             work[self._rank_of(stage)] += sum(seconds)
         return work
 
-    def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
+    def _units_of_stages(self, starts: tuple[int, ...]) -> list[range]:
         ends = (*starts[1:], len(self.table.units.kinds))
-        pp = self.choice.mesh.pp
-        ranks: list[list[int]] = [[] for _ in range(pp)]
-        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            ranks[self._rank_of(stage)] += range(start, end)
+        return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
+        ranks: list[list[int]] = [[] for _ in range(self.choice.mesh.pp)]
+        for stage, units in enumerate(self._units_of_stages(starts)):
+            ranks[self._rank_of(stage)] += units
         return ranks
 
     def _once_a_step_s(self, rank: _Rank, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
-        trainable = sum(self._elements(k, tied_copy=False)[0] for k in kinds)
+        trainable = sum(self._states[k].trainable for k in kinds)
         optimizer = rank.table.update_s(trainable / num_shards(self.choice))
         return once_a_step_s(rank.table, self.choice, rank.data, rank.parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
         """The memory of every pipeline rank at its peak, row by row."""
-        table, choice = self.table, self.choice
-        pp = choice.mesh.pp
-        software = table.software
-        kept = stage_sums(tuple(self._costs[k].kept_bytes for k in table.units.kinds), starts)
-        waiting = stage_sums(tuple(self._costs[k].waiting_bytes for k in table.units.kinds), starts)
+        return tuple(rank.peak for rank in self.memory(starts))
+
+    def memory(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
+        """The memory of every pipeline rank in every phase."""
+        costs = [self._costs[kind] for kind in self.table.units.kinds]
+        kept = stage_sums(tuple(c.kept_bytes for c in costs), starts)
+        waiting = stage_sums(tuple(c.waiting_bytes for c in costs), starts)
+        ranks: list[list[range]] = [[] for _ in range(self.choice.mesh.pp)]
+        for stage, units in enumerate(self._units_of_stages(starts)):
+            ranks[self._rank_of(stage)].append(units)
         flying = self._activation_bytes(kept, waiting)
-        found: list[MemoryLedger] = []
-        for rank, units in enumerate(self._units_of_ranks(starts)):
-            # A tied parameter is held twice where owner and user lie in different stages.
-            elements = [self._elements(table.units.kinds[u], tied_copy=pp > 1 and u >= starts[1]) for u in units]
-            states = table.state_bytes(choice, sum(t for t, _ in elements), sum(f for _, f in elements))
-            ledger = (
-                MemoryLedger()
-                .plus("parameters", states.parameters)
-                .plus("gradients", states.gradients)
-                .plus("optimizer", states.optimizer)
-                .plus("activations", flying[rank])
-            )
-            for name, num_bytes in self._transient_rows(units):
-                ledger = ledger.plus(name, num_bytes)
-            found.append(ledger.with_reserve(software, self._num_communicators()))
-        return tuple(found)
+        return tuple(self._memory.rank(stages, num_bytes) for stages, num_bytes in zip(ranks, flying, strict=True))
 
     def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
         """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage.

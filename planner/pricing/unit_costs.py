@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
-from planner.pricing.operator_time import PricingTarget, is_norm, kernels_issued, node_time_s, num_scores
+from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
-from planner.pricing.split_backward import is_deferred, weight_gradients
+from planner.pricing.split_backward import weight_gradients
+from planner.pricing.unit_memory import UnitMemory, kept_products
 from planner.space.op_rules import op_name
 
-_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
+# Kernels that the CUDA driver queues before a launch blocks: no farther can the host be ahead of the device.
+LAUNCH_QUEUE = 1024
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,12 @@ class UnitCosts:
     context_forward_s: float  # context-parallel collectives
     context_backward_s: float
     kept_bytes: float  # held from forward to backward
-    working_bytes: float  # held besides while this unit's backward runs
+    working_bytes: float  # held besides while this unit's backward runs, or its loss forward
+    loss_bytes: float  # of these, what the loss needs in forward already
+    buffer_bytes: float  # buffers that are kept for good, shared by all units
+    collective_bytes: float  # freed, but not reusable before asynchronous collectives are done with them
+    queued_bytes: float  # of such, what the launches hold that the driver queues at most
+    stranded_bytes: float  # freed, but too small for what is allocated next
     boundary_bytes: float  # sent where the pipeline is cut behind this unit, by one rank
     weight_gradient_s: float = 0.0  # part of backward_s
     split_extra_s: float = 0.0  # kernels that run twice where a schedule splits the backward pass
@@ -88,13 +94,13 @@ def unit_costs(
         )
         for is_backward in (False, True)
     )
-    memory = _SavedBytes(target, unit, sharded, scale)
+    memory = UnitMemory(target, unit, sharded, scale)
     repeated = {
         Recompute.NONE: 0.0,
         Recompute.SELECTIVE: _compute_s(_repeated(nodes, target), target, sharded, scale=scale, backward=False),
         Recompute.FULL: forward + tensor_forward + context_forward,
     }[mode]
-    kept = memory.kept(mode)
+    num_launches = sum(issued_by_host(nodes, target, sharded, backward=is_backward)[0] for is_backward in (False, True))
     weights = weight_gradients(nodes, target, sharded, scale=scale)
     factor = target.recipe.split_host_factor
     split_host_s = _host_s(nodes, target, sharded, backward=True) * (1.0 if factor is None else factor.value)
@@ -106,8 +112,13 @@ def unit_costs(
         tensor_backward_s=tensor_backward,
         context_forward_s=context_forward,
         context_backward_s=context_backward,
-        kept_bytes=kept,
-        working_bytes=memory.kept(Recompute.NONE) - kept + memory.largest_gradient(),
+        kept_bytes=memory.kept(mode),
+        working_bytes=memory.working(mode),
+        loss_bytes=memory.loss(),
+        buffer_bytes=memory.gather_buffers(),
+        collective_bytes=memory.waiting_collectives(),
+        queued_bytes=LAUNCH_QUEUE / max(1, num_launches) * memory.waiting_collectives(),
+        stranded_bytes=memory.stranded_copies(),
         boundary_bytes=sum(memory.local_bytes(graph.nodes[i]) for i in unit.boundary),
         weight_gradient_s=weights.share * backward,
         split_extra_s=max(backward + weights.repeated_s, split_host_s - communication[True]) - backward,
@@ -115,20 +126,11 @@ def unit_costs(
     )
 
 
-def _kept_products(nodes: list[Node], target: PricingTarget) -> list[Node]:
-    """Operators whose outputs selective recomputation keeps."""
-    products = [n for n in nodes if n.op_class in _PRODUCTS]
-    if target.recipe.selective == "alternate_products":
-        attention = [n for n in products if n.op_class is OpClass.ATTENTION]
-        return attention + [n for n in products if n.op_class is not OpClass.ATTENTION][::2]
-    return products
-
-
 def _repeated(nodes: list[Node], target: PricingTarget) -> list[Node]:
     """Operators that selective recomputation runs again."""
     if target.recipe.selective == "attention":
         return [n for n in nodes if n.op_class is OpClass.ATTENTION]
-    kept = {n.id for n in _kept_products(nodes, target)}
+    kept = {n.id for n in kept_products(nodes, target)}
     return [n for n in nodes if n.id not in kept]
 
 
@@ -188,97 +190,6 @@ def _context_parallel_s(
             forward += gather
             backward += gather + collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, size, group), cluster)
     return forward, backward
-
-
-class _SavedBytes:
-    """What autograd keeps of one unit on one rank."""
-
-    def __init__(self, target: PricingTarget, unit: Unit, sharded: ShardedUnit, scale: float) -> None:
-        self._graph, self._unit, self._sharded, self._scale = target.graph, unit, sharded, scale
-        self._target = target
-        self._inside = set(unit.nodes)
-        splits_sequence = any(sharded.placements.get(i) == Shard(1) for i in unit.boundary)
-        self._keeps_split = target.recipe.gathers_inputs_again and splits_sequence
-
-    def local_bytes(self, node: Node) -> float:
-        """One rank's part of the node's output for one micro-batch."""
-        return tensor_bytes(node) * self._sharded.local_share(node.id) * (self._scale if node.batch_dependent else 1.0)
-
-    def kept(self, mode: Recompute) -> float:
-        """Bytes held from forward to backward under ``mode``."""
-        nodes = [self._graph.nodes[i] for i in self._unit.nodes]
-        entering = {
-            self._graph.nodes[o].storage
-            for n in nodes
-            for o in n.operands
-            if isinstance(o, int) and o not in self._inside and is_floating(self._graph.nodes[o])
-        }
-        if mode is Recompute.FULL:
-            return self._storages(entering)
-        if mode is Recompute.SELECTIVE and self._target.recipe.selective == "attention":
-            kept = [n for n in nodes if n.op_class is not OpClass.ATTENTION]
-            cores = {s for n in nodes if n.op_class is OpClass.ATTENTION for s in n.saves}
-            saved = {self._graph.nodes[s].storage for n in kept for s in n.saves} | {
-                self._graph.nodes[s].storage for s in cores
-            }
-            return self._storages(saved) + self._extras(kept)
-        if mode is Recompute.SELECTIVE:
-            products = _kept_products(nodes, self._target)
-            return self._storages(entering | {n.storage for n in products}) + self._extras(
-                [n for n in products if n.op_class is OpClass.ATTENTION]
-            )
-        saved = {self._graph.nodes[s].storage for n in nodes for s in n.saves}
-        return self._storages(saved) + self._extras(nodes)
-
-    def freed_early(self, last_deferred: int) -> float:
-        """Of what is kept without recomputation, what goes with the first half of a split backward pass."""
-        nodes = [self._graph.nodes[i] for i in self._unit.nodes]
-        if not self._target.recipe.split_retains_graph:
-            staying = {self._graph.nodes[s].storage for n in nodes if is_deferred(n, self._target) for s in n.saves}
-            return self.kept(Recompute.NONE) - self._storages(staying)
-        if self._unit.boundary:  # later units hold on to this one
-            return 0.0
-        behind = [n for n in nodes if n.id > last_deferred]
-        staying = {self._graph.nodes[s].storage for n in nodes if n.id <= last_deferred for s in n.saves}
-        return self._storages({self._graph.nodes[s].storage for n in behind for s in n.saves} - staying) + self._extras(
-            behind
-        )
-
-    def largest_gradient(self) -> float:
-        """Gradient of the largest output together with the gradients of what it was made from."""
-        largest = 0.0
-        for node_id in self._unit.nodes:
-            node = self._graph.nodes[node_id]
-            if node.op_class is OpClass.VIEW or not node.batch_dependent or not is_floating(node):
-                continue
-            inputs = [self._graph.nodes[o] for o in node.operands if isinstance(o, int)]
-            gradients = sum(self.local_bytes(i) for i in inputs if is_floating(i) and i.batch_dependent)
-            largest = max(largest, self.local_bytes(node) + gradients)
-        return largest
-
-    def _storages(self, storages: set[int]) -> float:
-        kept = (self._graph.nodes[s] for s in storages if self._graph.nodes[s].batch_dependent)
-        return sum(self._kept_share(node) * self.local_bytes(node) for node in kept)
-
-    def _kept_share(self, node: Node) -> float:
-        """Of a rank's part of the output: what was gathered for a product may be kept split."""
-        is_gathered = self._keeps_split and self._sharded.local_share(node.id) == 1.0 and is_floating(node)
-        return 1 / self._sharded.degree if is_gathered else 1.0
-
-    def _extras(self, nodes: list[Node]) -> float:
-        return sum(
-            self._extra_bytes(n) * self._sharded.fractions.get(n.id, 1.0) * (self._scale if n.batch_dependent else 1.0)
-            for n in nodes
-        )
-
-    def _extra_bytes(self, node: Node) -> float:
-        """Bytes kept besides tensors of the graph: of attention that is not fused, its scores."""
-        kernel = self._target.attention_kernel
-        if node.op_class is OpClass.ATTENTION and not kernel.is_fused:
-            return kernel.saved_score_bytes.value * num_scores(node, self._graph)
-        if is_norm(node):
-            return node.saved_extra_bytes + self._target.recipe.norm_saved_bytes.value * prod(node.shape)
-        return node.saved_extra_bytes
 
 
 def mixes_positions_outside_attention(graph: ModelGraph) -> bool:

@@ -39,6 +39,7 @@ import numpy as np
 from costmodels.memory import MemoryLedger
 from planner.parallelism import ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
+from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
 from planner.space.search_space import Choice
@@ -194,22 +195,29 @@ class _Group:
         static = self._static_bytes()
         kept = self._table.column("kept_bytes")[self._rows]
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
-        software = self._table.software
-        outside = MemoryLedger().with_reserve(software, 0).total_bytes
-        by_cut = self._weighted_bytes if self._schedule.is_cut_freely else self._evenly_cut_bytes
-        tensors = by_cut(static, kept)
-        reserve = 1 + software.allocator_reserve_fraction.value
-        return tensors * reserve + (working * reserve + outside) / self._room.max()
+        outside = MemoryLedger().with_reserve(self._table.software, 0).total_bytes
+        reserve = 1 + np.array([reserve_fraction(self._table, choice) for choice in self._choices])
+        if self._schedule.is_cut_freely:
+            tensors = self._weighted_bytes(static, kept * reserve[:, None])
+        else:
+            waiting = self._table.column("waiting_bytes")[self._rows]
+            tensors = self._evenly_cut_bytes(static, kept * reserve[:, None], waiting * reserve[:, None])
+        return tensors + (working * reserve + outside) / self._room.max()
 
     def _static_bytes(self) -> Array:
-        """States of each unit kind, from the bytes of one trainable and one frozen element."""
-        per_element: dict[tuple[int, int], tuple[float, float]] = {}
+        """States of each unit kind when backward begins, from the bytes of one trainable and one frozen element."""
+        per_element: dict[tuple[int, int, bool], tuple[float, float]] = {}
         rows: list[tuple[float, float]] = []
         for choice in self._choices:
-            key = (choice.zero_stage, num_shards(choice))
+            holds_gradients = self._table.recipe.memory.keeps_gradients or choice.num_microbatches > 1
+            key = (choice.zero_stage, num_shards(choice), holds_gradients)
             if key not in per_element:
                 one = self._table.state_bytes
-                per_element[key] = (one(choice, 1.0, 0.0).total, one(choice, 0.0, 1.0).total)
+                trainable = one(choice, 1.0, 0.0)
+                per_element[key] = (
+                    trainable.total - (0.0 if holds_gradients else trainable.gradients),
+                    one(choice, 0.0, 1.0).total,
+                )
             rows.append(per_element[key])
         each = np.array(rows)
         trainable, frozen = self._elements(lambda s: s.trainable), self._elements(lambda s: s.frozen)
@@ -231,9 +239,8 @@ class _Group:
         least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
         return least @ self._counts
 
-    def _evenly_cut_bytes(self, static: Array, kept: Array) -> Array:
+    def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
-        waiting = self._table.column("waiting_bytes")[self._rows]
         worst = np.empty(len(self._choices))
         by_rounds: dict[int, list[int]] = defaultdict(list)
         for index, choice in enumerate(self._choices):

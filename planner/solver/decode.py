@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 
 from costmodels.compute import peak_flops_per_s
+from costmodels.memory import MASTER_BYTES, MemoryLedger, tag_of
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
@@ -168,8 +169,11 @@ def recompute_rules(choice: Choice, graph: ModelGraph) -> tuple[RecomputeRule, .
     return (RecomputeRule(mode=choice.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
 
 
-def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
-    """What the cost models say."""
+def prediction_section(priced: Priced, table: CostTable, num_params: int) -> PredictionSection:
+    """What the cost models say.
+
+    Host memory is fullest while our executor starts: each process builds the whole model in fp32 before it shards it.
+    """
     training, cluster = table.training, table.cluster
     num_devices, time = cluster.num_devices, priced.step_time_s
     tokens = training.global_batch_size * training.seq_len
@@ -184,7 +188,12 @@ def prediction_section(priced: Priced, table: CostTable) -> PredictionSection:
         peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in priced.ledgers),
         memory_capacity_bytes=round(table.capacity_bytes),
         memory_capacities_bytes=tuple(map(round, priced.capacity_bytes)) if priced.choice.groups else (),
-        memory_breakdown_bytes=tuple({n: round(b) for n, b in ledger.rows} for ledger in priced.ledgers),
+        memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in priced.ledgers),
+        memory_phases_bytes=tuple(
+            {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in priced.memory
+        ),
+        memory_term_tags={name: tag_of(name) for ledger in priced.ledgers for name in term_bytes(ledger)},
+        host_memory_bytes={"models_being_built": num_params * MASTER_BYTES * cluster.devices_per_node},
         breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
         usd_per_step=None if price is None else price.value * num_devices * time / 3600,
         step_time_low_s=None if band is None else time * band.low,
@@ -200,6 +209,11 @@ def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
     parts = [group.cluster for group in cluster.mixed.groups]
     peaks = [peak_flops_per_s(part.profile.device, precision) * part.num_devices for part in parts]
     return sum(peaks) / cluster.num_devices
+
+
+def term_bytes(ledger: MemoryLedger) -> dict[str, int]:
+    """The terms of ``ledger`` that there are."""
+    return {name: round(num_bytes) for name, num_bytes in ledger.rows if round(num_bytes) > 0}
 
 
 def candidate(label: str, priced: Priced) -> Candidate:

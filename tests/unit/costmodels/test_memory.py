@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.memory import MemoryLedger, StateBytes, state_bytes
+from costmodels.memory import MemoryLedger, Phase, RankMemory, StateBytes, state_bytes, tag_of
+from costmodels.recipe import load_recipe
 from tests.unit.costmodels.toy_cluster import make_cluster
 
 
@@ -32,7 +33,7 @@ def test_sgd_keeps_no_moments() -> None:
 
 def test_the_parts() -> None:
     state = state_bytes(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
-    assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9)
+    assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9, moments=2e9)
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
@@ -65,15 +66,19 @@ def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> No
 def test_a_ledger_adds_up_and_keeps_its_rows() -> None:
     ledger = MemoryLedger().plus("parameters", 10e9).plus("activations", 20e9)
     assert ledger.total_bytes == 30e9
-    whole = ledger.with_reserve(make_cluster(8).profile.software, num_communicators=3)
+    whole = ledger.with_reserve(make_cluster(8).profile.software, num_communicators=3, waiting=4e9, stranded=0.5e9)
     assert dict(whole.rows) == {
         "parameters": 10e9,
         "activations": 20e9,
-        "allocator_reserve": pytest.approx(3e9),
+        "waiting_collectives": 4e9,
+        "stranded_copies": 0.5e9,
+        "allocator_reserve": pytest.approx(2e9),  # a tenth of what comes and goes: what lasts leaves no gaps
         "communicators": 1.5e9,
         "context": 1e9,
     }
-    assert whole.total_bytes == pytest.approx(35.5e9)
+    assert whole.total_bytes == pytest.approx(39e9)
+    assert whole.reserved_bytes == pytest.approx(36.5e9)
+    assert whole.allocated_bytes == pytest.approx(30e9)
     assert whole.bytes_of("activations") == 20e9
     assert whole.bytes_of("absent") == 0
 
@@ -84,3 +89,44 @@ def test_a_row_is_entered_once_and_is_not_negative() -> None:
         ledger.plus("parameters", 2.0)
     with pytest.raises(ValueError, match="memory of gradients must not be negative, got -1"):
         ledger.plus("gradients", -1.0)
+
+
+def test_each_term_is_specified_fitted_or_measured() -> None:
+    ledger = MemoryLedger().plus("activations", 1.0).with_reserve(make_cluster(8).profile.software, 1)
+    assert {name: tag_of(name) for name, _ in ledger.rows} == {
+        "activations": "specified",
+        "waiting_collectives": "specified",
+        "stranded_copies": "specified",
+        "allocator_reserve": "fitted",
+        "communicators": "measured",
+        "context": "measured",
+    }
+
+
+def test_the_peak_is_that_of_the_fullest_phase() -> None:
+    small, large = MemoryLedger().plus("parameters", 1.0), MemoryLedger().plus("parameters", 2.0)
+    memory = RankMemory(((Phase.INITIALISATION, small), (Phase.BACKWARD, large), (Phase.OPTIMIZER, small)))
+    assert memory.peak is large
+    assert memory.ledger(Phase.OPTIMIZER) is small
+
+
+@pytest.mark.parametrize("shards", [2, 8, 32])
+def test_bytes_per_parameter_of_nanotron(shards: int) -> None:
+    """static_memory_gb of the sweep's rows: 18 on one data-parallel rank, 20 on several, 10 + 14/dp under ZeRO 1."""
+    recipe = load_recipe("nanotron")
+
+    def held(zero_stage: int, num_shards: int) -> float:
+        return state_bytes(
+            1.0,
+            precision="bf16",
+            optimizer="adamw",
+            zero_stage=zero_stage,
+            num_shards=num_shards,
+            facts=recipe.state,
+            is_replicated=num_shards > 1,
+        ).total
+
+    gathered = recipe.memory.gathered_update_bytes.value + recipe.memory.gathered_update_shard_bytes.value / shards
+    assert held(0, 1) == 18
+    assert held(0, shards) == 20
+    assert held(1, shards) + gathered == pytest.approx(10 + 14 / shards)

@@ -135,9 +135,8 @@ def test_memory_of_the_stage_program_covers_the_ledger() -> None:
         starts = point.even_starts()
         program = point.stage_problem()
         left = zip(program.room_bytes, rank_memory_bytes(program, starts), strict=True)
-        reserve = 1 + point.table.software.allocator_reserve_fraction.value
         for (room, need), ledger in zip(left, point.ledgers(starts), strict=True):
-            counted = point.table.capacity_bytes - (room - need) * reserve
+            counted = point.table.capacity_bytes - (room - need)
             assert ledger.total_bytes <= counted * (1 + 1e-9), choice
 
 

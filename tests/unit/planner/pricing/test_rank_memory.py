@@ -1,0 +1,208 @@
+"""Memory of a rank phase by phase, held against closed forms, what must not grow, and torch's own count of FSDP2."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from costmodels.memory import MemoryLedger, Phase, RankMemory
+from costmodels.recipe import Recipe, load_recipe
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracer import trace_model
+from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
+from planner.models.config import FamilyConfig, MlpType
+from planner.models.family import build_family
+from planner.models.loss import next_token_loss
+from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.pricing.cost_table import CostTable
+from planner.pricing.operator_time import PricingTarget
+from planner.pricing.point import Point
+from planner.pricing.table_builder import build_table, shard_units
+from planner.solver.cp_sat import CpSatSolver
+from planner.space.search_space import Choice, Training
+from tests.fake_world import fake_world
+from tests.planning import A100, BATCH_SIZE, cluster_of, problem_of
+
+CONFIG = FamilyConfig(
+    family="gpt", layers=8, hidden=512, heads=8, kv_heads=8, head_dim=None, ffn=1536, vocab=8192, seq_len=512,
+    mlp=MlpType.GELU, tied=False,
+)  # fmt: skip
+FSDP = Choice(
+    mesh=MeshShape(1, 1, 8, 1, 1, 1),
+    zero_stage=3,
+    micro_batch_size=4,
+    num_microbatches=1,
+    schedule=ScheduleName.ONE_F_ONE_B,
+    virtual_stages=1,
+    recompute=Recompute.NONE,
+    sequence_parallel=False,
+)
+
+
+@pytest.fixture(scope="module")
+def graph() -> ModelGraph:
+    loaded = LoadedModel(
+        source=ModelSource("toy", ModelKind.PRESET),
+        digest="",
+        default_seq_len=CONFIG.seq_len,
+        vocab_size=CONFIG.vocab,
+        build=lambda: build_family(CONFIG),
+        example_inputs=token_inputs,
+        loss_fn=next_token_loss,
+    )
+    return trace_model(loaded, BATCH_SIZE, CONFIG.seq_len, "bfloat16")
+
+
+def memory_of(graph: ModelGraph, choice: Choice, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
+    target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
+    key = (choice.mesh.tp, choice.sequence_parallel)
+    sharding = shard_units(target, key, {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    batch = choice.mesh.dp * choice.micro_batch_size * choice.num_microbatches
+    training = Training(batch, CONFIG.seq_len, Precision.BF16, Optimizer.ADAMW)
+    point = Point(build_table(target, training, {key: sharding}, (choice,)), choice)
+    return point.memory(point.even_starts())
+
+
+def tensors(ledger: MemoryLedger) -> dict[str, float]:
+    return {name: num_bytes for name, num_bytes in ledger.rows if num_bytes > 0}
+
+
+def bytes_counted_by_torch() -> dict[str, float]:
+    """Peak of forward and backward under FSDP2 over eight ranks, by torch's own tracker of fake tensors."""
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (8,))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = build_family(CONFIG)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for module in (*model.get_submodule("layers").children(), model):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+            tracker = MemTracker()
+            tracker.track_external(model)
+            with tracker:
+                tokens = torch.zeros(FSDP.micro_batch_size, CONFIG.seq_len, dtype=torch.int64)
+                next_token_loss(model(tokens), {"input_ids": tokens}).backward()
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return {str(kind).rpartition(".")[2]: float(num_bytes) for kind, num_bytes in peak.items()}
+
+
+def test_the_peak_of_fsdp_is_what_torch_counts(graph: ModelGraph) -> None:
+    counted = bytes_counted_by_torch()
+    (memory,) = memory_of(graph, FSDP)
+    ledger = memory.ledger(Phase.BACKWARD)
+    moments = graph.num_params * 8 / 8
+    assert ledger.allocated_bytes - moments == pytest.approx(counted["Total"], rel=0.01)
+    assert ledger.bytes_of("activations") == pytest.approx(counted["ACT"], rel=0.01)
+    assert ledger.bytes_of("working_set") == pytest.approx(counted["TEMP"], rel=0.01)
+
+
+def test_phases_hold_what_exists_then(graph: ModelGraph) -> None:
+    (memory,) = memory_of(graph, FSDP._replace(num_microbatches=2))
+    shard = graph.num_params / 8
+    assert tensors(memory.ledger(Phase.INITIALISATION))["optimizer"] == pytest.approx(4 * shard)  # masters, no moments
+    assert "activations" not in tensors(memory.ledger(Phase.OPTIMIZER))
+    assert tensors(memory.ledger(Phase.OPTIMIZER))["gradients"] == pytest.approx(4 * shard)
+    assert "gradients" not in tensors(memory.ledger(Phase.CHECKPOINT))  # set to None, not kept
+    assert tensors(memory.ledger(Phase.BACKWARD))["gradients"] == pytest.approx(4 * shard)
+    assert memory.peak.total_bytes == memory.ledger(Phase.BACKWARD).total_bytes
+
+
+def test_one_micro_batch_has_no_gradients_beside_all_activations(graph: ModelGraph) -> None:
+    (one,), (two,) = (memory_of(graph, FSDP._replace(zero_stage=1, num_microbatches=m)) for m in (1, 2))
+    assert one.ledger(Phase.BACKWARD).bytes_of("gradients") == 0
+    added = two.peak.total_bytes - one.peak.total_bytes
+    assert added == pytest.approx(4 * graph.num_params)
+    kept = load_recipe().memory.model_copy(update={"keeps_gradients": True})
+    (always,) = memory_of(graph, FSDP._replace(zero_stage=1), load_recipe().model_copy(update={"memory": kept}))
+    assert always.peak.total_bytes == pytest.approx(two.peak.total_bytes)
+
+
+def test_the_loss_holds_its_copies_of_the_logits(graph: ModelGraph) -> None:
+    logits = 4 * CONFIG.seq_len * CONFIG.vocab
+    (eager,) = memory_of(graph, FSDP)
+    (fused,) = memory_of(graph, FSDP, load_recipe("fsdp-llm-foundry"))
+    assert eager.ledger(Phase.FORWARD).bytes_of("working_set") == pytest.approx((12 - 4) * logits)
+    assert fused.ledger(Phase.FORWARD).bytes_of("working_set") == pytest.approx((4 - 2) * logits)
+    less = eager.ledger(Phase.FORWARD).bytes_of("activations") - fused.ledger(Phase.FORWARD).bytes_of("activations")
+    assert less == pytest.approx((4 - 2) * logits)
+    assert eager.peak.bytes_of("stranded_copies") == pytest.approx((14 - 12) * logits)
+
+
+def test_inputs_of_asynchronous_collectives_wait_as_long_as_launches_queue(graph: ModelGraph) -> None:
+    split = FSDP._replace(mesh=MeshShape(1, 1, 1, 1, 2, 1), zero_stage=0, sequence_parallel=True)
+    whole = 4 * CONFIG.seq_len * CONFIG.hidden * 2
+    (memory,) = memory_of(graph, split, load_recipe("nanotron"))
+    assert memory.peak.bytes_of("waiting_collectives") == pytest.approx(3 * CONFIG.layers * whole)
+    assert memory.peak.bytes_of("gather_buffers") == pytest.approx(2 * whole)
+    (ours,) = memory_of(graph, split)
+    assert ours.peak.bytes_of("waiting_collectives") == ours.peak.bytes_of("gather_buffers") == 0
+
+
+def test_nanotron_gathers_updated_parameters_through_copies(graph: ModelGraph) -> None:
+    (memory,) = memory_of(graph, FSDP._replace(zero_stage=1), load_recipe("nanotron"))
+    gathered = memory.ledger(Phase.OPTIMIZER).bytes_of("gathered_update")
+    assert gathered == pytest.approx(graph.num_params * (2 + 2 / 8))
+    lasting = sum(memory.ledger(Phase.OPTIMIZER).bytes_of(name) for name in ("parameters", "gradients", "optimizer"))
+    assert (lasting + gathered) / graph.num_params == pytest.approx(10 + 14 / 8)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recomputing_never_takes_more(graph: ModelGraph, tp: int) -> None:
+    for micro_batch in (1, 2, 8):
+        choice = FSDP._replace(mesh=MeshShape(1, 1, 8 // tp, 1, tp, 1), micro_batch_size=micro_batch)
+        none, selective, full = (
+            memory_of(graph, choice._replace(recompute=mode))[0].peak.total_bytes
+            for mode in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+        )
+        assert full <= selective <= none
+
+
+def test_memory_grows_with_the_micro_batch_and_falls_with_sharding() -> None:
+    problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
+    known = dict.fromkeys(problem.space.choices)
+    compared = 0
+    for choice in random.Random(3).sample(problem.space.choices, 400):
+        need = _peak(problem.table, choice)
+        larger = choice._replace(
+            micro_batch_size=2 * choice.micro_batch_size, num_microbatches=choice.num_microbatches // 2
+        )
+        if larger in known and choice.num_microbatches % 2 == 0 and larger.num_microbatches > 1:
+            assert need <= _peak(problem.table, larger) * (1 + 1e-9), choice
+            compared += 1
+        sharded = choice._replace(zero_stage=choice.zero_stage + 1)
+        if choice.zero_stage in (1, 2) and sharded in known:
+            lasting = [_states(problem.table, c) for c in (choice, sharded)]
+            assert lasting[1] <= lasting[0]
+            compared += 1
+    assert compared > 50
+
+
+def _peak(table: CostTable, choice: Choice) -> float:
+    point = Point(table, choice)
+    return max(ledger.total_bytes for ledger in point.ledgers(point.even_starts()))
+
+
+def _states(table: CostTable, choice: Choice) -> float:
+    point = Point(table, choice)
+    names = ("parameters", "gradients", "optimizer")
+    ledgers = (memory.ledger(Phase.OPTIMIZER) for memory in point.memory(point.even_starts()))
+    return sum(ledger.bytes_of(name) for ledger in ledgers for name in names)
+
+
+def test_reserve_is_of_what_comes_and_goes_and_less_where_nothing_mixes(graph: ModelGraph) -> None:
+    share = cluster_of(A100, 8).profile.software.allocator_reserve_fraction.value
+    plain, split = (memory_of(graph, replace_mesh(FSDP, tp))[0].peak for tp in (1, 2))
+    for ledger, expected in ((plain, share / 4), (split, share)):
+        passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
+        assert ledger.bytes_of("allocator_reserve") == pytest.approx(expected * passing)
+
+
+def replace_mesh(choice: Choice, tp: int) -> Choice:
+    return choice._replace(mesh=replace(choice.mesh, dp_shard=8 // tp, tp=tp))
