@@ -29,7 +29,7 @@ NOT_MODELLED = """## What is not modelled
   millisecond more over each collective of tensor parallelism for every rank of its group. The recipe `nanotron-2025`
   says so, the cause is not known, and no other cluster is expected to do it. Single jobs were slow without a pattern.
 - Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
-  micro-batch. Only nanotron's recipe has a price for that, from the three runs of its sweep that are predicted above
+  micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
   GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
