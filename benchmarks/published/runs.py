@@ -95,8 +95,8 @@ class Run:
     step_time_s: float | None
     peak_memory_bytes: float | None
     peak_memory_kind: str  # allocated, reserved, device or ""
-    logs_first_rank: bool  # memory was read on world rank 0, not on the worst
     assumptions: tuple[str, ...] = ()
+    logs_first_rank: bool = False  # memory was read on world rank 0, not on the worst
 
 
 @dataclass(frozen=True)
