@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from costmodels.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
+from costmodels.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
 from costmodels.schedule import build_schedule
 from planner.parallelism import ScheduleName
 
@@ -16,6 +16,10 @@ STEADY_ROUNDS = 4
 # hold two blocks beside it and take a quarter longer than all measured runs; and where head and blocks are exactly four
 # to one, measured stages end at their share, not one block later.
 HEAD_WEIGHT = 0.96
+
+# What an action adds to the micro-batches in flight, and to those that wait for their weight gradients.
+_HELD = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
+_WAITING = {FORWARD: 0, BACKWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}
 
 
 def in_flight(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
@@ -37,12 +41,13 @@ def in_flight_by_stage(
     for actions in schedule_of(schedule, num_ranks, virtual_stages, num_microbatches):
         held: Counter[int] = Counter()
         waiting: Counter[int] = Counter()
-        most = 0
+        most = now = 0
         for kind, stage, _ in actions:
-            held[stage] += {FORWARD: 1, INPUT_GRADIENT: 0}.get(kind, -1)
-            waiting[stage] += {INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}.get(kind, 0)
-            if kind == FORWARD and held.total() > most:
-                most = held.total()
+            now += _HELD[kind]
+            held[stage] += _HELD[kind]
+            waiting[stage] += _WAITING[kind]
+            if now > most:
+                most = now
                 for each in held:
                     counts[each], waits[each] = held[each], waiting[each]
     return tuple(counts), tuple(waits)

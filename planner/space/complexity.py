@@ -14,6 +14,10 @@ from __future__ import annotations
 from planner.parallelism import Recompute, ScheduleName
 from planner.space.search_space import Choice
 
+_PLAINEST = (ScheduleName.ONE_F_ONE_B, *(name for name in ScheduleName if name is not ScheduleName.ONE_F_ONE_B))
+_SCHEDULES = {name: place for place, name in enumerate(_PLAINEST)}
+_RECOMPUTATION = {mode: place for place, mode in enumerate(Recompute)}
+
 
 def complexity(choice: Choice) -> tuple[int, ...]:
     """The list above as numbers; smaller is simpler."""
@@ -24,8 +28,8 @@ def complexity(choice: Choice) -> tuple[int, ...]:
         mesh.cp,
         mesh.tp,
         choice.virtual_stages,
-        0 if choice.schedule is ScheduleName.ONE_F_ONE_B else 1 + list(ScheduleName).index(choice.schedule),
-        list(Recompute).index(choice.recompute),
+        _SCHEDULES[choice.schedule],
+        _RECOMPUTATION[choice.recompute],
         3 - choice.zero_stage,
         mesh.dp_replicate,
         choice.sequence_parallel,
