@@ -95,9 +95,7 @@ def search(
     began = time.monotonic()
     listed = list(choices)
     lower = bounds(table, listed) if listed else Bounds(np.empty(0), np.empty(0))
-    fits = np.flatnonzero(lower.memory_bytes <= table.capacity_bytes)
-    by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")].tolist()
-    order = sorted(by_time[:HEAD], key=lambda i: (lower.step_time_s[i], complexity(listed[i]))) + by_time[HEAD:]
+    order = _in_order(table, listed, lower)
     best = _Best()
     bound_s = float(lower.step_time_s[order[0]]) if order else float("inf")
     unproved_s, exhausted, interrupted, visited = float("inf"), True, False, 0
@@ -140,6 +138,13 @@ def search(
         closest=None if best.best or not listed else listed[int(np.argmin(lower.memory_bytes))],
         elapsed_s=time.monotonic() - began,
     )
+
+
+def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> list[int]:
+    """Positions of the choices that may fit, by their bounds; at equal bounds the simpler first."""
+    fits = np.flatnonzero(lower.memory_bytes <= table.capacity_bytes)
+    by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")].tolist()
+    return sorted(by_time[:HEAD], key=lambda i: (lower.step_time_s[i], complexity(listed[i]))) + by_time[HEAD:]
 
 
 def visit(table: CostTable, choice: Choice, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
