@@ -111,7 +111,7 @@ class Phase(StrEnum):
 
 
 # Terms that are neither tensors that some line of code allocates (specified) nor seen on machines: fitted to runs.
-FITTED_TERMS = frozenset({"allocator_reserve"})
+FITTED_TERMS = frozenset({"allocator_reserve", "waiting_collectives"})
 MEASURED_TERMS = frozenset({"communicators", "context"})
 # Terms that are allocated once and stay: they leave no gaps. All other tensors come and go in every step.
 LASTING_TERMS = frozenset({"parameters", "gradients", "optimizer"})

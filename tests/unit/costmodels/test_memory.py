@@ -95,7 +95,7 @@ def test_each_term_is_specified_fitted_or_measured() -> None:
     ledger = MemoryLedger().plus("activations", 1.0).with_reserve(make_cluster(8).profile.software, 1)
     assert {name: tag_of(name) for name, _ in ledger.rows} == {
         "activations": "specified",
-        "waiting_collectives": "specified",
+        "waiting_collectives": "fitted",
         "stranded_copies": "specified",
         "allocator_reserve": "fitted",
         "communicators": "measured",
