@@ -9,7 +9,7 @@ from costmodels.schedule import validate_schedule
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import MeshShape, Offload, Placement, Recompute, Replicate, parse_placement
+from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
 from planner.space.search_space import Choice
 
@@ -43,6 +43,7 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
         virtual_stages=pipeline.virtual_stages,
         recompute=next(iter(modes), Recompute.NONE),
         sequence_parallel=plan.placements.sequence_parallel,
+        offload=plan.offload,
         groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
     )
 
@@ -59,8 +60,6 @@ def lies_on(choice: Choice, cluster: ClusterSpec) -> bool:
 def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     """PlanError that lists what in ``plan`` the cost models have no price for."""
     found: list[str] = []
-    if plan.offload is not Offload.NONE:
-        found.append(f"offload: {plan.offload.value} has no price yet")
     if plan.mesh.ep > 1:
         found.append(f"mesh.ep: {plan.mesh.ep} has no price yet")
     blocks = {unit.name for unit in graph.units if unit.is_block}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from planner.errors import InputError
-from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName
 
 MAX_MICRO_BATCH_SIZE = 64
 MAX_VIRTUAL_STAGES = 8
@@ -39,6 +39,7 @@ class Pins:
     recompute: Recompute | None = None
     sequence_parallel: bool | None = None
     dp_replicate: int | None = None
+    offload: Offload | None = None  # None: states stay on the devices
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -57,13 +58,19 @@ class Choice(NamedTuple):
     virtual_stages: int
     recompute: Recompute
     sequence_parallel: bool
+    offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
 
     @property
     def is_plain_fsdp(self) -> bool:
         """Fully sharded data parallelism over all devices and nothing else."""
         mesh = self.mesh
-        return self.zero_stage == 3 and mesh.dp_shard == mesh.world_size and mesh.dp_replicate == 1
+        return (
+            self.zero_stage == 3
+            and mesh.dp_shard == mesh.world_size
+            and mesh.dp_replicate == 1
+            and self.offload is Offload.NONE
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,7 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
 
 
 def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+    offload = pins.offload or Offload.NONE
     for mesh in _meshes(training, pins, limits):
         for zero in _zero_stages(mesh, pins):
             for micro, num_micro in _micro_batches(training, pins, mesh):
@@ -206,7 +214,9 @@ def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]
                         continue
                     for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
                         for recompute in _recomputations(pins, schedule):
-                            yield Choice(mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel)
+                            yield Choice(
+                                mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
+                            )
 
 
 def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:

@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_traced_is_told_where(run: Run, tmp_path: Path) -
         (("--zero", 4), "--zero"),
         (("--schedule", "2F2B"), "'GPipe', '1F1B', 'Interleaved1F1B'"),
         (("--ep", 2), "expert parallelism is not searched yet"),
-        (("--offload", "cpu"), "offloading is not searched yet"),
+        (("--offload", "nvme"), "does not say node.nvme_bandwidth_bytes_per_s"),
         (("--gpus", 0), "--gpus"),
         (("--gpus", 10**7), "between 1 and 1,000,000"),
         (("--frobnicate",), "No such option: --frobnicate"),
