@@ -48,6 +48,12 @@ class UnitMemory:
         """One rank's part of the node's output for one micro-batch."""
         return tensor_bytes(node) * self._sharded.local_share(node.id) * (self._scale if node.batch_dependent else 1.0)
 
+    def sent_bytes(self, node: Node) -> float:
+        """What one rank sends of the node's output for one micro-batch to the next pipeline rank."""
+        is_whole = self._sharded.local_share(node.id) == 1.0
+        scattered = self._sharded.degree if is_whole and self._target.recipe.scatters_sends else 1
+        return self.local_bytes(node) / scattered
+
     def kept(self, mode: Recompute) -> float:
         """Bytes held from forward to backward under ``mode``."""
         nodes = self._nodes()
@@ -142,8 +148,8 @@ class UnitMemory:
         return sum(tensor_bytes(node) * self._scale for node in crossing if node.batch_dependent)
 
     def _largest_gradient(self) -> float:
-        """Gradient of the largest output together with the gradients of what it was made from."""
-        largest, counted = 0.0, self._copies_of_logits()
+        """Gradient of the largest output, or scores, together with the gradients of what it was made from."""
+        largest, counted = self._score_gradients(), self._copies_of_logits()
         for node in self._nodes():
             if node.op_class is OpClass.VIEW or not node.batch_dependent or not is_floating(node) or node.id in counted:
                 continue
@@ -151,6 +157,13 @@ class UnitMemory:
             gradients = sum(self.local_bytes(i) for i in inputs if is_floating(i) and i.batch_dependent)
             largest = max(largest, self.local_bytes(node) + gradients)
         return largest
+
+    def _score_gradients(self) -> float:
+        """Bytes of the gradients of scores in the backward pass of attention that is not fused."""
+        per_score = self._target.attention_kernel.gradient_score_bytes.value
+        attention = (n for n in self._nodes() if n.op_class is OpClass.ATTENTION)
+        scores = (num_scores(n, self._graph) * self._sharded.fractions.get(n.id, 1.0) for n in attention)
+        return per_score * self._scale * max(scores, default=0.0)
 
     def _storages(self, storages: set[int]) -> float:
         kept = (self._graph.nodes[s] for s in storages if self._graph.nodes[s].batch_dependent)
