@@ -117,6 +117,7 @@ class Recipe(_Value):
     # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core,
     # or repeats whole blocks (all of them, as far as is known).
     selective: Literal["products", "alternate_products", "attention", "blocks"]
+    eight_bit_inputs: bool = False  # products in 8 bits keep their input in 8 bits, a tensor of its own
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.

@@ -7,6 +7,7 @@ the driver queues; and the loss frees copies of its logits that the next, wider 
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 
 from planner.graph.model_graph import Node, OpClass, Unit
@@ -18,6 +19,9 @@ from planner.pricing.split_backward import is_deferred
 from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
+# Precisions and products of Transformer Engine.
+EIGHT_BIT = {"fp8"}
+EIGHT_BIT_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM}
 # Operators that turn logits into a loss, and those that only change a tensor's dtype.
 LOSSES = {"cross_entropy_loss"}
 CASTS = {"to", "_to_copy", "float"}
@@ -170,9 +174,24 @@ class UnitMemory:
         return sum(self._kept_share(node) * self.local_bytes(node) for node in kept)
 
     def _kept_share(self, node: Node) -> float:
-        """Of a rank's part of the output: what was gathered for a product may be kept split."""
+        """Of a rank's part of the output: what was gathered for a product may be kept split, and what it takes cast."""
         is_gathered = self._keeps_split and self._sharded.local_share(node.id) == 1.0 and is_floating(node)
-        return 1 / self._sharded.degree if is_gathered else 1.0
+        share = 1 / self._sharded.degree if is_gathered else 1.0
+        by_products, by_others = self._savers.get(node.storage, (False, True))
+        if self._target.precision in EIGHT_BIT and self._target.recipe.eight_bit_inputs and by_products:
+            share *= by_others + 1 / ITEM_BYTES[node.dtype]
+        return share
+
+    @cached_property
+    def _savers(self) -> dict[int, tuple[bool, bool]]:
+        """For each storage that is saved: whether products save it, and whether other operators do."""
+        found: dict[int, tuple[bool, bool]] = {}
+        for node in self._nodes():
+            is_product = node.op_class in EIGHT_BIT_PRODUCTS
+            for storage in {self._graph.nodes[s].storage for s in node.saves}:
+                by_products, by_others = found.get(storage, (False, False))
+                found[storage] = (by_products or is_product, by_others or not is_product)
+        return found
 
     def _extras(self, nodes: list[Node]) -> float:
         return sum(

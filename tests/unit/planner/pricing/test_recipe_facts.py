@@ -18,6 +18,7 @@ from tests.planning import A100, cluster_of, graph_of, problem_of
 
 MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
 OURS = load_recipe()
+H100 = cluster_of("dgx-h100-80gb", 16)
 ACTIVATIONS = SEQ_LEN * HIDDEN * 2  # bytes of one sequence between blocks
 
 
@@ -114,3 +115,20 @@ def test_gradients_of_scores_are_held_in_backward() -> None:
     assert block(eager, sharding).working_bytes == pytest.approx(6 * scores)
     assert block(without, sharding).working_bytes == block(fused, sharding).working_bytes < 6 * scores
     assert graph.batch_size > 1  # so that the traced batch is not mistaken for one sequence
+
+
+def test_products_in_eight_bits_keep_their_inputs_so() -> None:
+    cast = OURS.model_copy(update={"eight_bit_inputs": True})
+    in_bf16, in_fp8 = (
+        [
+            block(replace(target_of(recipe), precision=precision, cluster=H100), sharding_of(1)).kept_bytes
+            for recipe in (OURS, cast)
+        ]
+        for precision in ("bf16", "fp8")
+    )
+    assert in_bf16[0] == in_bf16[1] == in_fp8[0]
+    # Norms' outputs and what the down projection takes are halved; attention's output, which attention needs
+    # itself, is kept in both.
+    ffn = 14336
+    saved = 2 * HIDDEN + ffn - HIDDEN
+    assert in_fp8[0] - in_fp8[1] == pytest.approx(SEQ_LEN * saved)
