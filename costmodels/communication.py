@@ -133,6 +133,8 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind
         return num_domains_spanned(group, domain_devices)
 
     num_nodes = spanned(cluster.profile.node.num_devices)
+    if kind is CollectiveKind.SEND_RECV:  # between neighbours, however many there are in a row
+        num_nodes = min(2, num_nodes)
     uses: list[TierUse] = []
     inner = group.num_ranks
     for tier in cluster.profile.tiers:

@@ -123,7 +123,7 @@ class Recipe(_Value):
     # what these need.
     split_retains_graph: bool = False
     split_host_factor: Quantity | None = None  # host time of both halves over that of a whole backward pass; None: 1
-    sends_block: bool = False  # a pipeline rank goes on only when what it sends has arrived
+    sends_block: bool = False  # a pipeline rank, its host too, goes on only when what it sends has arrived
     scatters_sends: bool = False  # each rank of tensor parallelism sends its part of what all of them hold
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -26,14 +26,15 @@ from planner.space.search_space import Choice, Training
 
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
+# Words of a schedule's name, the most telling first.
 SCHEDULES = {
-    "": ScheduleName.ONE_F_ONE_B,
-    "none": ScheduleName.ONE_F_ONE_B,
+    "zb-2p": ScheduleName.ZB_2P,
+    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    "interleaved": ScheduleName.INTERLEAVED_1F1B,
     "1f1b": ScheduleName.ONE_F_ONE_B,
     "gpipe": ScheduleName.GPIPE,
-    "interleaved-1f1b": ScheduleName.INTERLEAVED_1F1B,
-    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
-    "zb-2p": ScheduleName.ZB_2P,
+    "afab": ScheduleName.GPIPE,
+    "none": ScheduleName.ONE_F_ONE_B,
 }
 
 
@@ -157,7 +158,7 @@ def choice_of(run: Run) -> Choice:
 
 
 def _schedule(name: str) -> ScheduleName:
-    found = SCHEDULES.get(name.lower())
+    found = next((schedule for word, schedule in SCHEDULES.items() if word in name.lower()), None)
     if found is None:
         raise UnpriceableRunError(f"schedule {name!r} is not priced")
     return found

@@ -13,6 +13,9 @@ from planner.parallelism import Recompute
 GIB = 2**30
 TRUE_WORDS = {"true", "1", "yes"}
 FALSE_WORDS = {"false", "0", "no"}
+# Where the size of the vocabulary is not said: GPT-2's 50,257 padded as Megatron-LM pads it, and Llama's.
+PADDED_GPT_VOCAB, LLAMA_VOCAB = 51_200, 32_000
+GATED_MLPS = ("swiglu", "geglu")
 # Frameworks whose own recipes shard the optimiser where nothing is said.
 DISTRIBUTED_OPTIMIZER_WORDS = ("nemo", "megatron-bridge")
 # Words of the ZeRO column that name a stage, the most telling first; FSDP's default is FULL_SHARD.
@@ -187,7 +190,7 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
 def _architecture(row: Mapping[str, str], assumed: list[str]) -> Architecture:
     heads, hidden = _whole(row, "heads"), _whole(row, "hidden")
     head_dim = _optional(row, "head_dim")
-    mlp = row.get("mlp_type") or _assume(assumed, "mlp_type", "gelu")
+    mlp = (row.get("mlp_type") or _assume(assumed, "mlp_type", "gelu")).lower()
     tied = _flag(row, "tied_embeddings")
     if tied is None:
         tied = _assume(assumed, "tied_embeddings", str(mlp == "gelu")) == "True"
@@ -198,7 +201,7 @@ def _architecture(row: Mapping[str, str], assumed: list[str]) -> Architecture:
         kv_heads=int(_optional(row, "kv_heads") or heads),
         head_dim=None if head_dim is None else int(head_dim),
         ffn=int(_optional(row, "ffn") or _optional(row, "moe_ffn") or _assume(assumed, "ffn", str(4 * hidden))),
-        vocab=_whole(row, "vocab"),
+        vocab=_whole_or(row, "vocab", LLAMA_VOCAB if mlp in GATED_MLPS else PADDED_GPT_VOCAB, assumed),
         seq_len=_whole(row, "seq_len"),
         mlp_type=mlp,
         is_tied=tied,
@@ -232,24 +235,25 @@ def _memory_in_name(gpu: str) -> float | None:
 def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
     words = row.get("zero_stage_or_fsdp") or _assume(assumed, "zero_stage_or_fsdp", _default_sharding(row))
     stage, shard_size = _sharding(words)
-    tp, dp = _whole(row, "tp"), _whole(row, "dp")
+    tp, pp, cp = (_whole_or(row, column, 1, assumed) for column in ("tp", "pp", "cp"))
     virtual = int(_optional(row, "vpp") or 1)
     default_schedule = "interleaved-1F1B" if virtual > 1 else "1F1B"
     recompute = (row.get("recompute") or _assume(assumed, "recompute", "none")).lower()
+    recompute = re.split(r"\W", recompute)[0]  # what stands in brackets says how
     if recompute not in list(Recompute):
         raise UnpriceableRunError(f"recompute {recompute!r} is not one of none, selective, full")
     return Layout(
-        dp=dp,
+        dp=_whole_or(row, "dp", max(1, _whole(row, "n_gpus") // (tp * pp * cp)), assumed),
         tp=tp,
-        pp=_whole(row, "pp"),
+        pp=pp,
         virtual_stages=virtual,
-        cp=int(_optional(row, "cp") or 1),
+        cp=cp,
         ep=int(_optional(row, "ep") or 1),
         sequence_parallel=bool(_flag(row, "sp")) and tp > 1,
         zero_stage=stage,
         shard_size=shard_size,
         global_batch_size=_whole(row, "global_batch_sequences"),
-        micro_batch_size=_whole(row, "micro_batch"),
+        micro_batch_size=_whole_or(row, "micro_batch", 1, assumed),
         schedule=row.get("schedule") or default_schedule,
         recompute=Recompute(recompute),
         offload=row.get("offload") or "none",
@@ -308,6 +312,13 @@ def _optional(row: Mapping[str, str], column: str) -> float | None:
         return float(text) if text else None
     except ValueError as error:
         raise UnpriceableRunError(f"{column} is {text!r}, not a number") from error
+
+
+def _whole_or(row: Mapping[str, str], column: str, default: int, assumed: list[str]) -> int:
+    if not (row.get(column) or "").strip():
+        _assume(assumed, column, str(default))
+        return default
+    return _whole(row, column)
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.published.frameworks import attention_name_of, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pairs import counts_of, pairs_of
-from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Rejected, Run, read_runs
+from benchmarks.published.pricing import RunPricer, choice_of
+from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
 from costmodels.recipe import load_recipe
-from planner.parallelism import Recompute
+from planner.parallelism import Recompute, ScheduleName
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {
@@ -239,3 +239,35 @@ def test_the_program_writes_the_keys_of_the_interface(tmp_path: Path) -> None:
     assert set(summary.split()) <= document["summary"].keys()
     assert document["rows"][1]["skipped"] == "schedule 'DualPipe' is not priced"
     assert "skipped: schedule" in done.stdout
+
+
+def test_blanks_that_have_a_default_are_filled_and_named(tmp_path: Path) -> None:
+    blank = dict.fromkeys(("vocab", "tp", "pp", "cp", "dp", "micro_batch"), "")
+    gated, plain = read_runs(
+        write(tmp_path / "runs.csv", {**blank, "mlp_type": "SwiGLU"}, {**blank, "mlp_type": "gelu"})
+    )
+    assert isinstance(gated, Run)
+    assert isinstance(plain, Run)
+    assert (gated.architecture.vocab, plain.architecture.vocab) == (32_000, 51_200)
+    layout = gated.layout
+    assert (layout.tp, layout.pp, layout.cp, layout.micro_batch_size) == (1, 1, 1, 1)
+    assert layout.dp == gated.hardware.num_devices
+    assert {text.split(":")[0] for text in gated.assumptions} >= set(blank)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("1F1B", ScheduleName.ONE_F_ONE_B),
+        ("1F1B (assumed)", ScheduleName.ONE_F_ONE_B),
+        ("interleaved 1F1B", ScheduleName.INTERLEAVED_1F1B),
+        ("GPipe", ScheduleName.GPIPE),
+        ("ZB-2p", ScheduleName.ZB_2P),
+    ],
+)
+def test_schedules_are_told_by_their_words(toy: Run, name: str, schedule: ScheduleName) -> None:
+    stages = 2 if schedule is ScheduleName.INTERLEAVED_1F1B else 1
+    layout = replace(toy.layout, schedule=name, pp=2, tp=1, dp=4, virtual_stages=stages)
+    assert choice_of(replace(toy, layout=layout)).schedule is schedule
+    with pytest.raises(UnpriceableRunError, match="not priced"):
+        choice_of(replace(toy, layout=replace(layout, schedule="somehow")))
