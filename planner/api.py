@@ -12,6 +12,7 @@ from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for, grown
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
+from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
@@ -274,6 +275,7 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, shardings: Mapping[ShardK
         num_pipeline_units=max(1, sum(unit.is_block for unit in graph.units)),
         tensor_degrees=frozenset(degree for degree, _ in splitting),
         sequence_degrees=frozenset(degree for degree, is_sequence in splitting if is_sequence),
+        num_experts=num_experts(graph),
         context_splits=has_attention and not mixes_positions_outside_attention(graph),
     )
 
@@ -283,7 +285,7 @@ def baseline_space(training: Training, limits: Limits) -> tuple[Choice, ...]:
     n = limits.num_devices
     if training.global_batch_size % n or n == 1:
         return ()
-    pins = Pins(tp=1, pp=1, cp=1, dp=n, dp_replicate=1, zero=3)
+    pins = Pins(tp=1, pp=1, cp=1, ep=1, dp=n, dp_replicate=1, zero=3)
     return build_space(training, pins, limits).choices
 
 

@@ -126,8 +126,8 @@ def choice_of(run: Run) -> Choice:
     world = layout.dp * layout.tp * layout.pp * layout.cp
     if world != run.hardware.num_devices:
         raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
-    if layout.ep > 1:
-        raise UnpriceableRunError(f"expert parallelism (ep {layout.ep}) is not priced")
+    if run.architecture.experts % layout.ep:
+        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {run.architecture.experts} experts")
     if layout.offload != "none":
         raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
     if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
@@ -170,7 +170,10 @@ def _mesh(run: Run) -> MeshShape:
         raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
     if layout.zero_stage == 0:
         shard = 1
-    return MeshShape(pp=layout.pp, dp_replicate=layout.dp // shard, dp_shard=shard, cp=layout.cp, tp=layout.tp)
+    if shard * layout.cp % layout.ep:
+        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {shard * layout.cp} ranks that shard")
+    replicas = layout.dp // shard
+    return MeshShape(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)
 
 
 def _precision(run: Run) -> Precision:

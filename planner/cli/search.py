@@ -67,7 +67,7 @@ def search(  # over 6 arguments: one for each option of the command line
     ] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree.", rich_help_panel=_PINS)] = None,
     ep: Annotated[
-        int | None, typer.Option(help="Expert-parallel degree (1: not split).", rich_help_panel=_PINS)
+        int | None, typer.Option(help="Expert-parallel degree, inside dp * cp (1: not split).", rich_help_panel=_PINS)
     ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PINS)] = None,
     micro_batch: Annotated[
@@ -96,9 +96,9 @@ def search(  # over 6 arguments: one for each option of the command line
     from planner.api import Request
     from planner.space.search_space import Pins
 
-    check_not_built(ep, offload)
+    check_not_built(offload)
     pins = Pins(
-        tp=tp, pp=pp, dp=dp, cp=cp, zero=zero, micro_batch=micro_batch, schedule=schedule,
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
         virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     request = Request(
@@ -112,12 +112,10 @@ def search(  # over 6 arguments: one for each option of the command line
     return 130 if answer.interrupted else 0
 
 
-def check_not_built(ep: int | None, offload: Offload | None) -> None:
+def check_not_built(offload: Offload | None) -> None:
     """InputError for pins whose value no plan can have yet."""
     from planner.errors import InputError
 
-    if ep not in (None, 1):
-        raise InputError(f"--ep {ep}: expert parallelism is not searched yet", hint="use --ep 1 or drop the pin")
     if offload not in (None, Offload.NONE):
         raise InputError(
             f"--offload {offload}: offloading is not searched yet", hint="use --offload none or drop the pin"

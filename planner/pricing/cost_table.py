@@ -34,12 +34,13 @@ class CostKey:
     cp: int
     micro_batch_size: int
     recompute: Recompute
+    ep: int = 1
 
     @staticmethod
     def of(choice: Choice) -> CostKey:
         """The key of a coarse point."""
         mesh = choice.mesh
-        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute)
+        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute, mesh.ep)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Parts:
     tensor_backward_s: Array
     context_forward_s: Array
     context_backward_s: Array
+    expert_forward_s: Array
+    expert_backward_s: Array
     data_forward_s: Array
     data_backward_s: Array
     weight_s: Array  # part of backward_s: what a schedule that splits backward passes runs later
@@ -74,13 +77,24 @@ class Parts:
     @property
     def forward_s(self) -> Array:
         """Forward, everything included."""
-        return self.compute_forward_s + self.tensor_forward_s + self.context_forward_s + self.data_forward_s
+        parts = self.compute_forward_s + self.tensor_forward_s + self.context_forward_s
+        return parts + self.expert_forward_s + self.data_forward_s
 
     @property
     def backward_s(self) -> Array:
         """Backward, recomputation and everything else included."""
-        parts = self.compute_backward_s + self.recompute_s + self.tensor_backward_s
-        return parts + self.context_backward_s + self.data_backward_s
+        parts = self.compute_backward_s + self.recompute_s + self.tensor_backward_s + self.context_backward_s
+        return parts + self.expert_backward_s + self.data_backward_s
+
+    @property
+    def communication_forward_s(self) -> Array:
+        """What compute does not hide of all communication in forward."""
+        return self.tensor_forward_s + self.context_forward_s + self.expert_forward_s + self.data_forward_s
+
+    @property
+    def communication_backward_s(self) -> Array:
+        """What compute does not hide of all communication in backward."""
+        return self.tensor_backward_s + self.context_backward_s + self.expert_backward_s + self.data_backward_s
 
 
 @dataclass(frozen=True)
@@ -132,14 +146,23 @@ class CostTable:
         return self._data[key]
 
     def _data_parallel_times(self, choice: Choice) -> DataParallelTimes:
-        mesh, zero = choice.mesh, choice.zero_stage
-        states = self.states[mesh.tp, choice.sequence_parallel]
-        total = np.array([s.total for s in states]) * self.item_bytes
-        trainable = np.array([s.trainable for s in states]) * self.recipe.state.reduction_bytes.value
-        if zero == 0:
-            across = GroupPlacement(mesh.dp_replicate * mesh.cp, mesh.tp)
-            return DataParallelTimes(np.zeros(len(states)), self._line(CollectiveKind.ALL_REDUCE, across, trainable))
-        inside = GroupPlacement(mesh.dp_shard * mesh.cp, mesh.tp)
+        ep, states = choice.mesh.ep, self.states[choice.mesh.tp, choice.sequence_parallel]
+        total, trainable = np.array([s.total for s in states]), np.array([s.trainable for s in states])
+        if ep == 1:
+            return self._times_over(choice, total, trainable)
+        experts = np.array([s.experts for s in states])
+        dense = self._times_over(choice, total - experts, trainable - experts)
+        own = self._times_over(choice, experts / ep, experts / ep, ep)
+        return DataParallelTimes(dense.gather_s + own.gather_s, dense.reduce_s + own.reduce_s)
+
+    def _times_over(self, choice: Choice, total: Array, trainable: Array, ep: int = 1) -> DataParallelTimes:
+        """Times for so many elements of each unit kind; ``ep``: over groups so many times smaller."""
+        mesh = choice.mesh
+        total, trainable = total * self.item_bytes, trainable * self.recipe.state.reduction_bytes.value
+        if choice.zero_stage == 0:
+            across = GroupPlacement(mesh.dp_replicate * mesh.cp // ep, mesh.tp * ep)
+            return DataParallelTimes(np.zeros(len(total)), self._line(CollectiveKind.ALL_REDUCE, across, trainable))
+        inside = GroupPlacement(mesh.dp_shard * mesh.cp // ep, mesh.tp * ep)
         across = GroupPlacement(mesh.dp_replicate, mesh.tp * mesh.cp * mesh.dp_shard)
         reduce_s = self._line(CollectiveKind.REDUCE_SCATTER, inside, trainable)
         reduce_s = reduce_s + self._line(CollectiveKind.ALL_REDUCE, across, trainable / inside.num_ranks)
@@ -188,6 +211,8 @@ class CostTable:
             tensor_backward_s=take("tensor_backward_s"),
             context_forward_s=take("context_forward_s"),
             context_backward_s=take("context_backward_s"),
+            expert_forward_s=take("expert_forward_s"),
+            expert_backward_s=take("expert_backward_s"),
             data_forward_s=np.asarray(exposed_s(in_forward, forward, software)),
             data_backward_s=np.asarray(exposed_s(in_backward, backward, software)),
             weight_s=take("weight_gradient_s") + accumulation + twice,
@@ -197,21 +222,32 @@ class CostTable:
         """Seconds to add one micro-batch's gradients to those before it, [points, kinds]."""
         device = self.cluster.profile.device
         bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
-        keys = [(c.mesh.tp, c.sequence_parallel) for c in choices]
-        by_key = {key: [s.trainable for s in self.states[key]] for key in set(keys)}
+        keys = [(c.mesh.tp, c.sequence_parallel, c.mesh.ep) for c in choices]
+        by_key = {key: [s.held(s.trainable, key[2]) for s in self.states[key[0], key[1]]] for key in set(keys)}
         return np.array([by_key[key] for key in keys]) * self.recipe.accumulation_bytes.value / bandwidth
 
-    def state_bytes(self, choice: Choice, trainable: float, frozen: float) -> StateBytes:
-        """Bytes of states that one rank holds for so many elements of the tp rank's parameters."""
+    def state_bytes(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> StateBytes:
+        """Bytes of states that one rank holds for so many elements of the tp rank's parameters.
+
+        ``experts``: of the trainable ones, those that expert parallelism divides.
+        """
+        ep = choice.mesh.ep
+        if ep == 1:
+            return self._state_bytes(choice, trainable, frozen)
+        dense = self._state_bytes(choice, trainable - experts, frozen)
+        return dense.plus(self._state_bytes(choice, experts / ep, 0.0, ep))
+
+    def _state_bytes(self, choice: Choice, trainable: float, frozen: float, ep: int = 1) -> StateBytes:
+        mesh = choice.mesh
         return state_bytes(
             trainable,
             num_frozen=frozen,
             precision=self.training.precision.value,
             optimizer=self.training.optimizer.value,
             zero_stage=choice.zero_stage,
-            num_shards=num_shards(choice),
+            num_shards=max(1, num_shards(choice) // ep),
             facts=self.recipe.state,
-            is_replicated=choice.mesh.dp > 1,
+            is_replicated=mesh.dp > 1 and mesh.dp * mesh.cp > ep,
         )
 
     def update_s(self, num_elements: float) -> float:
@@ -278,3 +314,13 @@ class CostTable:
 def num_shards(choice: Choice) -> int:
     """Ranks over which ZeRO divides: those that shard data and, since their gradients agree, those of context."""
     return choice.mesh.dp_shard * choice.mesh.cp if choice.zero_stage else 1
+
+
+def num_updated(choice: Choice, trainable: float, experts: float) -> float:
+    """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
+
+    ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
+    """
+    if choice.zero_stage:
+        return trainable / num_shards(choice)
+    return trainable - experts * (1 - 1 / choice.mesh.ep)

@@ -14,7 +14,7 @@ from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import ScheduleName, pp_rank_of_stage
-from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
+from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_updated
 from planner.pricing.rank_memory import RankMemoryModel
 from planner.pricing.stages import (
     STEADY_ROUNDS,
@@ -37,6 +37,7 @@ class Breakdown:
     recompute: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     data_parallel: float
     pipeline_communication: float
     bubble: float
@@ -206,6 +207,7 @@ class Point:
             recompute=total(parts.recompute_s),
             tensor_parallel=total(parts.tensor_forward_s, parts.tensor_backward_s),
             context_parallel=total(parts.context_forward_s, parts.context_backward_s),
+            expert_parallel=total(parts.expert_forward_s, parts.expert_backward_s),
             data_parallel=total(parts.data_forward_s, parts.data_backward_s) + data_once,
             pipeline_communication=min(idle, max(0.0, send_on_path)),
             bubble=idle - min(idle, max(0.0, send_on_path)),
@@ -236,10 +238,8 @@ class Point:
         backward_s: list[float] = []
         for stage, kinds in enumerate(self._kinds_of_stages(starts)):
             parts = self._ranks[self._rank_of(stage)].parts
-            forward = parts.tensor_forward_s + parts.context_forward_s + parts.data_forward_s
-            backward = parts.tensor_backward_s + parts.context_backward_s + parts.data_backward_s
-            forward_s.append(float(forward[0][kinds].sum()))
-            backward_s.append(float(backward[0][kinds].sum()))
+            forward_s.append(float(parts.communication_forward_s[0][kinds].sum()))
+            backward_s.append(float(parts.communication_backward_s[0][kinds].sum()))
         return tuple(forward_s), tuple(backward_s)
 
     def _kinds_of_stages(self, starts: tuple[int, ...]) -> list[list[int]]:
@@ -308,8 +308,8 @@ class Point:
     def _once_a_step_s(self, rank: _Rank, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
-        trainable = sum(self._states[k].trainable for k in kinds)
-        optimizer = rank.table.update_s(trainable / num_shards(self.choice))
+        trainable, experts = (sum(getattr(self._states[k], name) for k in kinds) for name in ("trainable", "experts"))
+        optimizer = rank.table.update_s(num_updated(self.choice, trainable, experts))
         return once_a_step_s(rank.table, self.choice, rank.data, rank.parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
 from planner.pricing.cost_table import CostKey, CostTable, UnitRow
+from planner.pricing.expert_parallel import on_one_rank
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
 from planner.pricing.unit_costs import UnitCosts, unit_costs, unit_states
@@ -74,10 +75,20 @@ def build_table(
     graph = target.graph
     kinds = representatives(graph)
     costs: dict[CostKey, tuple[UnitCosts, ...]] = {}
-    for key in dict.fromkeys(CostKey.of(choice) for choice in choices):
+    keys = dict.fromkeys(CostKey.of(choice) for choice in choices)
+    targets = {ep: on_one_rank(target, ep) for ep in {key.ep for key in keys}}
+    for key in keys:
         sharding = shardings[key.tp, key.sequence_parallel]
         costs[key] = tuple(
-            unit_costs(target, unit, sharded, recompute=key.recompute, micro_batch_size=key.micro_batch_size, cp=key.cp)
+            unit_costs(
+                targets[key.ep],
+                unit,
+                sharded,
+                recompute=key.recompute,
+                micro_batch_size=key.micro_batch_size,
+                cp=key.cp,
+                ep=key.ep,
+            )
             for unit, sharded in zip(kinds, sharding, strict=True)
         )
     mixed = target.cluster.mixed

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec
+from planner.graph.experts import expert_parameters
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
+from planner.pricing.expert_parallel import exchange
 from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.pricing.split_backward import weight_gradients
@@ -30,6 +32,8 @@ class UnitCosts:
     tensor_backward_s: float
     context_forward_s: float  # context-parallel collectives
     context_backward_s: float
+    expert_forward_s: float  # all-to-alls of expert parallelism
+    expert_backward_s: float
     kept_bytes: float  # held from forward to backward
     working_bytes: float  # held besides while this unit's backward runs, or its loss forward
     loss_bytes: float  # of these, what the loss needs in forward already
@@ -50,16 +54,22 @@ class UnitStates:
     trainable: float
     frozen: float
     tied: float  # used here but owned by an earlier unit: a pipeline that parts them holds a copy
+    experts: float = 0.0  # of the trainable ones, those that expert parallelism divides
 
     @property
     def total(self) -> float:
-        """Elements that are gathered for this unit."""
+        """Elements of this unit."""
         return self.trainable + self.frozen
+
+    def held(self, elements: float, ep: int) -> float:
+        """Of ``elements`` with all experts among them, those that one of ``ep`` ranks works with."""
+        return elements - self.experts * (1 - 1 / ep)
 
 
 def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStates:
     """Elements that one tp rank holds of ``unit``."""
     parameters = {name: p for p in graph.parameters for name in (p.fqn, *p.aliases)}
+    of_experts = expert_parameters(graph)
 
     def local(fqn: str) -> float:
         parameter = parameters[fqn]
@@ -71,13 +81,24 @@ def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStat
         trainable=sum(local(fqn) for fqn in unit.parameters if parameters[fqn].trainable),
         frozen=sum(local(fqn) for fqn in unit.parameters if not parameters[fqn].trainable),
         tied=sum(local(fqn) for fqn in unit.tied_parameters),
+        experts=sum(local(fqn) for fqn in unit.parameters if parameters[fqn].trainable and fqn in of_experts),
     )
 
 
-def unit_costs(
-    target: PricingTarget, unit: Unit, sharded: ShardedUnit, *, recompute: Recompute, micro_batch_size: int, cp: int
+def unit_costs(  # over 6 arguments: what a unit's costs depend on, given by name
+    target: PricingTarget,
+    unit: Unit,
+    sharded: ShardedUnit,
+    *,
+    recompute: Recompute,
+    micro_batch_size: int,
+    cp: int,
+    ep: int = 1,
 ) -> UnitCosts:
-    """Price ``unit``, split as ``sharded`` says, for ``micro_batch_size`` sequences over ``cp`` ranks."""
+    """Price ``unit``, split as ``sharded`` says, for ``micro_batch_size`` sequences over ``cp`` ranks.
+
+    With ``ep`` above 1 the graph of ``target`` is that of one of so many ranks (``expert_parallel.on_one_rank``).
+    """
     graph, cluster = target.graph, target.cluster
     scale = micro_batch_size / graph.batch_size / cp
     nodes = [graph.nodes[i] for i in unit.nodes]
@@ -86,7 +107,11 @@ def unit_costs(
         mode = Recompute.FULL
     tensor_forward, tensor_backward = _tensor_parallel_s(sharded, target, scale)
     context_forward, context_backward = _context_parallel_s(nodes, graph, sharded, cluster, micro_batch_size, cp)
-    communication = (tensor_forward + context_forward, tensor_backward + context_backward)
+    experts = exchange(target, unit, sharded, scale, ep)
+    communication = (
+        tensor_forward + context_forward + experts.both_s,
+        tensor_backward + context_backward + experts.both_s,
+    )
     forward, backward = (
         max(
             _compute_s(nodes, target, sharded, scale=scale, backward=is_backward),
@@ -97,8 +122,9 @@ def unit_costs(
     memory = UnitMemory(target, unit, sharded, scale)
     repeated = {
         Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: _compute_s(_repeated(nodes, target), target, sharded, scale=scale, backward=False),
-        Recompute.FULL: forward + tensor_forward + context_forward,
+        Recompute.SELECTIVE: _compute_s(_repeated(nodes, target), target, sharded, scale=scale, backward=False)
+        + (0.0 if target.recipe.selective == "attention" else experts.dispatch_s),
+        Recompute.FULL: forward + tensor_forward + context_forward + experts.both_s,
     }[mode]
     num_launches = sum(issued_by_host(nodes, target, sharded, backward=is_backward)[0] for is_backward in (False, True))
     weights = weight_gradients(nodes, target, sharded, scale=scale)
@@ -112,8 +138,10 @@ def unit_costs(
         tensor_backward_s=tensor_backward,
         context_forward_s=context_forward,
         context_backward_s=context_backward,
+        expert_forward_s=experts.both_s,
+        expert_backward_s=experts.both_s,
         kept_bytes=memory.kept(mode),
-        working_bytes=memory.working(mode),
+        working_bytes=memory.working(mode) + experts.buffer_bytes,
         loss_bytes=memory.loss(),
         buffer_bytes=memory.gather_buffers(),
         collective_bytes=memory.waiting_collectives(),

@@ -38,7 +38,7 @@ import numpy as np
 
 from costmodels.memory import MemoryLedger
 from planner.parallelism import ScheduleName, pp_rank_of_stage
-from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
+from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards, num_updated
 from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
@@ -102,7 +102,9 @@ class _Group:
         """Pipeline, plus what comes once a step on the mean rank."""
         counts = self._counts
         trainable = self._elements(lambda s: s.trainable) @ counts
-        local, inverse = np.unique(trainable / [num_shards(c) for c in self._choices], return_inverse=True)
+        experts = self._elements(lambda s: s.experts) @ counts
+        elements = zip(self._choices, trainable, experts, strict=True)
+        local, inverse = np.unique([num_updated(*each) for each in elements], return_inverse=True)
         fastest = [min(table.update_s(elements) for table in self._tables) for elements in local]
         return self._pipeline_s() + np.array(fastest)[inverse] / self._pp
 
@@ -205,23 +207,28 @@ class _Group:
         return tensors + (working * reserve + outside) / self._room.max()
 
     def _static_bytes(self) -> Array:
-        """States of each unit kind when backward begins, from the bytes of one trainable and one frozen element."""
-        per_element: dict[tuple[int, int, bool], tuple[float, float]] = {}
-        rows: list[tuple[float, float]] = []
+        """States of each unit kind when backward begins, from the bytes of one trainable and one frozen element.
+
+        And from what one of an expert has more than another trainable one: less than nothing.
+        """
+        per_element: dict[tuple[int, int, int, bool], tuple[float, float, float]] = {}
+        rows: list[tuple[float, float, float]] = []
         for choice in self._choices:
             holds_gradients = self._table.recipe.memory.keeps_gradients or choice.num_microbatches > 1
-            key = (choice.zero_stage, num_shards(choice), holds_gradients)
+            key = (choice.zero_stage, num_shards(choice), choice.mesh.ep, holds_gradients)
             if key not in per_element:
                 one = self._table.state_bytes
-                trainable = one(choice, 1.0, 0.0)
-                per_element[key] = (
-                    trainable.total - (0.0 if holds_gradients else trainable.gradients),
-                    one(choice, 0.0, 1.0).total,
-                )
+                kinds = one(choice, 1.0, 0.0), one(choice, 1.0, 0.0, 1.0)
+                trainable, expert = (s.total - (0.0 if holds_gradients else s.gradients) for s in kinds)
+                per_element[key] = (trainable, one(choice, 0.0, 1.0).total, expert - trainable)
             rows.append(per_element[key])
         each = np.array(rows)
-        trainable, frozen = self._elements(lambda s: s.trainable), self._elements(lambda s: s.frozen)
-        return each[:, :1] * trainable + each[:, 1:] * frozen
+        takes: tuple[Callable[[UnitStates], float], ...] = (
+            lambda s: s.trainable,
+            lambda s: s.frozen,
+            lambda s: s.experts,
+        )
+        return sum((each[:, i : i + 1] * self._elements(take) for i, take in enumerate(takes)), start=np.zeros(1))
 
     def _elements(self, take: Callable[[UnitStates], float]) -> Array:
         by_key = {key: [take(s) for s in states] for key, states in self._table.states.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import NamedTuple
 
 from planner.errors import InputError
@@ -39,6 +40,7 @@ class Pins:
     recompute: Recompute | None = None
     sequence_parallel: bool | None = None
     dp_replicate: int | None = None
+    ep: int | None = None
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -63,7 +65,8 @@ class Choice(NamedTuple):
     def is_plain_fsdp(self) -> bool:
         """Fully sharded data parallelism over all devices and nothing else."""
         mesh = self.mesh
-        return self.zero_stage == 3 and mesh.dp_shard == mesh.world_size and mesh.dp_replicate == 1
+        is_sharded = mesh.dp_shard == mesh.world_size and mesh.dp_replicate == mesh.ep == 1
+        return self.zero_stage == 3 and is_sharded
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Limits:
     tensor_degrees: frozenset[int]  # degrees that split at least one parameter
     sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
     context_splits: bool  # attention is the only operator that mixes positions
+    num_experts: int = 1  # what divides it divides the experts of every layer
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,31 @@ def pin_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
     if pins.tp and pins.tp > 1 and pins.tp not in limits.tensor_degrees:
         allowed = ", ".join(map(str, sorted(limits.tensor_degrees)))
         found.append(f"tp={pins.tp} splits no parameter of the model; degrees that do: {allowed}")
-    return found + _pipeline_violations(pins, limits) + _sharding_violations(training, pins, limits)
+    return (
+        found
+        + _expert_violations(pins, limits)
+        + _pipeline_violations(pins, limits)
+        + _sharding_violations(training, pins, limits)
+    )
+
+
+def _expert_violations(pins: Pins, limits: Limits) -> list[str]:
+    if pins.ep in (None, 1):
+        return []
+    if limits.num_experts == 1:
+        return [f"ep={pins.ep} needs layers of experts (grouped products), and the model has none"]
+    found: list[str] = []
+    if pins.ep < 1 or limits.num_experts % pins.ep:
+        allowed = ", ".join(map(str, divisors(limits.num_experts)))
+        found.append(f"ep={pins.ep} does not divide the {limits.num_experts} experts; allowed: {allowed}")
+    ranks = limits.num_devices // max(1, (pins.tp or 1) * (pins.pp or 1))
+    if pins.dp is not None and pins.cp is not None:
+        ranks = pins.dp * pins.cp
+    if pins.ep > 1 and ranks % pins.ep:
+        found.append(
+            f"ep={pins.ep} does not divide the {ranks} ranks of data and context parallelism, in which it lies"
+        )
+    return found
 
 
 def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
@@ -222,8 +250,10 @@ def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShap
                 if (pins.dp is not None and dp != pins.dp) or training.global_batch_size % dp:
                     continue
                 for replicate in divisors(dp):
+                    shard = dp // replicate
                     if pins.dp_replicate is None or replicate == pins.dp_replicate:
-                        yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+                        for ep in _degrees(gcd(shard * cp, limits.num_experts), pins.ep, lambda d: True):
+                            yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
 
 
 def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[int]:
