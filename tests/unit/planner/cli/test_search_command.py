@@ -228,7 +228,7 @@ def test_a_model_that_cannot_be_traced_is_told_where(run: Run, tmp_path: Path) -
         (("--seq-len", 63, "--tp", 2, "--sequence-parallel"), "cannot split activations along the sequence of 63"),
         (("--zero", 4), "--zero"),
         (("--schedule", "2F2B"), "'GPipe', '1F1B', 'Interleaved1F1B'"),
-        (("--ep", 2), "expert parallelism is not searched yet"),
+        (("--ep", 2), "ep=2 needs layers of experts"),
         (("--offload", "cpu"), "offloading is not searched yet"),
         (("--gpus", 0), "--gpus"),
         (("--gpus", 10**7), "between 1 and 1,000,000"),
