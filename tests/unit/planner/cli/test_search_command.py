@@ -188,7 +188,7 @@ def test_a_file_without_a_model(run: Run, code: str, message: str, tmp_path: Pat
     assert message in refused(run, "search", path, "--gpus", 8)
 
 
-UNTRACEABLE = """
+BRANCHES_ON_VALUES = """
 import torch
 
 class Model(torch.nn.Module):
@@ -205,12 +205,14 @@ class Model(torch.nn.Module):
 """
 
 
-def test_a_model_that_cannot_be_traced_is_told_where(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_branches_on_values_is_planned_and_the_line_is_named(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    path.write_text(UNTRACEABLE)
-    message = refused(run, "search", path, "--gpus", 8, "--seq-len", 8)
-    assert "model.py:12 `if x.sum() > 0:`" in message
-    assert "the control flow depends on the values of tensors" in message
+    path.write_text(BRANCHES_ON_VALUES)
+    code, _, err = run("search", path, "--gpus", 8, "--seq-len", 8)
+    assert code == 0
+    assert "traced by running the modules, since torch.export stopped" in err
+    assert "model.py:12 `if x.sum() > 0:`" in err
+    assert "model.py:12 asks for a condition that depends on values: taken as True" in err
 
 
 @pytest.mark.parametrize(
