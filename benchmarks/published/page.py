@@ -35,7 +35,9 @@ NOT_MODELLED = """## What is not modelled
   GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
 - Sending takes the sender of a pipeline no time, only the receiver waits: interleaved pipelines, which send more, come
   out too fast beside plain ones.
-- Expert parallelism and offload: such rows are skipped. Experts that every rank holds are priced as evenly used.
+- Offload: such rows are skipped.
+- Routing that is not balanced, also where a row says that it was natural; and dispatchers of experts' rows beyond plain
+  all-to-alls that nothing hides: HybridEP and DeepEP send a row once a node, and hide that behind products.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.

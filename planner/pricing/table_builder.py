@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from planner.graph.experts import expert_work
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
 from planner.pricing.cost_table import CostKey, CostTable, UnitRow
@@ -74,30 +75,13 @@ def build_table(
     """Prices every unit kind under every key that ``choices`` need, in a mixed cluster also on each group's devices."""
     graph = target.graph
     kinds = representatives(graph)
-    costs: dict[CostKey, tuple[UnitCosts, ...]] = {}
-    keys = dict.fromkeys(CostKey.of(choice) for choice in choices)
-    targets = {ep: on_one_rank(target, ep) for ep in {key.ep for key in keys}}
-    for key in keys:
-        sharding = shardings[key.tp, key.sequence_parallel]
-        costs[key] = tuple(
-            unit_costs(
-                targets[key.ep],
-                unit,
-                sharded,
-                recompute=key.recompute,
-                micro_batch_size=key.micro_batch_size,
-                cp=key.cp,
-                ep=key.ep,
-            )
-            for unit, sharded in zip(kinds, sharding, strict=True)
-        )
     mixed = target.cluster.mixed
     over_groups = [choice for choice in choices if choice.groups]
     return CostTable(
         training=training,
         cluster=target.cluster,
         units=unit_row(graph),
-        costs=costs,
+        costs=_costs(target, kinds, shardings, choices),
         states={
             key: tuple(unit_states(graph, unit, sharded) for unit, sharded in zip(kinds, sharding, strict=True))
             for key, sharding in shardings.items()
@@ -109,3 +93,29 @@ def build_table(
             for group in (() if mixed is None else mixed.groups)
         },
     )
+
+
+def _costs(
+    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], choices: Sequence[Choice]
+) -> dict[CostKey, tuple[UnitCosts, ...]]:
+    """Every unit kind under every key of ``choices``; those without experts once for all ``ep``."""
+    keys = dict.fromkeys(CostKey.of(choice) for choice in choices)
+    targets = {ep: on_one_rank(target, ep) for ep in {1, *(key.ep for key in keys)}}
+    has_experts = [expert_work(target.graph, unit) is not None for unit in kinds]
+    found: dict[tuple[int, CostKey], UnitCosts] = {}
+
+    def cost(column: int, key: CostKey) -> UnitCosts:
+        own = key if has_experts[column] else replace(key, ep=1)
+        if (column, own) not in found:
+            found[column, own] = unit_costs(
+                targets[own.ep],
+                kinds[column],
+                shardings[own.tp, own.sequence_parallel][column],
+                recompute=own.recompute,
+                micro_batch_size=own.micro_batch_size,
+                cp=own.cp,
+                ep=own.ep,
+            )
+        return found[column, own]
+
+    return {key: tuple(cost(column, key) for column in range(len(kinds))) for key in keys}
