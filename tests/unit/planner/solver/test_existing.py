@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import Problem, price_plan
+from planner.api import Problem, Request, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
 from planner.parallelism import Offload, Recompute, Replicate, ScheduleName, Shard
