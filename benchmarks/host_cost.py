@@ -110,7 +110,7 @@ def _issued(request: Request) -> tuple[int, int]:
     cluster = load_cluster(request.hardware, request.num_devices, [])
     graph = load_graph(request.model, request.seq_len, request.precision)
     problem = Problem.build(graph, cluster, training_of(request, graph.seq_len, []), request.pins)
-    sharding = problem.shardings[request.num_devices, bool(request.pins.sequence_parallel)]
+    sharding = problem.shardings[cluster.num_devices, bool(request.pins.sequence_parallel)]
     kinds = representatives(graph)
 
     def of(unit: Unit, kind: int) -> np.ndarray:

@@ -9,6 +9,7 @@ Bytes per parameter under FSDP2 (``fully_shard``), d = ranks that shard; the mas
     ZeRO 3                    0 (gathered units  4/d         (4 + 8)/d            16/d
                               come extra)
     fp32: the copy for compute has 4 bytes. SGD without momentum: no moments.
+    Offloaded: master and moments lie on the host; ZeRO 3 keeps its shard of the copy for compute in their place, 2/d.
 
 The copy for compute exists in fp32 and in a group of one rank too: FSDP2 keeps the sharded parameters and copies them
 into gathered ones (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``wait_for_unshard``). Gradients
@@ -75,6 +76,7 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
     num_shards: int,
     facts: StateFacts | None = None,
     is_replicated: bool = False,
+    on_host: bool = False,
 ) -> StateBytes:
     """State of so many parameter elements on one rank, between steps and at its largest.
 
@@ -82,7 +84,8 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
     ``facts``: how another framework keeps gradients; ``is_replicated``: there is more than one
     data-parallel rank, which is where its buffers come in. Frozen parameters have neither gradients nor moments, yet
     FSDP2 keeps both of their copies. ZeRO 3
-    leaves out the units that are gathered at the moment. ValueError names a value that is not known.
+    leaves out the units that are gathered at the moment. ``on_host``: master copy and moments do not lie on the
+    device. ValueError names a value that is not known.
     """
     if precision not in COMPUTE_BYTES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_BYTES)}, got {precision!r}")
@@ -101,9 +104,13 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
         buffers = facts.sharded_replica_bytes if zero_stage >= 1 else facts.replica_bytes
         buffer_bytes = buffers.value if is_replicated else 0.0
     moments = MOMENT_BYTES[optimizer] + extra_bytes
+    compute_copy = num_elements * COMPUTE_BYTES[precision]
+    gradients = num_trainable * (gradient_bytes / gradient_shards + buffer_bytes)
+    if on_host:
+        return StateBytes(compute_copy / (shards if zero_stage == 3 else 1), gradients, optimizer=0.0)
     return StateBytes(
-        parameters=num_elements * COMPUTE_BYTES[precision] * (zero_stage < 3),
-        gradients=num_trainable * (gradient_bytes / gradient_shards + buffer_bytes),
+        parameters=compute_copy * (zero_stage < 3),
+        gradients=gradients,
         optimizer=(num_elements * MASTER_BYTES + num_trainable * moments) / shards,
         moments=num_trainable * moments / shards,
     )

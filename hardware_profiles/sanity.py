@@ -166,6 +166,8 @@ def _half_size_s(device: DeviceProfile, efficiency: Efficiency) -> float:
 def _node(node: NodeProfile) -> Iterator[str]:
     yield from _positive("node.ram_bytes", node.ram_bytes)
     yield from _positive("node.host_link_bytes_per_s", node.host_link_bytes_per_s)
+    yield from _positive("node.devices_per_host_link", node.devices_per_host_link)
+    yield from _positive("node.host_memory_bandwidth_bytes_per_s", node.host_memory_bandwidth_bytes_per_s)
     yield from _positive("node.nvme_bandwidth_bytes_per_s", node.nvme_bandwidth_bytes_per_s)
     yield from _positive("node.nvme_bytes", node.nvme_bytes)
 

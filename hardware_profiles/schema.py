@@ -71,6 +71,8 @@ class NodeProfile(_Value):
     num_numa_nodes: int | None = None
     ram_bytes: Quantity | None = None
     host_link_bytes_per_s: Quantity | None = None  # device <-> host, per device and direction
+    devices_per_host_link: Quantity | None = None  # devices behind one link to the host; None: each has its own
+    host_memory_bandwidth_bytes_per_s: Quantity | None = None  # per node, reading and writing together
     nvme_bandwidth_bytes_per_s: Quantity | None = None  # per node
     nvme_bytes: Quantity | None = None
 

@@ -18,9 +18,10 @@ from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
-from planner.parallelism import Optimizer, Placement, Precision, Preference
+from planner.parallelism import Offload, Optimizer, Placement, Precision, Preference
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.cost_table import CostTable
+from planner.pricing.offloading import unpriced_offload
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, ShardKey, build_table, shard_units
@@ -28,6 +29,7 @@ from planner.pricing.unit_costs import mixes_positions_outside_attention
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.solver import decode, existing
 from planner.solver.base import StageSolver
+from planner.solver.binding import binding_text
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.preference import simplest, tie_share
@@ -79,6 +81,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     notes: list[str] = []
     cluster = load_cluster(request.hardware, request.num_devices, notes)
     check_precision(cluster, request.precision)
+    check_offload(cluster, request.pins.offload)
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
     training = training_of(replace(request, num_devices=cluster.num_devices), graph.seq_len, notes)
@@ -192,6 +195,7 @@ class Problem:
             pipeline=decode.pipeline_section(priced, graph, table),
             placements=decode.placement_section(choice, graph, sharding, table.units.kinds),
             recompute=decode.recompute_rules(choice, graph),
+            offload=choice.offload,
             prediction=decode.prediction_section(priced, table, graph.num_params),
             warnings=decode.execution_warnings(choice, table, graph),
         )
@@ -217,6 +221,16 @@ def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
         raise HardwareError(
             f"{cluster.profile.device.name} has no {precision.value} arithmetic in its profile",
             hint=f"choose --precision from {', '.join(p.value for p in Precision if p.value in known)}",
+        )
+
+
+def check_offload(cluster: ClusterSpec, offload: Offload | None) -> None:
+    """HardwareError where the profile does not say enough of its nodes to price offloading."""
+    problem = unpriced_offload(cluster, offload or Offload.NONE)
+    if problem is not None:
+        raise HardwareError(
+            f"--offload {offload}: {problem}",
+            hint="use --offload none, or add the numbers to a profile of yours: planner profile -o profile.json",
         )
 
 
@@ -299,23 +313,13 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     assert outcome.closest is not None
     point = Point(problem.table, outcome.closest)
     closest = point.price(point.even_starts())
-    worst = max(closest.ledgers, key=lambda ledger: ledger.total_bytes)
-    rows = sorted(worst.rows, key=lambda row: -row[1])[:3]
-    gib = 2**30
-    needs = ", ".join(f"{name.replace('_', ' ')} {num_bytes / gib:.1f}" for name, num_bytes in rows)
-    device = problem.table.cluster.profile.device
     pinned = problem.space.pins.describe()
-    return InfeasibleError(
-        f"nothing fits: memory binds. Even the smallest of {outcome.num_candidates} layouts"
-        f"{f' with {pinned}' if pinned else ''} ({decode.layout_text(closest.choice)}) needs "
-        f"{worst.total_bytes / gib:.1f} GiB on its worst GPU, and {device.name} has "
-        f"{problem.table.capacity_bytes / gib:.1f} GiB. Largest parts, in GiB: {needs}",
-        hint=smallest_change(problem),
-    )
+    space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
+    return InfeasibleError(binding_text(problem.table, closest, space_text), hint=smallest_change(problem))
 
 
 def smallest_change(problem: Problem) -> str:
-    """The first with which something fits: dropping one pin, dropping all, more GPUs."""
+    """The first with which something fits: dropping one pin, dropping all, offloading, more GPUs."""
     target, training, pins = problem.target, problem.space.training, problem.space.pins
     for field in fields(pins):
         if getattr(pins, field.name) is None:
@@ -325,6 +329,9 @@ def smallest_change(problem: Problem) -> str:
             return f"drop --{field.name.replace('_', '-')}: without that pin a plan fits"
     if pins != NO_PINS and something_fits(target.graph, target.cluster, training, NO_PINS):
         return f"drop the pins {pins.describe()}: without all of them a plan fits"
+    offloading = replace(pins, offload=Offload.CPU)
+    if pins.offload in (None, Offload.NONE) and something_fits(target.graph, target.cluster, training, offloading):
+        return "add --offload cpu: with optimiser states in host memory a plan fits, which planner run cannot train yet"
     for factor in MORE_DEVICES:
         num_devices = target.cluster.num_devices * factor
         batch = -(-max(training.global_batch_size, num_devices) // num_devices) * num_devices
@@ -339,8 +346,9 @@ def smallest_change(problem: Problem) -> str:
 def something_fits(graph: ModelGraph, cluster: ClusterSpec, training: Training, pins: Pins) -> bool:
     """Whether any point fits; stops at the first."""
     try:
+        check_offload(cluster, pins.offload)
         problem = Problem.build(graph, cluster, training, pins)
-    except InputError:
+    except (HardwareError, InputError):
         return False
     return search(problem.table, problem.space.choices, problem.solver, stop_at_first=True).best is not None
 
@@ -365,6 +373,7 @@ def point_of(plan: Plan, hardware: str | None, num_devices: int | None) -> Plann
         notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")
         choice = choice._replace(groups=())
     check_precision(cluster, section.precision)
+    check_offload(cluster, choice.offload)
     graph = load_graph(plan.model.source, section.seq_len, section.precision)
     if graph.digest != plan.model.digest:
         notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
@@ -388,7 +397,8 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
     table, notes = planned.point.table, planned.notes
     priced = planned.point.price(planned.starts, exact=True)
     if not priced.fits:
-        notes += ("this plan does not fit: its worst GPU needs more memory than there is",)
+        worst = "fullest node" if priced.fits_devices else "worst GPU"
+        notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
     update = {
         "hardware": table.cluster.profile.name,
         "num_devices": table.cluster.num_devices,

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.parallelism import Offload
 from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
 
 GIB, MIB = 2**30, 2**20
@@ -201,10 +202,23 @@ def _phases(prediction: PredictionSection) -> RenderableType:
         table.add_row(name.replace("_", " "), *values)
     table.add_section()
     table.add_row("total", *(f"{sum(ledger.values()) / scale:.2f}" for ledger in phases.values()))
-    host = sum(prediction.host_memory_bytes.values())
-    return (
-        Group(table, Text(f"Host memory of one node while processes build the model: {size(host)}")) if host else table
-    )
+    lines = _host_lines(prediction)
+    return Group(table, Text("\n".join(lines))) if lines else table
+
+
+def _host_lines(prediction: PredictionSection) -> list[str]:
+    """Memory of one node's host: at the start, and from then on."""
+    offloaded = dict(prediction.host_memory_bytes)
+    built, kept = offloaded.pop("models_being_built", 0), sum(offloaded.values())
+    found: list[str] = []
+    if built:
+        found.append(f"Host memory of one node while processes build the model: {size(built)}")
+    if kept:
+        parts = ", ".join(f"{name.replace('_', ' ')} {size(num_bytes)}" for name, num_bytes in offloaded.items())
+        found.append(f"Host memory of one node for what is offloaded: {size(kept)} ({parts})")
+    if prediction.nvme_bytes:
+        found.append(f"NVMe of one node for what is offloaded: {size(prediction.nvme_bytes)}")
+    return found
 
 
 def _candidates(plan: Plan) -> Table:
@@ -236,6 +250,8 @@ def _layout_text(row: Candidate) -> str:
     recompute = row.recompute.value if row.recompute is not None else "mixed"
     if recompute != "none":
         parts.append(f"recompute {recompute}")
+    if row.offload is not Offload.NONE:
+        parts.append(f"offload {row.offload.value}")
     return ", ".join(parts)
 
 

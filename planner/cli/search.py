@@ -80,7 +80,10 @@ def search(  # over 6 arguments: one for each option of the command line
     recompute: Annotated[
         Recompute | None, typer.Option(help="Activation checkpointing.", rich_help_panel=_PINS)
     ] = None,
-    offload: Annotated[Offload | None, typer.Option(help="Where optimiser states live.", rich_help_panel=_PINS)] = None,
+    offload: Annotated[
+        Offload | None,
+        typer.Option(help="Where optimiser states live (default: none, on the GPUs).", rich_help_panel=_PINS),
+    ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -96,10 +99,9 @@ def search(  # over 6 arguments: one for each option of the command line
     from planner.api import Request
     from planner.space.search_space import Pins
 
-    check_not_built(offload)
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
-        virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel,
+        virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel, offload=offload,
     )  # fmt: skip
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
@@ -110,16 +112,6 @@ def search(  # over 6 arguments: one for each option of the command line
     answer = _find(request)
     show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     return 130 if answer.interrupted else 0
-
-
-def check_not_built(offload: Offload | None) -> None:
-    """InputError for pins whose value no plan can have yet."""
-    from planner.errors import InputError
-
-    if offload not in (None, Offload.NONE):
-        raise InputError(
-            f"--offload {offload}: offloading is not searched yet", hint="use --offload none or drop the pin"
-        )
 
 
 def check_folder(output: Path | None) -> None:

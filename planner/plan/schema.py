@@ -141,7 +141,9 @@ class PredictionSection(_Value):
     memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank, at its peak
     memory_phases_bytes: tuple[dict[str, dict[str, int]], ...] = ()  # per pp rank: phase, term, bytes
     memory_term_tags: dict[str, str] = Field(default_factory=dict)  # specified, fitted or measured
-    host_memory_bytes: dict[str, int] = Field(default_factory=dict)  # of one node, at its fullest
+    # Of one node, at its fullest: the models being built at the start, and from then on what is offloaded.
+    host_memory_bytes: dict[str, int] = Field(default_factory=dict)
+    nvme_bytes: int = 0  # of one node
     breakdown_s: BreakdownSection
     usd_per_step: float | None = None
     step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to
@@ -160,6 +162,7 @@ class Candidate(_Value):
     virtual_stages: Positive
     recompute: Recompute | None  # None: differs between modules
     sequence_parallel: bool
+    offload: Offload = Offload.NONE
     device_groups: tuple[str, ...] = ()  # in the order of the pipeline, where devices differ
     step_time_s: float
     peak_memory_bytes: int

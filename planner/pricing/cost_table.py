@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from costmodels.communication import Line, collective_lines, line_between
 from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
+from costmodels.offload import download_s, host_update_s
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
 from costmodels.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, SoftwareProfile
-from planner.parallelism import Recompute
+from planner.parallelism import Offload, Recompute
+from planner.pricing.offloading import HostStates, host_states, host_work
 from planner.pricing.unit_costs import UnitCosts, UnitStates
 from planner.space.search_space import Choice, Training
 
@@ -248,10 +250,26 @@ class CostTable:
             num_shards=max(1, num_shards(choice) // ep),
             facts=self.recipe.state,
             is_replicated=mesh.dp > 1 and mesh.dp * mesh.cp > ep,
+            on_host=choice.offload is not Offload.NONE,
         )
 
-    def update_s(self, num_elements: float) -> float:
-        """Seconds of the optimiser step over so many elements on one rank."""
+    def host_states(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> HostStates:
+        """What one rank that offloads keeps on its host for so many elements of the tp rank's parameters."""
+        kept = self.state_bytes(choice._replace(offload=Offload.NONE), trainable, frozen, experts).optimizer
+        return host_states(kept, num_updated(choice, trainable, experts), self.training, choice.offload)
+
+    def download_s(self, num_elements: float, offload: Offload) -> float:
+        """Seconds until so many elements' gradients are on the host, where all ranks of a node have as many."""
+        cluster = self.cluster
+        work = host_work(num_elements, self.training, offload)
+        return download_s(work, cluster.profile.node, cluster.devices_per_node)
+
+    def update_s(self, num_elements: float, offload: Offload = Offload.NONE) -> float:
+        """Seconds of the optimiser step over so many elements on one rank, where all its node's ranks have as many."""
+        if offload is not Offload.NONE:
+            cluster = self.cluster
+            work = host_work(num_elements, self.training, offload)
+            return host_update_s(work, cluster.profile.node, cluster.devices_per_node)
         device = self.cluster.profile.device
         return optimizer_step_s(
             num_elements, self.training.optimizer.value, device, self.recipe.update_extra_bytes.value

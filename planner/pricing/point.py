@@ -13,8 +13,9 @@ from costmodels.memory import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
-from planner.parallelism import ScheduleName, pp_rank_of_stage
+from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_updated
+from planner.pricing.offloading import HostMemory, fullest_node
 from planner.pricing.rank_memory import RankMemoryModel
 from planner.pricing.stages import (
     STEADY_ROUNDS,
@@ -67,6 +68,7 @@ class Priced:
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]  # per pipeline rank
     capacity_bytes: tuple[float, ...]  # of one device of each pipeline rank
+    host: HostMemory | None = None  # of the fullest node, where states are offloaded
 
     @property
     def ledgers(self) -> tuple[MemoryLedger, ...]:
@@ -75,6 +77,11 @@ class Priced:
 
     @property
     def fits(self) -> bool:
+        """Whether every rank stays within its device, and every node within its host memory."""
+        return self.fits_devices and (self.host is None or self.host.share <= 1)
+
+    @property
+    def fits_devices(self) -> bool:
         """Whether every rank stays within its device."""
         return all(need.total_bytes <= room for need, room in zip(self.ledgers, self.capacity_bytes, strict=True))
 
@@ -214,7 +221,7 @@ class Point:
             optimizer=optimizer,
         )
         step = makespan + overflow_s + data_once + optimizer
-        return Priced(self.choice, starts, step, breakdown, memory, self.capacity_bytes)
+        return Priced(self.choice, starts, step, breakdown, memory, self.capacity_bytes, self.host(starts))
 
     def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
         """What one micro-batch waits for the allocator, where the framework is known to run on in too little memory."""
@@ -299,6 +306,12 @@ class Point:
         ends = (*starts[1:], len(self.table.units.kinds))
         return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
+    def _stages_of_ranks(self, starts: tuple[int, ...]) -> list[list[range]]:
+        ranks: list[list[range]] = [[] for _ in range(self.choice.mesh.pp)]
+        for stage, units in enumerate(self._units_of_stages(starts)):
+            ranks[self._rank_of(stage)].append(units)
+        return ranks
+
     def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
         ranks: list[list[int]] = [[] for _ in range(self.choice.mesh.pp)]
         for stage, units in enumerate(self._units_of_stages(starts)):
@@ -309,7 +322,12 @@ class Point:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
         trainable, experts = (sum(getattr(self._states[k], name) for k in kinds) for name in ("trainable", "experts"))
-        optimizer = rank.table.update_s(num_updated(self.choice, trainable, experts))
+        held, offload = num_updated(self.choice, trainable, experts), self.choice.offload
+        optimizer = rank.table.update_s(held, offload)
+        if offload is not Offload.NONE:  # beside the reductions, on links of its own
+            down_s = rank.table.download_s(held, offload)
+            behind_s = float((rank.parts.compute_backward_s + rank.parts.recompute_s)[0][kinds].sum())
+            optimizer += exposed_s(down_s, behind_s, rank.table.software)
         return once_a_step_s(rank.table, self.choice, rank.data, rank.parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
@@ -321,11 +339,17 @@ class Point:
         costs = [self._costs[kind] for kind in self.table.units.kinds]
         kept = stage_sums(tuple(c.kept_bytes for c in costs), starts)
         waiting = stage_sums(tuple(c.waiting_bytes for c in costs), starts)
-        ranks: list[list[range]] = [[] for _ in range(self.choice.mesh.pp)]
-        for stage, units in enumerate(self._units_of_stages(starts)):
-            ranks[self._rank_of(stage)].append(units)
         flying = self._activation_bytes(kept, waiting)
-        return tuple(self._memory.rank(stages, num_bytes) for stages, num_bytes in zip(ranks, flying, strict=True))
+        pairs = zip(self._stages_of_ranks(starts), flying, strict=True)
+        return tuple(self._memory.rank(stages, num_bytes) for stages, num_bytes in pairs)
+
+    def host(self, starts: tuple[int, ...]) -> HostMemory | None:
+        """The fullest node's own memory; None where nothing is offloaded."""
+        if self.choice.offload is Offload.NONE:
+            return None
+        ranks = [self._memory.elements(stages) for stages in self._stages_of_ranks(starts)]
+        kept = [self.table.host_states(self.choice, *elements) for elements in ranks]
+        return fullest_node(kept, self.table.cluster)
 
     def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
         """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage.

@@ -86,10 +86,7 @@ class RankMemoryModel:
 
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
-        pp = self._choice.mesh.pp
-        # A tied parameter is held twice where owner and user lie in different stages.
-        elements = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
-        trainable, frozen, experts = (sum(each[i] for each in elements) for i in range(3))
+        trainable, frozen, experts = self.elements(stages)
         states = self._table.state_bytes(self._choice, trainable, frozen, experts)
         lasting = states.gradients if self._table.recipe.memory.keeps_gradients else 0.0
         transient = self.transient(stages)
@@ -117,6 +114,13 @@ class RankMemoryModel:
                 (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
             )
         )
+
+    def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
+        """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
+        pp = self._choice.mesh.pp
+        # A tied parameter is held twice where owner and user lie in different stages.
+        found = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
+        return sum(t for t, _, _ in found), sum(f for _, f, _ in found), sum(e for _, _, e in found)
 
     def _backward(self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float) -> MemoryLedger:
         """The fullest moment.

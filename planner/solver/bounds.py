@@ -37,14 +37,21 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from costmodels.memory import MemoryLedger
-from planner.parallelism import ScheduleName, pp_rank_of_stage
+from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
 from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards, num_updated
+from planner.pricing.offloading import on_node
 from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
 from planner.space.search_space import Choice
 
 CHUNK = 20_000
+# Trainable and frozen elements, and of the trainable those of experts.
+_ELEMENTS: tuple[Callable[[UnitStates], float], ...] = (
+    lambda s: s.trainable,
+    lambda s: s.frozen,
+    lambda s: s.experts,
+)
 
 
 @dataclass(frozen=True)
@@ -53,25 +60,27 @@ class Bounds:
 
     step_time_s: Array
     memory_bytes: Array
+    host_share: Array  # of a node's own memory; 0 where nothing is offloaded
 
 
 def bounds(table: CostTable, choices: list[Choice]) -> Bounds:
     """Bounds of every choice."""
-    found = Bounds(np.empty(len(choices)), np.empty(len(choices)))
+    found = Bounds(*(np.empty(len(choices)) for _ in range(3)))
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, choice in enumerate(choices):
-        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.groups].append(index)
+        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.offload, choice.groups].append(index)
     for members in groups.values():
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
             group = _Group(table, [choices[i] for i in part])
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
+            found.host_share[part] = group.host_share()
     return found
 
 
 class _Group:
-    """Choices of one schedule, pipeline degree, number of virtual stages and order of groups.
+    """Choices of one schedule, pipeline degree, number of virtual stages, place of states and order of groups.
 
     Arrays are [choices, kinds] or fewer.
     """
@@ -103,9 +112,11 @@ class _Group:
         counts = self._counts
         trainable = self._elements(lambda s: s.trainable) @ counts
         experts = self._elements(lambda s: s.experts) @ counts
-        elements = zip(self._choices, trainable, experts, strict=True)
-        local, inverse = np.unique([num_updated(*each) for each in elements], return_inverse=True)
-        fastest = [min(table.update_s(elements) for table in self._tables) for elements in local]
+        held = [num_updated(*each) for each in zip(self._choices, trainable, experts, strict=True)]
+        local, inverse = np.unique(held, return_inverse=True)
+        fastest = [
+            min(table.update_s(elements, self._choices[0].offload) for table in self._tables) for elements in local
+        ]
         return self._pipeline_s() + np.array(fastest)[inverse] / self._pp
 
     def _pipeline_s(self) -> Array:
@@ -206,6 +217,19 @@ class _Group:
             tensors = self._evenly_cut_bytes(static, kept * reserve[:, None], waiting * reserve[:, None])
         return tensors + (working * reserve + outside) / self._room.max()
 
+    def host_share(self) -> Array:
+        """What the mean node keeps off its devices, as a share of what it has."""
+        if self._choices[0].offload is Offload.NONE:
+            return np.zeros(len(self._choices))
+        cluster, counts = self._table.cluster, self._counts
+        devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
+        elements = [self._elements(take) @ counts for take in _ELEMENTS]
+        means = [
+            self._table.host_states(choice, *each).times(devices_a_node / self._pp)
+            for choice, *each in zip(self._choices, *elements, strict=True)
+        ]
+        return np.array([on_node(mean, cluster).share for mean in means])
+
     def _static_bytes(self) -> Array:
         """States of each unit kind when backward begins, from the bytes of one trainable and one frozen element.
 
@@ -223,12 +247,8 @@ class _Group:
                 per_element[key] = (trainable, one(choice, 0.0, 1.0).total, expert - trainable)
             rows.append(per_element[key])
         each = np.array(rows)
-        takes: tuple[Callable[[UnitStates], float], ...] = (
-            lambda s: s.trainable,
-            lambda s: s.frozen,
-            lambda s: s.experts,
-        )
-        return sum((each[:, i : i + 1] * self._elements(take) for i, take in enumerate(takes)), start=np.zeros(1))
+        parts = (each[:, i : i + 1] * self._elements(take) for i, take in enumerate(_ELEMENTS))
+        return sum(parts, start=np.zeros(1))
 
     def _elements(self, take: Callable[[UnitStates], float]) -> Array:
         by_key = {key: [take(s) for s in states] for key, states in self._table.states.items()}

@@ -11,7 +11,7 @@ from costmodels.memory import MASTER_BYTES, MemoryLedger, tag_of
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
-from planner.parallelism import Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
+from planner.parallelism import Offload, Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import (
     BreakdownSection,
     Candidate,
@@ -26,6 +26,7 @@ from planner.plan.schema import (
     TrainingSection,
 )
 from planner.pricing.cost_table import CostTable
+from planner.pricing.offloading import HostMemory
 from planner.pricing.point import Priced
 from planner.pricing.sharded_unit import ShardedUnit
 from planner.pricing.table_builder import Sharding
@@ -179,7 +180,8 @@ def prediction_section(priced: Priced, table: CostTable, num_params: int) -> Pre
     tokens = training.global_batch_size * training.seq_len
     flops_per_s = table.flops_per_sequence * training.global_batch_size / time / num_devices
     price = cluster.profile.device.usd_per_hour
-    band = table.recipe.error_band
+    # The runs that the band is of kept all states on their devices.
+    band = table.recipe.error_band if priced.host is None else None
     return PredictionSection(
         step_time_s=time,
         tokens_per_s_per_gpu=tokens / time / num_devices,
@@ -193,13 +195,28 @@ def prediction_section(priced: Priced, table: CostTable, num_params: int) -> Pre
             {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in priced.memory
         ),
         memory_term_tags={name: tag_of(name) for ledger in priced.ledgers for name in term_bytes(ledger)},
-        host_memory_bytes={"models_being_built": num_params * MASTER_BYTES * cluster.devices_per_node},
+        host_memory_bytes={
+            "models_being_built": num_params * MASTER_BYTES * cluster.devices_per_node,
+            **offloaded_bytes(priced.host),
+        },
+        nvme_bytes=0 if priced.host is None else round(priced.host.states.nvme_bytes),
         breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
         usd_per_step=None if price is None else price.value * num_devices * time / 3600,
         step_time_low_s=None if band is None else time * band.low,
         step_time_high_s=None if band is None else time * band.high,
         step_time_coverage=None if band is None else band.coverage,
     )
+
+
+def offloaded_bytes(host: HostMemory | None) -> dict[str, int]:
+    """What offloading keeps in a node's RAM, by name."""
+    if host is None:
+        return {}
+    states = host.states
+    rows = {"arriving_gradients": states.gradients, "updated_parameters": states.parameters}
+    if not states.on_nvme:
+        rows = {"optimizer": states.optimizer, **rows}
+    return {name: round(num_bytes) for name, num_bytes in rows.items()}
 
 
 def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
@@ -228,6 +245,7 @@ def candidate(label: str, priced: Priced) -> Candidate:
         virtual_stages=choice.virtual_stages,
         recompute=choice.recompute,
         sequence_parallel=choice.sequence_parallel,
+        offload=choice.offload,
         device_groups=choice.groups,
         step_time_s=priced.step_time_s,
         peak_memory_bytes=round(priced.peak_memory_bytes),
@@ -254,6 +272,11 @@ def execution_warnings(choice: Choice, table: CostTable, graph: ModelGraph) -> t
         )
     if choice.schedule is ScheduleName.ZB_2P:
         found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
+    if choice.offload is not Offload.NONE:
+        found.append(
+            f"planner run does not execute offloading yet (offload={choice.offload.value}): pin --offload none to "
+            "train with it"
+        )
     if choice.groups:
         each = table.cluster.num_devices // choice.mesh.pp
         places = enumerate(group_of_ranks(choice, table))
@@ -284,4 +307,6 @@ def layout_text(choice: Choice) -> str:
         f"micro-batch {choice.micro_batch_size}",
         f"recompute {choice.recompute.value}",
     ]
+    if choice.offload is not Offload.NONE:
+        parts.append(f"offload {choice.offload.value}")
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import MeshShape, Offload, Placement, Recompute, Replicate, parse_placement
+from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
 from planner.space.search_space import Choice
 
@@ -44,6 +44,7 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
         virtual_stages=pipeline.virtual_stages,
         recompute=next(iter(modes), Recompute.NONE),
         sequence_parallel=plan.placements.sequence_parallel,
+        offload=plan.offload,
         groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
     )
 
@@ -60,8 +61,6 @@ def lies_on(choice: Choice, cluster: ClusterSpec) -> bool:
 def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     """PlanError that lists what in ``plan`` the cost models have no price for."""
     found: list[str] = []
-    if plan.offload is not Offload.NONE:
-        found.append(f"offload: {plan.offload.value} has no price yet")
     if num_experts(graph) % plan.mesh.ep:
         found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
     blocks = {unit.name for unit in graph.units if unit.is_block}

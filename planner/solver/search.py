@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.pricing.cost_table import CostTable
+from planner.pricing.cost_table import Array, CostTable
 from planner.pricing.point import Point, Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
@@ -44,7 +44,7 @@ class Outcome:
     num_candidates: int
     num_visited: int
     near: tuple[tuple[Choice, float], ...]  # points whose bound is at most NEAR above the best price, and that bound
-    closest: Choice | None  # where nothing fits: the point of least memory
+    closest: Choice | None  # where nothing fits: the point that lacks least memory
     elapsed_s: float
 
 
@@ -94,7 +94,7 @@ def search(
     """
     began = time.monotonic()
     listed = list(choices)
-    lower = bounds(table, listed) if listed else Bounds(np.empty(0), np.empty(0))
+    lower = bounds(table, listed) if listed else Bounds(np.empty(0), np.empty(0), np.empty(0))
     order = _in_order(table, listed, lower)
     best = _Best()
     bound_s = float(lower.step_time_s[order[0]]) if order else float("inf")
@@ -135,16 +135,21 @@ def search(
         interrupted=interrupted,
         num_candidates=len(listed),
         num_visited=visited,
-        closest=None if best.best or not listed else listed[int(np.argmin(lower.memory_bytes))],
+        closest=None if best.best or not listed else listed[int(np.argmin(_scarcity(table, lower)))],
         elapsed_s=time.monotonic() - began,
     )
 
 
 def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> list[int]:
     """Positions of the choices that may fit, by their bounds; at equal bounds the simpler first."""
-    fits = np.flatnonzero(lower.memory_bytes <= table.capacity_bytes)
+    fits = np.flatnonzero(_scarcity(table, lower) <= 1)
     by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")].tolist()
     return sorted(by_time[:HEAD], key=lambda i: (lower.step_time_s[i], complexity(listed[i]))) + by_time[HEAD:]
+
+
+def _scarcity(table: CostTable, lower: Bounds) -> Array:
+    """The largest share that each choice must take of a device's memory or of a node's own; above 1 it cannot fit."""
+    return np.maximum(lower.memory_bytes / table.capacity_bytes, lower.host_share)
 
 
 def visit(table: CostTable, choice: Choice, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
@@ -164,4 +169,7 @@ def probe(table: CostTable, choice: Choice) -> Priced | None:
 
 def _price_if_fits(point: Point, starts: tuple[int, ...]) -> Priced | None:
     needs = zip(point.ledgers(starts), point.capacity_bytes, strict=True)
-    return point.price(starts) if all(ledger.total_bytes <= capacity for ledger, capacity in needs) else None
+    if any(ledger.total_bytes > capacity for ledger, capacity in needs):
+        return None
+    host = point.host(starts)
+    return point.price(starts) if host is None or host.share <= 1 else None

@@ -8,7 +8,7 @@ from math import gcd
 from typing import NamedTuple
 
 from planner.errors import InputError
-from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName
 
 MAX_MICRO_BATCH_SIZE = 64
 MAX_VIRTUAL_STAGES = 8
@@ -41,6 +41,7 @@ class Pins:
     sequence_parallel: bool | None = None
     dp_replicate: int | None = None
     ep: int | None = None
+    offload: Offload | None = None  # None: states stay on the devices
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -59,6 +60,7 @@ class Choice(NamedTuple):
     virtual_stages: int
     recompute: Recompute
     sequence_parallel: bool
+    offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
 
     @property
@@ -66,7 +68,7 @@ class Choice(NamedTuple):
         """Fully sharded data parallelism over all devices and nothing else."""
         mesh = self.mesh
         is_sharded = mesh.dp_shard == mesh.world_size and mesh.dp_replicate == mesh.ep == 1
-        return self.zero_stage == 3 and is_sharded
+        return self.zero_stage == 3 and is_sharded and self.offload is Offload.NONE
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
 
 
 def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+    offload = pins.offload or Offload.NONE
     for mesh in _meshes(training, pins, limits):
         for zero in _zero_stages(mesh, pins):
             for micro, num_micro in _micro_batches(training, pins, mesh):
@@ -234,7 +237,9 @@ def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]
                         continue
                     for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
                         for recompute in _recomputations(pins, schedule):
-                            yield Choice(mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel)
+                            yield Choice(
+                                mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
+                            )
 
 
 def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:

@@ -41,6 +41,13 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     assert state == StateBytes(parameters=200, gradients=0, optimizer=400)
 
 
+@pytest.mark.parametrize(("stage", "expected"), [(0, 2 + 4), (1, 2 + 4), (2, 2 + 4 / 8), (3, 2 / 8 + 4 / 8)])
+def test_offloading_leaves_the_copy_for_compute_and_gradients(stage: int, expected: float) -> None:
+    state = state_bytes(1, precision="bf16", optimizer="adamw", zero_stage=stage, num_shards=8, on_host=True)
+    assert state.total == expected
+    assert state.optimizer == state.moments == 0
+
+
 @given(stage=st.integers(0, 3), shards=st.integers(1, 512), precision=st.sampled_from(["bf16", "fp32"]))
 def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str) -> None:
     assert per_parameter(stage, shards + 1, precision) <= per_parameter(stage, shards, precision)
