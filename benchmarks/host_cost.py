@@ -109,7 +109,8 @@ def _issued(request: Request) -> tuple[int, int]:
     """Kernels and collectives of one micro-batch, forward and backward, as they are priced."""
     cluster = load_cluster(request.hardware, request.num_devices, [])
     graph = load_graph(request.model, request.seq_len, request.precision)
-    problem = Problem.build(graph, cluster, training_of(request, graph.seq_len, []), request.pins)
+    training = training_of(request, cluster.num_devices, graph.seq_len, [])
+    problem = Problem.build(graph, cluster, training, request.pins)
     sharding = problem.shardings[cluster.num_devices, bool(request.pins.sequence_parallel)]
     kinds = representatives(graph)
 

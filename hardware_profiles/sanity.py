@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel
 
@@ -34,7 +34,7 @@ def violations(profile: ClusterProfile) -> tuple[str, ...]:
     """Every rule that ``profile`` breaks, each with its place and values; empty if it is sound."""
     return (
         *_names(profile),
-        *_texts_and_counts(profile, ""),
+        *_texts_and_counts(profile),
         *_value_ranges(profile),
         *_device(profile.device),
         *_node(profile.node),
@@ -45,21 +45,21 @@ def violations(profile: ClusterProfile) -> tuple[str, ...]:
 
 def quantities(value: BaseModel, place: str = "") -> Iterator[tuple[str, Quantity]]:
     """Every quantity inside ``value`` with its dotted place."""
-    for name in type(value).model_fields:
-        yield from _quantities_of(getattr(value, name), f"{place}.{name}" if place else name)
+    return ((where, found) for where, found in _inside(value, place) if isinstance(found, Quantity))
 
 
-def _quantities_of(value: object, place: str) -> Iterator[tuple[str, Quantity]]:
-    if isinstance(value, Quantity):
-        yield place, value
-    elif isinstance(value, BaseModel):
-        yield from quantities(value, place)
+def _inside(value: object, place: str) -> Iterator[tuple[str, object]]:
+    """``value`` and all that it holds, each with its dotted place."""
+    yield place, value
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, BaseModel):
+        items = ((name, getattr(value, name)) for name in type(value).model_fields)
     elif isinstance(value, tuple):
-        for index, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-            yield from _quantities_of(item, f"{place}.{index}")  # pyright: ignore[reportUnknownArgumentType]
+        items = enumerate(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     elif isinstance(value, dict):
-        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
-            yield from _quantities_of(item, f"{place}.{key}")  # pyright: ignore[reportUnknownArgumentType]
+        items = value.items()  # pyright: ignore[reportUnknownVariableType]
+    for name, item in items:
+        yield from _inside(item, f"{place}.{name}" if place else str(name))
 
 
 def _names(profile: ClusterProfile) -> Iterator[str]:
@@ -70,24 +70,16 @@ def _names(profile: ClusterProfile) -> Iterator[str]:
         yield f"aliases: {list(profile.aliases)} repeat each other or the name {profile.name!r}"
 
 
-def _texts_and_counts(value: object, place: str) -> Iterator[str]:
+def _texts_and_counts(profile: ClusterProfile) -> Iterator[str]:
     """Texts that a terminal can show and a person can read, and counts of things that can be."""
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _texts_and_counts(getattr(value, name), f"{place}.{name}" if place else name)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-            yield from _texts_and_counts(item, f"{place}.{index}")  # pyright: ignore[reportUnknownArgumentType]
-    elif isinstance(value, dict):
-        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
-            yield from _texts_and_counts(item, f"{place}.{key}")  # pyright: ignore[reportUnknownArgumentType]
-    elif isinstance(value, str):
-        if len(value) > LONGEST_TEXT:
-            yield f"{place}: holds {len(value):,} characters, more than {LONGEST_TEXT:,}"
-        elif not value.strip() or not value.isprintable():
-            yield f"{place}: must be text without control characters, is {value[:60]!r}"
-    elif isinstance(value, int) and not 1 <= value <= LARGEST_COUNT:
-        yield f"{place}: must be between 1 and {LARGEST_COUNT:,}, is {value:,}"
+    for place, value in _inside(profile, ""):
+        if isinstance(value, str):
+            if len(value) > LONGEST_TEXT:
+                yield f"{place}: holds {len(value):,} characters, more than {LONGEST_TEXT:,}"
+            elif not value.strip() or not value.isprintable():
+                yield f"{place}: must be text without control characters, is {value[:60]!r}"
+        elif isinstance(value, int) and not 1 <= value <= LARGEST_COUNT:
+            yield f"{place}: must be between 1 and {LARGEST_COUNT:,}, is {value:,}"
 
 
 def _value_ranges(profile: ClusterProfile) -> Iterator[str]:

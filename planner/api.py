@@ -84,7 +84,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     check_offload(cluster, request.pins.offload)
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
-    training = training_of(replace(request, num_devices=cluster.num_devices), graph.seq_len, notes)
+    training = training_of(request, cluster.num_devices, graph.seq_len, notes)
     problem = Problem.build(graph, cluster, training, request.pins)
     outcome = search(
         problem.table, problem.space.choices, problem.solver, time_limit_s=request.time_limit_s, progress=progress
@@ -249,13 +249,12 @@ def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGr
     return traced_graph(TraceRequest(source, TRACED_BATCH_SIZE, seq_len, precision), default_folder())
 
 
-def training_of(request: Request, seq_len: int, notes: list[str]) -> Training:
+def training_of(request: Request, num_devices: int, seq_len: int, notes: list[str]) -> Training:
     """The training as asked; the default global batch is said in ``notes``."""
     batch = request.global_batch_size
     if batch is None:
-        assert request.num_devices is not None
         # The smallest multiple of the number of devices with at least the default number of tokens.
-        batch = -(-DEFAULT_BATCH_TOKENS // (seq_len * request.num_devices)) * request.num_devices
+        batch = -(-DEFAULT_BATCH_TOKENS // (seq_len * num_devices)) * num_devices
         notes.append(f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)")
     if batch < 1:
         raise InputError(f"the global batch must be at least 1 sequence, got {batch}", hint="give --global-batch B")
