@@ -34,6 +34,7 @@ from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, search
+from planner.space.columns import Columns
 from planner.space.device_groups import over_groups
 from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
 
@@ -102,7 +103,7 @@ class Problem:
 
     target: PricingTarget
     space: SearchSpace
-    baseline_choices: tuple[Choice, ...]
+    baseline_choices: Columns[Choice]
     shardings: Mapping[ShardKey, Sharding]
     table: CostTable
     solver: StageSolver
@@ -122,10 +123,10 @@ class Problem:
         limits = limits_of(graph, cluster, shardings)
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
-        groups = cluster.mixed.groups if cluster.mixed is not None else ()
-        pipelines = tuple(over_groups(space.choices, groups))
-        space = replace(space, choices=(*space.choices, *pipelines))
-        table = build_table(target, training, shardings, (*space.choices, *baseline))
+        if cluster.mixed is not None:
+            pipelines = over_groups(space.choices, cluster.mixed.groups)
+            space = replace(space, choices=Columns.joined([space.choices, pipelines]))
+        table = build_table(target, training, shardings, Columns.joined([space.choices, baseline]))
         return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
@@ -293,11 +294,11 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, shardings: Mapping[ShardK
     )
 
 
-def baseline_space(training: Training, limits: Limits) -> tuple[Choice, ...]:
+def baseline_space(training: Training, limits: Limits) -> Columns[Choice]:
     """Plain FSDP over all devices, whatever the user pinned; empty where the batch does not divide."""
     n = limits.num_devices
     if training.global_batch_size % n or n == 1:
-        return ()
+        return Columns.of(Choice, ())
     pins = Pins(tp=1, pp=1, cp=1, ep=1, dp=n, dp_replicate=1, zero=3)
     return build_space(training, pins, limits).choices
 

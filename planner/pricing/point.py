@@ -27,6 +27,7 @@ from planner.pricing.stages import (
     weighted_starts,
 )
 from planner.problems import StageProblem, stage_sums
+from planner.space.columns import Columns
 from planner.space.search_space import Choice
 
 
@@ -105,8 +106,9 @@ def _ranks(table: CostTable, choice: Choice) -> tuple[_Rank, ...]:
     found: dict[int, _Rank] = {}
     for each in tables:
         if id(each) not in found:
+            alone = Columns.of(Choice, [choice])
             data = each.data_parallel_times(choice)
-            parts = each.parts([choice], [data], each.key_rows([choice]))
+            parts = each.parts(alone, each.data_times(alone), each.key_rows(alone))
             rows = (tuple(array[0][kinds].tolist()) for array in (parts.forward_s, parts.backward_s, parts.weight_s))
             found[id(each)] = _Rank(each, data, parts, StageTimes(*rows))
     return tuple(found[id(each)] for each in tables)

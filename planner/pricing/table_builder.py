@@ -8,12 +8,13 @@ from dataclasses import replace
 from planner.graph.experts import expert_work
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
-from planner.pricing.cost_table import CostKey, CostTable, UnitRow
+from planner.pricing.cost_table import KEY_FIELDS, CostKey, CostTable, UnitRow
 from planner.pricing.expert_parallel import on_one_rank
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
-from planner.pricing.unit_costs import UnitCosts, unit_costs, unit_states
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale, unit_states
 from planner.problems import PlacementProblem, PlacementSolution
+from planner.space.columns import Columns
 from planner.space.search_space import Choice, Training
 
 ShardKey = tuple[int, bool]  # tensor-parallel degree, sequence parallelism
@@ -76,7 +77,8 @@ def build_table(
     graph = target.graph
     kinds = representatives(graph)
     mixed = target.cluster.mixed
-    over_groups = [choice for choice in choices if choice.groups]
+    choices = Columns.of(Choice, choices)
+    over_groups = choices.where(lambda choice: bool(choice.groups), "groups")
     return CostTable(
         training=training,
         cluster=target.cluster,
@@ -96,26 +98,25 @@ def build_table(
 
 
 def _costs(
-    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], choices: Sequence[Choice]
+    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], choices: Columns[Choice]
 ) -> dict[CostKey, tuple[UnitCosts, ...]]:
-    """Every unit kind under every key of ``choices``; those without experts once for all ``ep``."""
-    keys = dict.fromkeys(CostKey.of(choice) for choice in choices)
+    """Every unit kind under every key of ``choices``; what keys have in common once, of units without experts for all
+    ``ep``.
+    """
+    keys = [CostKey.of(choices[i]) for i in choices.distinct(*KEY_FIELDS)[0]]
     targets = {ep: on_one_rank(target, ep) for ep in {1, *(key.ep for key in keys)}}
     has_experts = [expert_work(target.graph, unit) is not None for unit in kinds]
+    work: dict[tuple[object, ...], UnitWork] = {}
     found: dict[tuple[int, CostKey], UnitCosts] = {}
 
     def cost(column: int, key: CostKey) -> UnitCosts:
         own = key if has_experts[column] else replace(key, ep=1)
         if (column, own) not in found:
-            found[column, own] = unit_costs(
-                targets[own.ep],
-                kinds[column],
-                shardings[own.tp, own.sequence_parallel][column],
-                recompute=own.recompute,
-                micro_batch_size=own.micro_batch_size,
-                cp=own.cp,
-                ep=own.ep,
-            )
+            scale, shard_key = batch_scale(target.graph, own.micro_batch_size, own.cp), (own.tp, own.sequence_parallel)
+            place = (column, shard_key, scale, own.ep)
+            if place not in work:
+                work[place] = UnitWork(targets[own.ep], kinds[column], shardings[shard_key][column], scale, own.ep)
+            found[column, own] = work[place].costs(own.recompute, own.cp)
         return found[column, own]
 
     return {key: tuple(cost(column, key) for column in range(len(kinds))) for key in keys}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import gcd
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from planner.errors import InputError
 from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName
+from planner.space.columns import Columns
 
 MAX_MICRO_BATCH_SIZE = 64
 MAX_VIRTUAL_STAGES = 8
@@ -91,7 +93,7 @@ class SearchSpace:
     training: Training
     pins: Pins
     limits: Limits
-    choices: tuple[Choice, ...]
+    choices: Columns[Choice]
 
 
 def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
@@ -102,7 +104,7 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             "these options contradict each other:\n" + "\n".join(f"  - {v}" for v in violations),
             hint="change or drop the options named above",
         )
-    choices = tuple(_choices(training, pins, limits))
+    choices = _choices(training, pins, limits)
     if not choices:
         raise InputError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
@@ -227,19 +229,29 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
     return found
 
 
-def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
-    offload = pins.offload or Offload.NONE
+def _choices(training: Training, pins: Pins, limits: Limits) -> Columns[Choice]:
+    """Every choice; those of one mesh serve for all meshes that allow the same."""
+    alike: dict[tuple[object, ...], list[MeshShape]] = defaultdict(list)
     for mesh in _meshes(training, pins, limits):
-        for zero in _zero_stages(mesh, pins):
-            for micro, num_micro in _micro_batches(training, pins, mesh):
-                for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
-                    if schedule.splits_backward and zero > 1:
-                        continue
-                    for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
-                        for recompute in _recomputations(pins, schedule):
-                            yield Choice(
-                                mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
-                            )
+        zero_stages, flags = _zero_stages(mesh, pins), _sequence_parallel(training, pins, limits, mesh)
+        alike[mesh.pp, mesh.dp, tuple(zero_stages), tuple(flags)].append(mesh)
+    on_one = (Columns.of(Choice, _choices_on(meshes[0], training, pins, limits)) for meshes in alike.values())
+    parts = (choices.with_each("mesh", meshes) for choices, meshes in zip(on_one, alike.values(), strict=True))
+    return Columns.joined([Columns.of(Choice, ()), *parts])
+
+
+def _choices_on(mesh: MeshShape, training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+    offload = pins.offload or Offload.NONE
+    for zero in _zero_stages(mesh, pins):
+        for micro, num_micro in _micro_batches(training, pins, mesh):
+            for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
+                if schedule.splits_backward and zero > 1:
+                    continue
+                for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
+                    for recompute in _recomputations(pins, schedule):
+                        yield Choice(
+                            mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
+                        )
 
 
 def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:

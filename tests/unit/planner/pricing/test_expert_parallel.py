@@ -15,7 +15,7 @@ from planner.pricing.expert_parallel import exchange, on_one_rank
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
 from planner.pricing.table_builder import representatives, shard_units, unit_row
-from planner.pricing.unit_costs import UnitCosts, unit_costs
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.search import search
 from planner.space.search_space import Choice, Pins
@@ -43,10 +43,8 @@ def block(
     sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
     assert sharding is not None
     unit = representatives(target.graph)[BLOCK]
-    return unit_costs(
-        on_one_rank(target, ep), unit, sharding[BLOCK],
-        recompute=recompute, micro_batch_size=micro_batch_size, cp=1, ep=ep,
-    )  # fmt: skip
+    scale = batch_scale(target.graph, micro_batch_size, 1)
+    return UnitWork(on_one_rank(target, ep), unit, sharding[BLOCK], scale, ep).costs(recompute, 1)
 
 
 @cache
