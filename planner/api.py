@@ -118,8 +118,7 @@ class Problem:
     ) -> Problem:
         """Places the operators for every degree, enumerates the space and prices it."""
         target = PricingTarget(graph, cluster, training.precision.value)
-        solver = CpSatSolver()
-        shardings = shard_for_degrees(target, pins, fixed or {}, solver)
+        shardings = shard_for_degrees(target, pins, fixed or {}, CpSatSolver())
         limits = limits_of(graph, cluster, shardings)
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
