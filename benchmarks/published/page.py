@@ -36,8 +36,9 @@ NOT_MODELLED = """## What is not modelled
 - Sending takes the sender of a pipeline no time, only the receiver waits: interleaved pipelines, which send more, come
   out too fast beside plain ones.
 - Offload: such rows are skipped.
-- Routing that is not balanced, also where a row says that it was natural; and dispatchers of experts' rows beyond plain
-  all-to-alls that nothing hides: HybridEP and DeepEP send a row once a node, and hide that behind products.
+- Routing that is not balanced, also where a row says that it was natural.
+- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a token
+  once a node; that they also permute rows while these travel is left out.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.

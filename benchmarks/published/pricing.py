@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.published.frameworks import attention_name_of, recipe_name_of
+from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
@@ -74,7 +74,8 @@ class RunPricer:
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        target = PricingTarget(graph, cluster, precision.value, recipe, kernel)
+        once_a_node = dispatches_once_a_node(run)
+        target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
         sharding = self._sharding(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         key = (choice.mesh.tp, choice.sequence_parallel)

@@ -4,17 +4,23 @@
     rows of a rank     = tokens · top_k · imbalance: ep ranks send each other as much as one rank's tokens make
     all-to-all         = rows · width · bytes: dispatch and combine forward, and the gradients of both backward
 
-``imbalance`` is the busiest rank's rows over the mean, the recipe's: all ranks wait for that one.
+A dispatcher that sends a token once to each node n of its k experts, and lets that node pass it on, moves
+
+    over NVLink        = rows · width · bytes, between the ranks of one node
+    between nodes      = (n - 1) · (1 - (1 - 1/n)^k) tokens · width · bytes of each rank, rather than (n - 1) / n · rows
+
+at the same time, the first approximately: experts are taken to be chosen one by one. ``imbalance`` is the busiest rank's rows over the mean, the recipe's: all ranks wait for that one.
 
 Sources: Lepikhin et al., "GShard" (2021), for the two exchanges; Rajbhandari et al., "DeepSpeed-MoE" (2022), for
-experts whose gradients are reduced over dp / ep ranks.
+experts whose gradients are reduced over dp / ep ranks; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.2,
+for dispatch once a node.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from costmodels.communication import collective_time_s
+from costmodels.communication import collective_time_s, num_domains_spanned
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.experts import expert_work
 from planner.graph.model_graph import Node, Unit
@@ -59,6 +65,9 @@ def exchange(target: PricingTarget, unit: Unit, sharded: ShardedUnit, scale: flo
     if work is None:
         return ExpertExchange()
 
+    num_rows = target.graph.nodes[work.dispatched[0]].shape[0]
+    num_chosen = num_rows / (target.graph.batch_size * target.graph.seq_len)
+
     def num_bytes(ids: tuple[int, ...]) -> float:
         return sum(tensor_bytes(target.graph.nodes[i]) * sharded.local_share(i) * scale for i in ids)
 
@@ -66,10 +75,25 @@ def exchange(target: PricingTarget, unit: Unit, sharded: ShardedUnit, scale: flo
     group = GroupPlacement(ep, sharded.degree)
 
     def seconds(size: float) -> float:
-        return collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, size, group), target.cluster)
+        return _all_to_all_s(size, group, target, num_chosen)
 
     there, back = num_bytes(work.dispatched), num_bytes(work.combined)
     return ExpertExchange(seconds(there), seconds(back), max(there, back))
+
+
+def _all_to_all_s(num_bytes: float, group: GroupPlacement, target: PricingTarget, num_chosen: float) -> float:
+    """One way of the rows of tokens that chose so many experts each."""
+
+    def seconds(size: float, ranks: GroupPlacement) -> float:
+        return collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, size, ranks), target.cluster)
+
+    num_nodes = num_domains_spanned(group, target.cluster.devices_per_node)
+    if not target.dispatches_once_a_node or num_nodes == 1:
+        return seconds(num_bytes, group)
+    # Of an all-to-all (n - 1) / n leaves the node.
+    between = num_bytes / num_chosen * num_nodes * (1 - (1 - 1 / num_nodes) ** num_chosen)
+    inside = GroupPlacement(max(1, group.num_ranks // num_nodes), group.stride)
+    return max(seconds(num_bytes, inside), seconds(between, group))
 
 
 def _shared(node: Node, ep: int, rows: float) -> Node:

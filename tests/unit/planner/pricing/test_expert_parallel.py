@@ -87,6 +87,27 @@ def test_exchange_over_nodes_is_slower() -> None:
     assert across > 2 * inside
 
 
+def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
+    """Over two nodes each of the k experts is elsewhere by half: a token leaves in 1 - 1/2^k of the cases, not k / 2."""
+    target = replace(target_of(), dispatches_once_a_node=True)
+    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    unit = representatives(target.graph)[BLOCK]
+    plain, merged = (
+        [exchange(each, unit, sharding[BLOCK], 0.5, ep).both_s for ep in (8, 16)] for each in (target_of(), target)
+    )
+    assert merged[0] == plain[0]
+    rows_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
+    share = (1 - 0.5**TOP_K) / (TOP_K / 2)
+
+    def way_s(num_bytes: float, num_ranks: int) -> float:
+        group = GroupPlacement(num_ranks, 1)
+        return collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, num_bytes, group), target.cluster)
+
+    assert merged[1] == pytest.approx(2 * max(way_s(share * rows_bytes, 16), way_s(rows_bytes, 8)))
+    assert merged[1] < plain[1]
+
+
 def test_recomputation_sends_again() -> None:
     full, none = block(8, recompute=Recompute.FULL), block(8)
     assert full.recompute_s == pytest.approx(none.forward_s + none.expert_forward_s)
