@@ -37,8 +37,8 @@ NOT_MODELLED = """## What is not modelled
   out too fast beside plain ones.
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
-- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a token
-  once a node; that they also permute rows while these travel is left out.
+- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
+  token once a node; that they also permute rows while these travel is left out.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.

@@ -9,11 +9,12 @@ A dispatcher that sends a token once to each node n of its k experts, and lets t
     over NVLink        = rows · width · bytes, between the ranks of one node
     between nodes      = (n - 1) · (1 - (1 - 1/n)^k) tokens · width · bytes of each rank, rather than (n - 1) / n · rows
 
-at the same time, the first approximately: experts are taken to be chosen one by one. ``imbalance`` is the busiest rank's rows over the mean, the recipe's: all ranks wait for that one.
+at the same time (as if a token could choose an expert twice, which makes the second less by 0.1 % for 8 of 128).
+``imbalance`` is the busiest rank's rows over the mean, the recipe's: all ranks wait for that one.
 
 Sources: Lepikhin et al., "GShard" (2021), for the two exchanges; Rajbhandari et al., "DeepSpeed-MoE" (2022), for
-experts whose gradients are reduced over dp / ep ranks; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.2,
-for dispatch once a node.
+experts whose gradients are reduced over dp / ep ranks; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section
+3.2.2, for dispatch once a node.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_exchange_over_nodes_is_slower() -> None:
 
 
 def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
-    """Over two nodes each of the k experts is elsewhere by half: a token leaves in 1 - 1/2^k of the cases, not k / 2."""
+    """Each of k experts is on the other of two nodes by half: a token leaves in 1 - 1/2^k of cases, not k / 2 times."""
     target = replace(target_of(), dispatches_once_a_node=True)
     sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
     assert sharding is not None
