@@ -4,7 +4,7 @@
     rows of a rank     = tokens · top_k · imbalance: ep ranks send each other as much as one rank's tokens make
     all-to-all         = rows · width · bytes: dispatch and combine forward, and the gradients of both backward
 
-A dispatcher that sends a token once to each node n of its k experts, and lets that node pass it on, moves
+A dispatcher that sends a token once to each node of its k experts, of n nodes, and lets that node pass it on, moves
 
     over NVLink        = rows · width · bytes, between the ranks of one node
     between nodes      = (n - 1) · (1 - (1 - 1/n)^k) tokens · width · bytes of each rank, rather than (n - 1) / n · rows
