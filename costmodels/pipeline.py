@@ -5,6 +5,8 @@
     F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
     I(s, i) needs and is needed as B is;  W(s, i) needs I(s, i) alone, which its rank has run before
 
+Where sends block, a rank begins its next action only when what it sends has arrived.
+
 A discrete-event simulation of a static list schedule; each action is visited once. Closed forms it meets with equal
 stages and free sends (Narayanan et al. 2021): (m + p - 1)·(f + b) for GPipe and 1F1B, and a bubble shorter by the
 number of virtual stages for Interleaved1F1B. Where F, I and W are equally long the schedules that split backward passes
@@ -89,27 +91,32 @@ def simulate(
     backward_s: Sequence[float],
     send_s: float | Sequence[float],
     split_s: tuple[Sequence[float], Sequence[float]] | None = None,
+    *,
+    sends_block: bool = False,
 ) -> Timeline:
     """Runs ``schedule`` with the given seconds of each stage and of one send between ranks.
 
     ``forward_s`` and ``backward_s`` are indexed by stage, and so are the two of ``split_s``: input and weight
     gradient where the schedule runs them apart. ``send_s[k]`` is from stage k to the next and back, one number all of
-    them. ValueError if the lists do not fit together or if the order of actions can never complete (deadlock; the
-    message names the actions that wait).
+    them; ``sends_block``: the sender waits for its end. ValueError if the lists do not fit together or if the order of
+    actions can never complete (deadlock; the message names the actions that wait).
     """
     problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
-    producers = _producers(problem, sends)
+    ways_s = _ways_s(problem, sends)
+    producers = _producers(problem, ways_s)
+    held_s = _held_s(problem, ways_s) if sends_block else [0.0] * problem.num_keys
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting: dict[int, int] = {}  # key -> rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
     ends: list[list[float]] = [[] for _ in schedule]
     ready = list(range(len(schedule)))
+    free = [0.0] * len(schedule)  # when each rank can go on
     while ready:
         rank = ready.pop()
         keys, seconds = problem.keys[rank], problem.seconds[rank]
         rank_starts, rank_ends = starts[rank], ends[rank]
-        now = rank_ends[-1] if rank_ends else 0.0
+        now = free[rank]
         for position in range(len(rank_ends), len(keys)):
             key = keys[position]
             producer, way_s = producers[key]
@@ -120,13 +127,15 @@ def simulate(
                     waiting[producer] = rank
                     break
                 start = max(now, arrived + way_s)
-            now = start + seconds[position]
+            end = start + seconds[position]
             rank_starts.append(start)
-            rank_ends.append(now)
-            arrival[key] = now
+            rank_ends.append(end)
+            arrival[key] = end
+            now = end + held_s[key]
             waiter = waiting.pop(key, -1)
             if waiter >= 0:
                 ready.append(waiter)
+        free[rank] = now
     _check_complete(schedule, ends)
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
@@ -181,14 +190,26 @@ def _is_complete(schedule: Schedule, num_stages: int, num_microbatches: int) -> 
     return len(finished) == num_stages * num_microbatches == len(forward)
 
 
-def _producers(problem: _Problem, send_s: Sequence[float]) -> list[tuple[int, float]]:
-    """For each key the key of its input (-1: none) and the seconds from there, where another rank made it."""
-    per_stage = problem.num_microbatches
+def _ways_s(problem: _Problem, send_s: Sequence[float]) -> list[float]:
+    """Seconds over every border between stages: nothing where both live on one rank."""
     ranks = problem.rank_of_stage
     if len(send_s) != len(ranks) - 1:
         raise ValueError(f"{len(ranks)} stages send over {len(ranks) - 1} borders, not {len(send_s)}")
-    ways_s = [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]
-    num_forward = len(ranks) * per_stage
+    return [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]
+
+
+def _held_s(problem: _Problem, ways_s: Sequence[float]) -> list[float]:
+    """For each key the seconds in which its result is sent to another rank."""
+    per_stage = problem.num_microbatches
+    forward = [way_s for way_s in (*ways_s, 0.0) for _ in range(per_stage)]
+    backward = [way_s for way_s in (0.0, *ways_s) for _ in range(per_stage)]
+    return forward + backward + [0.0] * len(forward)
+
+
+def _producers(problem: _Problem, ways_s: Sequence[float]) -> list[tuple[int, float]]:
+    """For each key the key of its input (-1: none) and the seconds from there, where another rank made it."""
+    per_stage = problem.num_microbatches
+    num_forward = len(problem.rank_of_stage) * per_stage
     producers: list[tuple[int, float]] = [(-1, 0.0)] * per_stage
     for stage, way_s in enumerate(ways_s):
         producers += [(stage * per_stage + i, way_s) for i in range(per_stage)]

@@ -26,7 +26,7 @@ class AttentionKernel(_Value):
     """How the core of attention runs: fused, or with its scores (batch, heads, queries, keys) in memory.
 
     A fused kernel has ``rate``, its speed over the one that the profile's efficiency is of. Otherwise two batched
-    products run at the GEMM rate, and each score element moves and keeps so many bytes.
+    products run at the GEMM rate, and each score element moves and holds so many bytes.
     """
 
     name: str
@@ -36,6 +36,7 @@ class AttentionKernel(_Value):
     score_bytes_backward: Quantity
     saved_score_bytes: Quantity
     dropout_saved_bytes: Quantity  # of these, what only dropout keeps
+    gradient_score_bytes: Quantity  # held more in backward than what is saved, at its peak
     num_kernels: Annotated[int, Field(ge=1)] = 1  # forward; backward has twice as many
 
 
@@ -48,6 +49,8 @@ class StateFacts(_Value):
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
+    # Where only the optimiser is sharded every rank still gets the sum of all gradients, by an all-reduce.
+    reduces_to_all: bool = False
 
 
 class MemoryFacts(_Value):
@@ -108,14 +111,20 @@ class Recipe(_Value):
     overlaps_reduction: bool  # gradients are reduced behind the backward pass
     overlaps_gather: bool  # updated parameters are gathered behind the next forward pass
     tensor_overlap: Quantity  # share of tensor-parallel communication that is hidden behind products
+    # All-reduces of a block's input in backward besides those of the traced operators, without sequence parallelism:
+    # products that read one tensor each reduce its gradient for themselves. None: one reduces the sum.
+    separate_reductions: Quantity | None = None
     # Selective recomputation keeps the outputs of products, or of every second product, or repeats attention's core,
     # or repeats whole blocks (all of them, as far as is known).
     selective: Literal["products", "alternate_products", "attention", "blocks"]
+    eight_bit_inputs: bool = False  # products in 8 bits keep their input in 8 bits, a tensor of its own
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.
     split_retains_graph: bool = False
     split_host_factor: Quantity | None = None  # host time of both halves over that of a whole backward pass; None: 1
+    sends_block: bool = False  # a pipeline rank goes on only when what it sends has arrived
+    scatters_sends: bool = False  # each rank of tensor parallelism sends its part of what all of them hold
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.

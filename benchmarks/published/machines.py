@@ -39,8 +39,6 @@ USABLE_SHARE = 0.99
 KNOWN_CLUSTERS = {
     ("nanotron", "H100"): "h100-nanotron-sweep-early",
     ("nanotron-2025", "H100"): "h100-nanotron-sweep",
-    ("megatron-layouts-2023", "A100"): "a100-layout-study",
-    ("megatron-layouts-2023-fused-norm", "A100"): "a100-layout-study",
 }
 
 

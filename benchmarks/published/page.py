@@ -31,10 +31,7 @@ NOT_MODELLED = """## What is not modelled
 - Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
   micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
-- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
-  GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
-- Sending takes the sender of a pipeline no time, only the receiver waits: interleaved pipelines, which send more, come
-  out too fast beside plain ones.
+- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone.
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
 - All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
@@ -118,9 +115,8 @@ def _bands(names: set[str]) -> str:
         "holds the given share of measured over predicted step times of those runs. `planner search` shows the band",
         "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
         "`benchmarks/results/calibration_published-runs_*.md`. What stays when a source is left out: facts that its",
-        "framework's code and documents say, and the profiles of two clusters whose networks their own runs tell",
-        "(`h100-nanotron-sweep`, `a100-layout-study`). What goes: every fitted parameter, and the slow hosts of the",
-        "nanotron sweep.\n",
+        "framework's code and documents say, and the profile of the one cluster whose network its own runs tell",
+        "(`h100-nanotron-sweep`). What goes: every fitted parameter, and the slow hosts of the nanotron sweep.\n",
         "| recipe | band | share of runs inside | runs |",
         "|---|---|---|---|",
     ]

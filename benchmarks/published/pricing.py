@@ -147,7 +147,7 @@ def choice_of(run: Run) -> Choice:
         raise UnpriceableRunError("; ".join(problems))
     return Choice(
         mesh=_mesh(run),
-        zero_stage=layout.zero_stage if layout.dp > 1 else 0,
+        zero_stage=layout.zero_stage if layout.dp * layout.cp > 1 else 0,
         micro_batch_size=layout.micro_batch_size,
         num_microbatches=num_microbatches,
         schedule=schedule,

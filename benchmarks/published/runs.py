@@ -13,6 +13,8 @@ from planner.parallelism import Recompute
 GIB = 2**30
 TRUE_WORDS = {"true", "1", "yes"}
 FALSE_WORDS = {"false", "0", "no"}
+# Frameworks whose own recipes shard the optimiser where nothing is said.
+DISTRIBUTED_OPTIMIZER_WORDS = ("nemo", "megatron-bridge")
 # Words of the ZeRO column that name a stage, the most telling first; FSDP's default is FULL_SHARD.
 SHARDING_WORDS = {
     "SHARD_GRAD_OP": 2,
@@ -228,7 +230,7 @@ def _memory_in_name(gpu: str) -> float | None:
 
 
 def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
-    words = row.get("zero_stage_or_fsdp") or _assume(assumed, "zero_stage_or_fsdp", "0")
+    words = row.get("zero_stage_or_fsdp") or _assume(assumed, "zero_stage_or_fsdp", _default_sharding(row))
     stage, shard_size = _sharding(words)
     tp, dp = _whole(row, "tp"), _whole(row, "dp")
     virtual = int(_optional(row, "vpp") or 1)
@@ -252,6 +254,11 @@ def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
         recompute=Recompute(recompute),
         offload=row.get("offload") or "none",
     )
+
+
+def _default_sharding(row: Mapping[str, str]) -> str:
+    text = f"{row.get('source_title')} {row.get('notes')}".lower()
+    return "1" if any(word in text for word in DISTRIBUTED_OPTIMIZER_WORDS) else "0"
 
 
 def _sharding(words: str) -> tuple[int, int | None]:

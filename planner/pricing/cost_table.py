@@ -157,7 +157,7 @@ class CostTable:
 
     def data_parallel_times(self, choice: Choice) -> DataParallelTimes:
         """Times of each unit kind under the choice's mesh and ZeRO stage."""
-        key = (choice.mesh, min(choice.zero_stage, 1), choice.sequence_parallel)
+        key = (choice.mesh, min(choice.zero_stage, 2), choice.sequence_parallel)
         if key not in self._data:
             self._data[key] = self._data_parallel_times(choice)
         return self._data[key]
@@ -184,8 +184,12 @@ class CostTable:
             return DataParallelTimes(np.zeros(len(total)), reduce_s, accumulate_s)
         inside = GroupPlacement(mesh.dp_shard * mesh.cp // ep, mesh.tp * ep)
         across = GroupPlacement(mesh.dp_replicate, mesh.tp * mesh.cp * mesh.dp_shard)
-        reduce_s = self._line(CollectiveKind.REDUCE_SCATTER, inside, trainable)
-        reduce_s = reduce_s + self._line(CollectiveKind.ALL_REDUCE, across, trainable / inside.num_ranks)
+        if choice.zero_stage == 1 and self.recipe.state.reduces_to_all:
+            everywhere = GroupPlacement(mesh.dp * mesh.cp // ep, mesh.tp * ep)
+            reduce_s = self._line(CollectiveKind.ALL_REDUCE, everywhere, trainable)
+        else:
+            reduce_s = self._line(CollectiveKind.REDUCE_SCATTER, inside, trainable)
+            reduce_s = reduce_s + self._line(CollectiveKind.ALL_REDUCE, across, trainable / inside.num_ranks)
         return DataParallelTimes(self._line(CollectiveKind.ALL_GATHER, inside, total), reduce_s, accumulate_s)
 
     def _line(self, kind: CollectiveKind, group: GroupPlacement, num_bytes: Array) -> Array:

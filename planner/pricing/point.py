@@ -53,10 +53,11 @@ class StageTimes(NamedTuple):
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
 
-    def run(self, schedule: Schedule, send_s: float | Sequence[float]) -> Timeline:
+    def run(self, schedule: Schedule, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
         """The schedule simulated."""
         input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
-        return simulate(schedule, self.forward_s, self.backward_s, send_s, (input_s, self.weight_s))
+        split_s = input_s, self.weight_s
+        return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, sends_block=sends_block)
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ class Point:
         # Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called.
         name = ScheduleName.ONE_F_ONE_B if pp == 1 else choice.schedule
         schedule = schedule_of(name, pp, choice.virtual_stages, choice.num_microbatches)
-        return self._stage_times(starts).run(schedule, self.table.send_s(choice))
+        times, sends_block = self._stage_times(starts), self.table.recipe.sends_block
+        return times.run(schedule, self.table.send_s(choice), sends_block=sends_block)
 
     def exposed_s(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Communication that compute does not hide within the forward and the backward pass of each stage."""
@@ -282,7 +284,7 @@ class Point:
 
         def run(num_microbatches: int) -> float:
             schedule = schedule_of(choice.schedule, pp, choice.virtual_stages, num_microbatches)
-            timeline = times.run(schedule, send_s)
+            timeline = times.run(schedule, send_s, sends_block=self.table.recipe.sends_block)
             # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
             return timeline.longest_rank_s if choice.schedule is ScheduleName.ZB_2P else timeline.makespan_s
 

@@ -98,7 +98,7 @@ class UnitWork:
         ways = (False, True)
         self._compute_s = [_compute_s(nodes, target, sharded, scale=scale, backward=way) for way in ways]
         self._host_s = [_host_s(nodes, target, sharded, backward=way) for way in ways]
-        self._tensor_s = _tensor_parallel_s(sharded, target, scale)
+        self._tensor_s = _tensor_parallel_s(unit, sharded, target, scale)
         self._experts = exchange(target, unit, sharded, scale, ep)
         self._weights = weights = weight_gradients(nodes, target, sharded, scale=scale)
         self._memory = memory = UnitMemory(target, unit, sharded, scale)
@@ -113,7 +113,7 @@ class UnitWork:
             "collective_bytes": memory.waiting_collectives(),
             "queued_bytes": LAUNCH_QUEUE / max(1, num_launches) * memory.waiting_collectives(),
             "stranded_bytes": memory.stranded_copies(),
-            "boundary_bytes": sum(memory.local_bytes(target.graph.nodes[i]) for i in unit.boundary),
+            "boundary_bytes": sum(memory.sent_bytes(target.graph.nodes[i]) for i in unit.boundary),
             "waiting_bytes": weights.gradient_bytes - memory.freed_early(weights.last_node),
         }
 
@@ -197,13 +197,20 @@ def _host_s(nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, *, b
     return num_kernels * recipe.issue_s(is_sharded=sharded.degree > 1) + num_collectives * collective_s
 
 
-def _tensor_parallel_s(sharded: ShardedUnit, target: PricingTarget, scale: float) -> tuple[float, float]:
+def _tensor_parallel_s(unit: Unit, sharded: ShardedUnit, target: PricingTarget, scale: float) -> tuple[float, float]:
     times = [0.0, 0.0]
     group = GroupPlacement(sharded.degree, 1)
     exposed = 1 - target.recipe.tensor_overlap.value
     for term in sharded.communication:
         num_bytes = term.num_bytes * (scale if term.scales else 1.0) / target.recipe.tensor_parallel_rate.value
         times[term.in_backward] += exposed * collective_time_s(Collective(term.kind, num_bytes, group), target.cluster)
+    separate = target.recipe.separate_reductions
+    crossing = [target.graph.nodes[i] for i in unit.boundary if not isinstance(sharded.placements.get(i), Shard)]
+    whole = [node for node in crossing if node.batch_dependent and is_floating(node)]
+    if separate is not None and unit.is_block and whole:
+        num_bytes = scale * sum(map(tensor_bytes, whole)) / target.recipe.tensor_parallel_rate.value
+        again = Collective(CollectiveKind.ALL_REDUCE, num_bytes, group)
+        times[1] += exposed * separate.value * collective_time_s(again, target.cluster)
     return times[0], times[1]
 
 

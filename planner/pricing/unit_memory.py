@@ -19,6 +19,9 @@ from planner.pricing.split_backward import is_deferred
 from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
+# Precisions and products of Transformer Engine.
+EIGHT_BIT = {"fp8"}
+EIGHT_BIT_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM}
 # Operators that turn logits into a loss, and those that only change a tensor's dtype.
 LOSSES = {"cross_entropy_loss"}
 CASTS = {"to", "_to_copy", "float"}
@@ -49,6 +52,12 @@ class UnitMemory:
     def local_bytes(self, node: Node) -> float:
         """One rank's part of the node's output for one micro-batch."""
         return tensor_bytes(node) * self._sharded.local_share(node.id) * (self._scale if node.batch_dependent else 1.0)
+
+    def sent_bytes(self, node: Node) -> float:
+        """What one rank sends of the node's output for one micro-batch to the next pipeline rank."""
+        is_whole = self._sharded.local_share(node.id) == 1.0
+        scattered = self._sharded.degree if is_whole and self._target.recipe.scatters_sends else 1
+        return self.local_bytes(node) / scattered
 
     def kept(self, mode: Recompute) -> float:
         """Bytes held from forward to backward under ``mode``."""
@@ -150,8 +159,8 @@ class UnitMemory:
 
     @cached_property
     def _largest_gradient(self) -> float:
-        """Gradient of the largest output together with the gradients of what it was made from."""
-        largest, counted = 0.0, self._copies_of_logits()
+        """Gradient of the largest output, or scores, together with the gradients of what it was made from."""
+        largest, counted = self._score_gradients(), self._copies_of_logits()
         for node in self._nodes():
             if node.op_class is OpClass.VIEW or not node.batch_dependent or not is_floating(node) or node.id in counted:
                 continue
@@ -160,14 +169,36 @@ class UnitMemory:
             largest = max(largest, self.local_bytes(node) + gradients)
         return largest
 
+    def _score_gradients(self) -> float:
+        """Bytes of the gradients of scores in the backward pass of attention that is not fused."""
+        per_score = self._target.attention_kernel.gradient_score_bytes.value
+        attention = (n for n in self._nodes() if n.op_class is OpClass.ATTENTION)
+        scores = (num_scores(n, self._graph) * self._sharded.fractions.get(n.id, 1.0) for n in attention)
+        return per_score * self._scale * max(scores, default=0.0)
+
     def _storages(self, storages: set[int]) -> float:
         kept = (self._graph.nodes[s] for s in storages if self._graph.nodes[s].batch_dependent)
         return sum(self._kept_share(node) * self.local_bytes(node) for node in kept)
 
     def _kept_share(self, node: Node) -> float:
-        """Of a rank's part of the output: what was gathered for a product may be kept split."""
+        """Of a rank's part of the output: what was gathered for a product may be kept split, and what it takes cast."""
         is_gathered = self._keeps_split and self._sharded.local_share(node.id) == 1.0 and is_floating(node)
-        return 1 / self._sharded.degree if is_gathered else 1.0
+        share = 1 / self._sharded.degree if is_gathered else 1.0
+        by_products, by_others = self._savers.get(node.storage, (False, True))
+        if self._target.precision in EIGHT_BIT and self._target.recipe.eight_bit_inputs and by_products:
+            share *= by_others + 1 / ITEM_BYTES[node.dtype]
+        return share
+
+    @cached_property
+    def _savers(self) -> dict[int, tuple[bool, bool]]:
+        """For each storage that is saved: whether products save it, and whether other operators do."""
+        found: dict[int, tuple[bool, bool]] = {}
+        for node in self._nodes():
+            is_product = node.op_class in EIGHT_BIT_PRODUCTS
+            for storage in {self._graph.nodes[s].storage for s in node.saves}:
+                by_products, by_others = found.get(storage, (False, False))
+                found[storage] = (by_products or is_product, by_others or not is_product)
+        return found
 
     def _extras(self, nodes: list[Node]) -> float:
         return sum(

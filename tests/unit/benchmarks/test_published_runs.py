@@ -178,8 +178,8 @@ def test_the_nanotron_sweep_is_parted_by_its_jobs(toy: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "gpu", "recipe", "kernel"),
     [
-        ("NVIDIA NeMo performance summary", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
-        ("NVIDIA NeMo performance summary", "A100-80GB-SXM", "megatron-core-overlap", "flash2"),
+        ("NVIDIA NeMo performance summary", "H100-80GB-SXM", "nemo", "cudnn"),
+        ("NVIDIA NeMo performance summary", "A100-80GB-SXM", "nemo", "flash2"),
         ("measured; Megatron-Core, comm overlap off", "B200-180GB-SXM", "megatron-core", "flash2"),
         ("Megatron-LM weak scaling 2024", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
         ("Megatron-LM weak scaling 2021", "A100-80GB-SXM", "megatron-lm-2020", "flash1"),

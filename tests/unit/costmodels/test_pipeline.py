@@ -60,6 +60,18 @@ def test_sends_delay_the_first_microbatch_once_per_hop_and_direction() -> None:
     assert timeline.makespan_s == pytest.approx(8 + 6 * 0.25)
 
 
+def test_sends_that_block_keep_their_sender() -> None:
+    schedule = build_schedule("GPipe", 2, 1, 3)
+    free = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25)
+    held = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25, sends_block=True)
+    assert free.makespan_s == pytest.approx(8 + 2 * 0.25)  # each way once
+    assert held.makespan_s == pytest.approx(8 + 6 * 0.25)  # after every forward of one and every backward of the other
+    assert held.busy_s == free.busy_s
+    first, second = held.start_s
+    assert first[:3] == pytest.approx((0.0, 1.25, 2.5))
+    assert second[:3] == pytest.approx((1.25, 2.5, 3.75))
+
+
 def test_stages_of_one_rank_need_no_send() -> None:
     schedule = ((Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)),)
     assert simulate(schedule, [1.0, 1.0], [1.0, 1.0], 100.0).makespan_s == pytest.approx(4.0)
@@ -117,6 +129,9 @@ def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.
     slower = [f * 1.5 for f in forward]
     assert simulate(schedule, slower, backward, send_s, split).makespan_s >= timeline.makespan_s - 1e-9
     assert simulate(schedule, forward, backward, send_s + 1, split).makespan_s >= timeline.makespan_s - 1e-9
+    held = simulate(schedule, forward, backward, send_s, split, sends_block=True)
+    assert held.makespan_s >= timeline.makespan_s - 1e-9
+    assert held.busy_s == pytest.approx(timeline.busy_s)
 
 
 def test_an_order_that_never_completes_is_refused() -> None:

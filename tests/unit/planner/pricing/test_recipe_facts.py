@@ -1,0 +1,134 @@
+"""Facts of a recipe in prices: each changes what it says, by how much it says, and nothing besides."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.communication import collective_time_s
+from costmodels.recipe import Recipe, attention_kernel, load_recipe
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from planner.parallelism import MeshShape, Recompute, ScheduleName
+from planner.pricing.operator_time import PricingTarget
+from planner.pricing.point import Point, Priced
+from planner.pricing.table_builder import Sharding, build_table, representatives, shard_units
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
+from planner.solver.cp_sat import CpSatSolver
+from planner.space.search_space import Choice
+from tests.planning import A100, cluster_of, graph_of, problem_of
+
+MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
+OURS = load_recipe()
+H100 = cluster_of("dgx-h100-80gb", 16)
+ACTIVATIONS = SEQ_LEN * HIDDEN * 2  # bytes of one sequence between blocks
+
+
+def target_of(recipe: Recipe) -> PricingTarget:
+    return PricingTarget(graph_of(MODEL, SEQ_LEN), cluster_of(A100, 16), "bf16", recipe)
+
+
+def sharding_of(tp: int, sequence_parallel: bool = False) -> Sharding:
+    sharding = shard_units(target_of(OURS), (tp, sequence_parallel), {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    return sharding
+
+
+def block(target: PricingTarget, sharding: Sharding) -> UnitCosts:
+    units = zip(representatives(target.graph), sharding, strict=True)
+    unit, sharded = next((unit, sharded) for unit, sharded in units if unit.is_block)
+    return UnitWork(target, unit, sharded, batch_scale(target.graph, 1, 1)).costs(Recompute.NONE, 1)
+
+
+def price(recipe: Recipe, choice: Choice) -> Priced:
+    problem = problem_of(MODEL, 16, batch=64, seq_len=SEQ_LEN)
+    key = (choice.mesh.tp, choice.sequence_parallel)
+    target = replace(problem.target, recipe=recipe)
+    point = Point(build_table(target, problem.table.training, {key: sharding_of(*key)}, (choice,)), choice)
+    return point.price(point.even_starts(), exact=True)
+
+
+def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Choice:
+    mesh = MeshShape(pp, dp if zero_stage == 0 else 1, dp if zero_stage else 1, 1, tp, 1)
+    return Choice(
+        mesh=mesh,
+        zero_stage=zero_stage,
+        micro_batch_size=1,
+        num_microbatches=64 // dp,
+        schedule=ScheduleName.ONE_F_ONE_B,
+        virtual_stages=1,
+        recompute=Recompute.NONE,
+        sequence_parallel=False,
+    )
+
+
+def test_products_that_reduce_apart_add_an_all_reduce_a_block() -> None:
+    again = load_recipe("megatron-layouts-2023").separate_reductions
+    assert again is not None
+    apart = OURS.model_copy(update={"separate_reductions": again})
+    all_reduce = Collective(CollectiveKind.ALL_REDUCE, ACTIVATIONS, GroupPlacement(4, 1))
+    before, after = (block(target_of(recipe), sharding_of(4)) for recipe in (OURS, apart))
+    added = collective_time_s(all_reduce, cluster_of(A100, 16))
+    assert after.tensor_backward_s - before.tensor_backward_s == pytest.approx(again.value * added)
+    assert after.tensor_forward_s == before.tensor_forward_s
+    for sharding in (sharding_of(1), sharding_of(4, sequence_parallel=True)):
+        assert block(target_of(apart), sharding) == block(target_of(OURS), sharding)
+
+
+def test_scattered_sends_are_a_rank_s_part() -> None:
+    scattered = OURS.model_copy(update={"scatters_sends": True})
+    whole = sharding_of(4)
+    assert block(target_of(OURS), whole).boundary_bytes == pytest.approx(ACTIVATIONS)
+    assert block(target_of(scattered), whole).boundary_bytes == pytest.approx(ACTIVATIONS / 4)
+    split = sharding_of(4, sequence_parallel=True)
+    parts = [block(target_of(recipe), split).boundary_bytes for recipe in (OURS, scattered)]
+    assert parts == pytest.approx([ACTIVATIONS / 4] * 2)
+
+
+def test_sends_that_block_lengthen_pipelines_alone() -> None:
+    blocking = OURS.model_copy(update={"sends_block": True})
+    deep, flat = choice_of(pp=4), choice_of(dp=4)
+    assert price(blocking, deep).step_time_s > price(OURS, deep).step_time_s
+    assert price(blocking, flat) == price(OURS, flat)
+
+
+def test_an_optimiser_alone_may_be_sharded_behind_an_all_reduce() -> None:
+    everywhere = OURS.model_copy(
+        update={"state": OURS.state.model_copy(update={"reduces_to_all": True}), "overlaps_reduction": False}
+    )
+    apart = OURS.model_copy(update={"overlaps_reduction": False})
+    scattered, summed = (price(recipe, choice_of(dp=16, zero_stage=1)) for recipe in (apart, everywhere))
+    assert summed.breakdown.data_parallel > scattered.breakdown.data_parallel
+    for zero_stage in (0, 2, 3):
+        choice = choice_of(dp=16, zero_stage=zero_stage)
+        assert price(everywhere, choice) == price(apart, choice)
+
+
+def test_gradients_of_scores_are_held_in_backward() -> None:
+    graph = graph_of(MODEL, SEQ_LEN)
+    fused = replace(target_of(OURS), attention=attention_kernel("flash2"))
+    eager = replace(target_of(OURS), attention=attention_kernel("eager"))
+    no_gradients = attention_kernel("eager").gradient_score_bytes.model_copy(update={"value": 0.0})
+    without = replace(
+        eager, attention=attention_kernel("eager").model_copy(update={"gradient_score_bytes": no_gradients})
+    )
+    scores = 32 * SEQ_LEN**2  # of one sequence
+    sharding = sharding_of(1)
+    assert block(eager, sharding).working_bytes == pytest.approx(6 * scores)
+    assert block(without, sharding).working_bytes == block(fused, sharding).working_bytes < 6 * scores
+    assert graph.batch_size > 1  # so that the traced batch is not mistaken for one sequence
+
+
+def test_products_in_eight_bits_keep_their_inputs_so() -> None:
+    cast = OURS.model_copy(update={"eight_bit_inputs": True})
+    in_bf16, in_fp8 = (
+        [
+            block(replace(target_of(recipe), precision=precision, cluster=H100), sharding_of(1)).kept_bytes
+            for recipe in (OURS, cast)
+        ]
+        for precision in ("bf16", "fp8")
+    )
+    assert in_bf16[0] == in_bf16[1] == in_fp8[0]
+    # Norms' outputs and what the down projection takes are halved; attention's output, which attention needs
+    # itself, is kept in both.
+    ffn = 14336
+    saved = 2 * HIDDEN + ffn - HIDDEN
+    assert in_fp8[0] - in_fp8[1] == pytest.approx(SEQ_LEN * saved)
