@@ -51,6 +51,15 @@ class StateBytes:
         """The same before the optimiser has made its moments."""
         return replace(self, optimizer=self.optimizer - self.moments, moments=0.0)
 
+    def plus(self, other: StateBytes) -> StateBytes:
+        """Both together."""
+        return StateBytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.moments + other.moments,
+        )
+
     @property
     def total(self) -> float:
         """All three together."""

@@ -129,6 +129,9 @@ class Recipe(_Value):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.
     overflow_s_per_byte: Quantity | None = None  # None: not known
+    # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
+    # balanced, as the trace takes it.
+    expert_imbalance: Quantity | None = None
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
 
     def issue_s(self, *, is_sharded: bool) -> float:

@@ -12,6 +12,7 @@ from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for, grown
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
+from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
@@ -33,6 +34,7 @@ from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, search
+from planner.space.columns import Columns
 from planner.space.device_groups import over_groups
 from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
 
@@ -101,7 +103,7 @@ class Problem:
 
     target: PricingTarget
     space: SearchSpace
-    baseline_choices: tuple[Choice, ...]
+    baseline_choices: Columns[Choice]
     shardings: Mapping[ShardKey, Sharding]
     table: CostTable
     solver: StageSolver
@@ -116,15 +118,14 @@ class Problem:
     ) -> Problem:
         """Places the operators for every degree, enumerates the space and prices it."""
         target = PricingTarget(graph, cluster, training.precision.value)
-        solver = CpSatSolver()
-        shardings = shard_for_degrees(target, pins, fixed or {}, solver)
+        shardings = shard_for_degrees(target, pins, fixed or {}, CpSatSolver())
         limits = limits_of(graph, cluster, shardings)
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
-        groups = cluster.mixed.groups if cluster.mixed is not None else ()
-        pipelines = tuple(over_groups(space.choices, groups))
-        space = replace(space, choices=(*space.choices, *pipelines))
-        table = build_table(target, training, shardings, (*space.choices, *baseline))
+        if cluster.mixed is not None:
+            pipelines = over_groups(space.choices, cluster.mixed.groups)
+            space = replace(space, choices=Columns.joined([space.choices, pipelines]))
+        table = build_table(target, training, shardings, Columns.joined([space.choices, baseline]))
         return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
@@ -287,16 +288,17 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, shardings: Mapping[ShardK
         num_pipeline_units=max(1, sum(unit.is_block for unit in graph.units)),
         tensor_degrees=frozenset(degree for degree, _ in splitting),
         sequence_degrees=frozenset(degree for degree, is_sequence in splitting if is_sequence),
+        num_experts=num_experts(graph),
         context_splits=has_attention and not mixes_positions_outside_attention(graph),
     )
 
 
-def baseline_space(training: Training, limits: Limits) -> tuple[Choice, ...]:
+def baseline_space(training: Training, limits: Limits) -> Columns[Choice]:
     """Plain FSDP over all devices, whatever the user pinned; empty where the batch does not divide."""
     n = limits.num_devices
     if training.global_batch_size % n or n == 1:
-        return ()
-    pins = Pins(tp=1, pp=1, cp=1, dp=n, dp_replicate=1, zero=3)
+        return Columns.of(Choice, ())
+    pins = Pins(tp=1, pp=1, cp=1, ep=1, dp=n, dp_replicate=1, zero=3)
     return build_space(training, pins, limits).choices
 
 

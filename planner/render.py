@@ -17,6 +17,7 @@ _PARTS = {
     "recompute": "recomputation",
     "tensor_parallel": "tensor-parallel communication",
     "context_parallel": "context-parallel communication",
+    "expert_parallel": "expert-parallel communication",
     "data_parallel": "data-parallel communication, exposed",
     "pipeline_communication": "pipeline communication",
     "bubble": "pipeline bubble",

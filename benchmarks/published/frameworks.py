@@ -36,6 +36,8 @@ NEWEST_MEGATRON = "megatron-core-overlap"
 JOB_OF_2025 = 14_000_000
 # GPUs on which cuDNN's attention is faster than the kernel that the profile's efficiency is of.
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+# Dispatchers of experts' rows that send a token once to a node.
+ONCE_A_NODE = ("hybridep", "deepep")
 # Names that sources give to attention kernels.
 KERNEL_OF_WORDS = (
     ("flash_attention2", "flash2"),
@@ -63,6 +65,12 @@ def recipe_name_of(run: Run) -> str:
     if name == "nanotron" and job is not None and int(job.group(1)) >= JOB_OF_2025:
         name = "nanotron-2025"
     return name
+
+
+def dispatches_once_a_node(run: Run) -> bool:
+    """Whether the row names a dispatcher that sends a token once to each node of its experts."""
+    text = run.text.lower()
+    return any(word in text for word in ONCE_A_NODE)
 
 
 def attention_name_of(run: Run, recipe: Recipe) -> str:

@@ -33,7 +33,10 @@ NOT_MODELLED = """## What is not modelled
   the device's memory and ran all the same, up to six times as slow.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
   GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
-- Expert parallelism and offload: such rows are skipped. Experts that every rank holds are priced as evenly used.
+- Offload: such rows are skipped.
+- Routing that is not balanced, also where a row says that it was natural.
+- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
+  token once a node; that they also permute rows while these travel is left out.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.published.frameworks import attention_name_of, recipe_name_of
+from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
@@ -75,7 +75,8 @@ class RunPricer:
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        target = PricingTarget(graph, cluster, precision.value, recipe, kernel)
+        once_a_node = dispatches_once_a_node(run)
+        target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
         sharding = self._sharding(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         key = (choice.mesh.tp, choice.sequence_parallel)
@@ -127,8 +128,8 @@ def choice_of(run: Run) -> Choice:
     world = layout.dp * layout.tp * layout.pp * layout.cp
     if world != run.hardware.num_devices:
         raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
-    if layout.ep > 1:
-        raise UnpriceableRunError(f"expert parallelism (ep {layout.ep}) is not priced")
+    if run.architecture.experts % layout.ep:
+        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {run.architecture.experts} experts")
     if layout.offload != "none":
         raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
     if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
@@ -171,7 +172,10 @@ def _mesh(run: Run) -> MeshShape:
         raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
     if layout.zero_stage == 0:
         shard = 1
-    return MeshShape(pp=layout.pp, dp_replicate=layout.dp // shard, dp_shard=shard, cp=layout.cp, tp=layout.tp)
+    if shard * layout.cp % layout.ep:
+        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {shard * layout.cp} ranks that shard")
+    replicas = layout.dp // shard
+    return MeshShape(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)
 
 
 def _precision(run: Run) -> Precision:

@@ -67,7 +67,7 @@ def search(  # over 6 arguments: one for each option of the command line
     ] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree.", rich_help_panel=_PINS)] = None,
     ep: Annotated[
-        int | None, typer.Option(help="Expert-parallel degree (1: not split).", rich_help_panel=_PINS)
+        int | None, typer.Option(help="Expert-parallel degree, inside dp * cp (1: not split).", rich_help_panel=_PINS)
     ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PINS)] = None,
     micro_batch: Annotated[
@@ -99,9 +99,8 @@ def search(  # over 6 arguments: one for each option of the command line
     from planner.api import Request
     from planner.space.search_space import Pins
 
-    check_not_built(ep)
     pins = Pins(
-        tp=tp, pp=pp, dp=dp, cp=cp, zero=zero, micro_batch=micro_batch, schedule=schedule,
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
         virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel, offload=offload,
     )  # fmt: skip
     request = Request(
@@ -113,14 +112,6 @@ def search(  # over 6 arguments: one for each option of the command line
     answer = _find(request)
     show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     return 130 if answer.interrupted else 0
-
-
-def check_not_built(ep: int | None) -> None:
-    """InputError for pins whose value no plan can have yet."""
-    from planner.errors import InputError
-
-    if ep not in (None, 1):
-        raise InputError(f"--ep {ep}: expert parallelism is not searched yet", hint="use --ep 1 or drop the pin")
 
 
 def check_folder(output: Path | None) -> None:

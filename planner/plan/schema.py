@@ -121,6 +121,7 @@ class BreakdownSection(_Value):
     recompute: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
     data_parallel: float = 0.0
     pipeline_communication: float = 0.0
     bubble: float = 0.0

@@ -7,10 +7,9 @@ are computed at once; a row of the result prices one point exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodels.communication import Line, collective_lines, line_between
 from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
@@ -22,9 +21,11 @@ from hardware_profiles.schema import ClusterSpec, SoftwareProfile
 from planner.parallelism import Offload, Recompute
 from planner.pricing.offloading import HostStates, host_states, host_work
 from planner.pricing.unit_costs import UnitCosts, UnitStates
+from planner.space.columns import Array, Columns, Positions
 from planner.space.search_space import Choice, Training
 
-Array = NDArray[np.float64]
+# What keys of costs depend on.
+KEY_FIELDS = ("mesh.tp", "mesh.cp", "mesh.ep", "sequence_parallel", "micro_batch_size", "recompute")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,13 @@ class CostKey:
     cp: int
     micro_batch_size: int
     recompute: Recompute
+    ep: int = 1
 
     @staticmethod
     def of(choice: Choice) -> CostKey:
         """The key of a coarse point."""
         mesh = choice.mesh
-        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute)
+        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute, mesh.ep)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Parts:
     tensor_backward_s: Array
     context_forward_s: Array
     context_backward_s: Array
+    expert_forward_s: Array
+    expert_backward_s: Array
     data_forward_s: Array
     data_backward_s: Array
     weight_s: Array  # part of backward_s: what a schedule that splits backward passes runs later
@@ -76,21 +80,46 @@ class Parts:
     @property
     def forward_s(self) -> Array:
         """Forward, everything included."""
-        return self.compute_forward_s + self.tensor_forward_s + self.context_forward_s + self.data_forward_s
+        parts = self.compute_forward_s + self.tensor_forward_s + self.context_forward_s
+        return parts + self.expert_forward_s + self.data_forward_s
 
     @property
     def backward_s(self) -> Array:
         """Backward, recomputation and everything else included."""
-        parts = self.compute_backward_s + self.recompute_s + self.tensor_backward_s
-        return parts + self.context_backward_s + self.data_backward_s
+        parts = self.compute_backward_s + self.recompute_s + self.tensor_backward_s + self.context_backward_s
+        return parts + self.expert_backward_s + self.data_backward_s
+
+    @property
+    def communication_forward_s(self) -> Array:
+        """What compute does not hide of all communication in forward."""
+        return self.tensor_forward_s + self.context_forward_s + self.expert_forward_s + self.data_forward_s
+
+    @property
+    def communication_backward_s(self) -> Array:
+        """What compute does not hide of all communication in backward."""
+        return self.tensor_backward_s + self.context_backward_s + self.expert_backward_s + self.data_backward_s
 
 
 @dataclass(frozen=True)
 class DataParallelTimes:
-    """Collectives over the data-parallel ranks per unit kind: one gather of parameters, one reduction of gradients."""
+    """Per unit kind: one gather of parameters and one reduction of gradients over the data-parallel ranks.
+
+    And adding one micro-batch's gradients to those before it.
+    """
 
     gather_s: Array
     reduce_s: Array
+    accumulate_s: Array
+
+    def plus(self, other: DataParallelTimes) -> DataParallelTimes:
+        """One behind the other."""
+        return DataParallelTimes(
+            self.gather_s + other.gather_s, self.reduce_s + other.reduce_s, self.accumulate_s + other.accumulate_s
+        )
+
+    def take(self, rows: Positions) -> DataParallelTimes:
+        """Of a choice a row: these rows."""
+        return DataParallelTimes(self.gather_s[rows], self.reduce_s[rows], self.accumulate_s[rows])
 
 
 @dataclass(frozen=True)
@@ -127,29 +156,41 @@ class CostTable:
         return self._stacked[name]
 
     def data_parallel_times(self, choice: Choice) -> DataParallelTimes:
-        """Gather and reduce time of each unit kind under the choice's mesh and ZeRO stage."""
+        """Times of each unit kind under the choice's mesh and ZeRO stage."""
         key = (choice.mesh, min(choice.zero_stage, 2), choice.sequence_parallel)
         if key not in self._data:
             self._data[key] = self._data_parallel_times(choice)
         return self._data[key]
 
     def _data_parallel_times(self, choice: Choice) -> DataParallelTimes:
-        mesh, zero = choice.mesh, choice.zero_stage
-        states = self.states[mesh.tp, choice.sequence_parallel]
-        total = np.array([s.total for s in states]) * self.item_bytes
-        trainable = np.array([s.trainable for s in states]) * self.recipe.state.reduction_bytes.value
-        if zero == 0:
-            across = GroupPlacement(mesh.dp_replicate * mesh.cp, mesh.tp)
-            return DataParallelTimes(np.zeros(len(states)), self._line(CollectiveKind.ALL_REDUCE, across, trainable))
-        inside = GroupPlacement(mesh.dp_shard * mesh.cp, mesh.tp)
+        ep, states = choice.mesh.ep, self.states[choice.mesh.tp, choice.sequence_parallel]
+        total, trainable = np.array([s.total for s in states]), np.array([s.trainable for s in states])
+        if ep == 1:
+            return self._times_over(choice, total, trainable)
+        experts = np.array([s.experts for s in states])
+        dense = self._times_over(choice, total - experts, trainable - experts)
+        own = self._times_over(choice, experts / ep, experts / ep, ep)
+        return dense.plus(own)
+
+    def _times_over(self, choice: Choice, total: Array, trainable: Array, ep: int = 1) -> DataParallelTimes:
+        """Times for so many elements of each unit kind; ``ep``: over groups so many times smaller."""
+        mesh, device = choice.mesh, self.cluster.profile.device
+        bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
+        accumulate_s = trainable * self.recipe.accumulation_bytes.value / bandwidth
+        total, trainable = total * self.item_bytes, trainable * self.recipe.state.reduction_bytes.value
+        if choice.zero_stage == 0:
+            across = GroupPlacement(mesh.dp_replicate * mesh.cp // ep, mesh.tp * ep)
+            reduce_s = self._line(CollectiveKind.ALL_REDUCE, across, trainable)
+            return DataParallelTimes(np.zeros(len(total)), reduce_s, accumulate_s)
+        inside = GroupPlacement(mesh.dp_shard * mesh.cp // ep, mesh.tp * ep)
         across = GroupPlacement(mesh.dp_replicate, mesh.tp * mesh.cp * mesh.dp_shard)
-        if zero == 1 and self.recipe.state.reduces_to_all:
-            everywhere = GroupPlacement(mesh.dp * mesh.cp, mesh.tp)
+        if choice.zero_stage == 1 and self.recipe.state.reduces_to_all:
+            everywhere = GroupPlacement(mesh.dp * mesh.cp // ep, mesh.tp * ep)
             reduce_s = self._line(CollectiveKind.ALL_REDUCE, everywhere, trainable)
         else:
             reduce_s = self._line(CollectiveKind.REDUCE_SCATTER, inside, trainable)
             reduce_s = reduce_s + self._line(CollectiveKind.ALL_REDUCE, across, trainable / inside.num_ranks)
-        return DataParallelTimes(self._line(CollectiveKind.ALL_GATHER, inside, total), reduce_s)
+        return DataParallelTimes(self._line(CollectiveKind.ALL_GATHER, inside, total), reduce_s, accumulate_s)
 
     def _line(self, kind: CollectiveKind, group: GroupPlacement, num_bytes: Array) -> Array:
         moved = num_bytes / self.recipe.data_parallel_rate.value
@@ -162,29 +203,36 @@ class CostTable:
             self._lines[key] = collective_lines(kind, group, self.cluster)
         return self._lines[key]
 
-    def key_rows(self, choices: list[Choice]) -> NDArray[np.intp]:
+    def key_rows(self, choices: Columns[Choice]) -> Positions:
         """Row of each choice in ``column``."""
         if not self._index:
             self._index.update({key: i for i, key in enumerate(self.costs)})
-        return np.array([self._index[CostKey.of(c)] for c in choices], dtype=np.intp)
+        first, which = choices.distinct(*KEY_FIELDS)
+        return np.array([self._index[CostKey.of(choices[i])] for i in first], dtype=np.intp)[which]
 
-    def parts(self, choices: list[Choice], times: list[DataParallelTimes], rows: NDArray[np.intp]) -> Parts:
-        """Time parts of many coarse points at once; ``rows`` are their ``key_rows``."""
+    def data_times(self, choices: Columns[Choice]) -> DataParallelTimes:
+        """``data_parallel_times`` of many choices, [choices, kinds]."""
+        first, which = choices.distinct("mesh", "zero_stage", "sequence_parallel")
+        times = [self.data_parallel_times(choices[i]) for i in first]
+        names = (field.name for field in fields(DataParallelTimes))
+        return DataParallelTimes(*(np.array([getattr(t, name) for t in times]) for name in names)).take(which)
+
+    def parts(self, choices: Columns[Choice], times: DataParallelTimes, rows: Positions) -> Parts:
+        """Time parts of many coarse points at once, from their ``data_times`` and their ``key_rows``."""
 
         def take(name: str) -> Array:
             return self.column(name)[rows]
 
-        gather, reduce = np.array([t.gather_s for t in times]), np.array([t.reduce_s for t in times])
-        zero = np.array([c.zero_stage for c in choices])[:, None]
-        adds_up = (zero < 2) & (np.array([c.num_microbatches for c in choices])[:, None] > 1)
-        accumulation = np.where(adds_up, self._accumulation_s(choices), 0.0)
-        splits = np.array([c.schedule.splits_backward for c in choices])[:, None]
+        zero = choices.numbers("zero_stage")[:, None]
+        adds_up = (zero < 2) & (choices.numbers("num_microbatches")[:, None] > 1)
+        accumulation = np.where(adds_up, times.accumulate_s, 0.0)
+        splits = choices.each(lambda choice: choice.schedule.splits_backward, "schedule")[:, None]
         twice = np.where(splits, take("split_extra_s"), 0.0)
         compute_backward = take("backward_s") + accumulation + twice
         forward, backward = take("forward_s"), compute_backward + take("recompute_s")
         # ZeRO 3 gathers in forward and again in backward; from ZeRO 2 on gradients are reduced every micro-batch.
-        in_forward = np.where(zero == 3, gather, 0.0)
-        in_backward = in_forward + np.where(zero >= 2, reduce, 0.0)
+        in_forward = np.where(zero == 3, times.gather_s, 0.0)
+        in_backward = in_forward + np.where(zero >= 2, times.reduce_s, 0.0)
         software = self.software
         return Parts(
             compute_forward_s=forward,
@@ -194,37 +242,42 @@ class CostTable:
             tensor_backward_s=take("tensor_backward_s"),
             context_forward_s=take("context_forward_s"),
             context_backward_s=take("context_backward_s"),
+            expert_forward_s=take("expert_forward_s"),
+            expert_backward_s=take("expert_backward_s"),
             data_forward_s=np.asarray(exposed_s(in_forward, forward, software)),
             data_backward_s=np.asarray(exposed_s(in_backward, backward, software)),
             weight_s=take("weight_gradient_s") + accumulation + twice,
         )
 
-    def _accumulation_s(self, choices: list[Choice]) -> Array:
-        """Seconds to add one micro-batch's gradients to those before it, [points, kinds]."""
-        device = self.cluster.profile.device
-        bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
-        keys = [(c.mesh.tp, c.sequence_parallel) for c in choices]
-        by_key = {key: [s.trainable for s in self.states[key]] for key in set(keys)}
-        return np.array([by_key[key] for key in keys]) * self.recipe.accumulation_bytes.value / bandwidth
+    def state_bytes(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> StateBytes:
+        """Bytes of states that one rank holds for so many elements of the tp rank's parameters.
 
-    def state_bytes(self, choice: Choice, trainable: float, frozen: float) -> StateBytes:
-        """Bytes of states that one rank holds for so many elements of the tp rank's parameters."""
+        ``experts``: of the trainable ones, those that expert parallelism divides.
+        """
+        ep = choice.mesh.ep
+        if ep == 1:
+            return self._state_bytes(choice, trainable, frozen)
+        dense = self._state_bytes(choice, trainable - experts, frozen)
+        return dense.plus(self._state_bytes(choice, experts / ep, 0.0, ep))
+
+    def _state_bytes(self, choice: Choice, trainable: float, frozen: float, ep: int = 1) -> StateBytes:
+        mesh = choice.mesh
         return state_bytes(
             trainable,
             num_frozen=frozen,
             precision=self.training.precision.value,
             optimizer=self.training.optimizer.value,
             zero_stage=choice.zero_stage,
-            num_shards=num_shards(choice),
+            num_shards=max(1, num_shards(choice) // ep),
             facts=self.recipe.state,
-            is_replicated=choice.mesh.dp > 1,
+            is_replicated=mesh.dp > 1 and mesh.dp * mesh.cp > ep,
             on_host=choice.offload is not Offload.NONE,
         )
 
-    def host_states(self, choice: Choice, trainable: float, frozen: float) -> HostStates:
+    def host_states(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> HostStates:
         """What one rank that offloads keeps on its host for so many elements of the tp rank's parameters."""
-        kept = self.state_bytes(choice._replace(offload=Offload.NONE), trainable, frozen).optimizer
-        return host_states(kept, trainable / num_shards(choice), self.training, choice.offload)
+        kept = self.state_bytes(choice._replace(offload=Offload.NONE), trainable, frozen, experts).optimizer
+        return host_states(kept, num_updated(choice, trainable, experts), self.training, choice.offload)
 
     def download_s(self, num_elements: float, offload: Offload) -> float:
         """Seconds until so many elements' gradients are on the host, where all ranks of a node have as many."""
@@ -300,3 +353,13 @@ class CostTable:
 def num_shards(choice: Choice) -> int:
     """Ranks over which ZeRO divides: those that shard data and, since their gradients agree, those of context."""
     return choice.mesh.dp_shard * choice.mesh.cp if choice.zero_stage else 1
+
+
+def num_updated(choice: Choice, trainable: float, experts: float) -> float:
+    """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
+
+    ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
+    """
+    if choice.zero_stage:
+        return trainable / num_shards(choice)
+    return trainable - experts * (1 - 1 / choice.mesh.ep)

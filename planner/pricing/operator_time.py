@@ -22,6 +22,8 @@ class PricingTarget:
     precision: str
     recipe: Recipe = field(default_factory=load_recipe)
     attention: AttentionKernel | None = None  # None: the recipe's flash kernel
+    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
+    dispatches_once_a_node: bool = False
 
     @property
     def attention_kernel(self) -> AttentionKernel:

@@ -14,7 +14,7 @@ from costmodels.pipeline import Timeline, simulate
 from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
 from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
-from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_shards
+from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_updated
 from planner.pricing.offloading import HostMemory, fullest_node
 from planner.pricing.rank_memory import RankMemoryModel
 from planner.pricing.stages import (
@@ -27,6 +27,7 @@ from planner.pricing.stages import (
     weighted_starts,
 )
 from planner.problems import StageProblem, stage_sums
+from planner.space.columns import Columns
 from planner.space.search_space import Choice
 
 
@@ -38,6 +39,7 @@ class Breakdown:
     recompute: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     data_parallel: float
     pipeline_communication: float
     bubble: float
@@ -105,8 +107,9 @@ def _ranks(table: CostTable, choice: Choice) -> tuple[_Rank, ...]:
     found: dict[int, _Rank] = {}
     for each in tables:
         if id(each) not in found:
+            alone = Columns.of(Choice, [choice])
             data = each.data_parallel_times(choice)
-            parts = each.parts([choice], [data], each.key_rows([choice]))
+            parts = each.parts(alone, each.data_times(alone), each.key_rows(alone))
             rows = (tuple(array[0][kinds].tolist()) for array in (parts.forward_s, parts.backward_s, parts.weight_s))
             found[id(each)] = _Rank(each, data, parts, StageTimes(*rows))
     return tuple(found[id(each)] for each in tables)
@@ -214,6 +217,7 @@ class Point:
             recompute=total(parts.recompute_s),
             tensor_parallel=total(parts.tensor_forward_s, parts.tensor_backward_s),
             context_parallel=total(parts.context_forward_s, parts.context_backward_s),
+            expert_parallel=total(parts.expert_forward_s, parts.expert_backward_s),
             data_parallel=total(parts.data_forward_s, parts.data_backward_s) + data_once,
             pipeline_communication=min(idle, max(0.0, send_on_path)),
             bubble=idle - min(idle, max(0.0, send_on_path)),
@@ -245,10 +249,8 @@ class Point:
         backward_s: list[float] = []
         for stage, kinds in enumerate(self._kinds_of_stages(starts)):
             parts = self._ranks[self._rank_of(stage)].parts
-            forward = parts.tensor_forward_s + parts.context_forward_s + parts.data_forward_s
-            backward = parts.tensor_backward_s + parts.context_backward_s + parts.data_backward_s
-            forward_s.append(float(forward[0][kinds].sum()))
-            backward_s.append(float(backward[0][kinds].sum()))
+            forward_s.append(float(parts.communication_forward_s[0][kinds].sum()))
+            backward_s.append(float(parts.communication_backward_s[0][kinds].sum()))
         return tuple(forward_s), tuple(backward_s)
 
     def _kinds_of_stages(self, starts: tuple[int, ...]) -> list[list[int]]:
@@ -323,8 +325,8 @@ class Point:
     def _once_a_step_s(self, rank: _Rank, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
-        trainable = sum(self._states[k].trainable for k in kinds)
-        held, offload = trainable / num_shards(self.choice), self.choice.offload
+        trainable, experts = (sum(getattr(self._states[k], name) for k in kinds) for name in ("trainable", "experts"))
+        held, offload = num_updated(self.choice, trainable, experts), self.choice.offload
         optimizer = rank.table.update_s(held, offload)
         if offload is not Offload.NONE:  # beside the reductions, on links of its own
             down_s = rank.table.download_s(held, offload)
@@ -350,7 +352,7 @@ class Point:
         if self.choice.offload is Offload.NONE:
             return None
         ranks = [self._memory.elements(stages) for stages in self._stages_of_ranks(starts)]
-        kept = [self.table.host_states(self.choice, trainable, frozen) for trainable, frozen in ranks]
+        kept = [self.table.host_states(self.choice, *elements) for elements in ranks]
         return fullest_node(kept, self.table.cluster)
 
     def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:

@@ -22,7 +22,8 @@ PLAIN_RESERVE = 0.25
 
 def reserve_fraction(table: CostTable, choice: Choice) -> float:
     """Share of the tensors that come and go which the allocator loses to gaps between them."""
-    mixes_lifetimes = choice.mesh.pp * choice.mesh.tp * choice.mesh.cp > 1
+    mesh = choice.mesh
+    mixes_lifetimes = mesh.pp * mesh.tp * mesh.cp * mesh.ep > 1
     return table.software.allocator_reserve_fraction.value * (1.0 if mixes_lifetimes else PLAIN_RESERVE)
 
 
@@ -61,7 +62,9 @@ class RankMemoryModel:
     def num_communicators(self) -> float:
         """Process groups of more than one rank."""
         mesh = self._choice.mesh
-        axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.cp, mesh.tp))
+        sharding = mesh.dp_shard * mesh.cp
+        of_experts = (mesh.ep, sharding // mesh.ep) if mesh.ep > 1 else ()
+        axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, sharding, mesh.cp, mesh.tp, *of_experts))
         return axes + self._table.recipe.memory.extra_communicators.value * (axes > 0)
 
     @property
@@ -83,8 +86,8 @@ class RankMemoryModel:
 
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
-        trainable, frozen = self.elements(stages)
-        states = self._table.state_bytes(self._choice, trainable, frozen)
+        trainable, frozen, experts = self.elements(stages)
+        states = self._table.state_bytes(self._choice, trainable, frozen, experts)
         lasting = states.gradients if self._table.recipe.memory.keeps_gradients else 0.0
         transient = self.transient(stages)
         forward = self._ledger(
@@ -98,7 +101,7 @@ class RankMemoryModel:
         update = self._ledger(
             states,
             states.gradients,
-            gathered_update=self._gathered_update(trainable),
+            gathered_update=self._gathered_update(trainable, experts),
             gather_buffers=transient.buffers,
         )
         backward = self._backward(states, stages, activation_bytes)
@@ -112,12 +115,12 @@ class RankMemoryModel:
             )
         )
 
-    def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """Trainable and frozen elements of a rank, before ZeRO divides them."""
+    def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
+        """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
         pp = self._choice.mesh.pp
         # A tied parameter is held twice where owner and user lie in different stages.
         found = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
-        return sum(t for t, _ in found), sum(f for _, f in found)
+        return sum(t for t, _, _ in found), sum(f for _, f, _ in found), sum(e for _, _, e in found)
 
     def _backward(self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float) -> MemoryLedger:
         """The fullest moment.
@@ -184,8 +187,9 @@ class RankMemoryModel:
         return max(0.0, worst[0]), worst[1]
 
     def _largest(self, units: Sequence[int]) -> float:
-        """Elements of the largest of ``units``."""
-        return max((self._states[self._table.units.kinds[unit]].total for unit in units), default=0.0)
+        """Elements of the largest of ``units`` when it is gathered."""
+        ep, states = self._choice.mesh.ep, (self._states[self._table.units.kinds[unit]] for unit in units)
+        return max((each.held(each.total, ep) for each in states), default=0.0)
 
     def most_transient(self, units: Sequence[int]) -> Transient:
         """No less than ``transient`` of any stages made of some of ``units``."""
@@ -206,15 +210,16 @@ class RankMemoryModel:
     def _unit_costs(self, unit: int) -> UnitCosts:
         return self._costs[self._table.units.kinds[unit]]
 
-    def _elements(self, unit: int, *, tied_copy: bool) -> tuple[float, float]:
+    def _elements(self, unit: int, *, tied_copy: bool) -> tuple[float, float, float]:
+        """Trainable and frozen ones, and of the trainable those of experts."""
         states = self._states[self._table.units.kinds[unit]]
-        return states.trainable + (states.tied if tied_copy else 0.0), states.frozen
+        return states.trainable + (states.tied if tied_copy else 0.0), states.frozen, states.experts
 
-    def _gathered_update(self, trainable: float) -> float:
+    def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""
         facts, choice = self._table.recipe.memory, self._choice
         if choice.zero_stage != 1 or choice.mesh.dp == 1:
             return 0.0
-        return trainable * (
-            facts.gathered_update_bytes.value + facts.gathered_update_shard_bytes.value / choice.mesh.dp_shard
-        )
+        gathered, sent = facts.gathered_update_bytes.value, facts.gathered_update_shard_bytes.value
+        elsewhere = experts * (1 - 1 / choice.mesh.ep)
+        return trainable * (gathered + sent / choice.mesh.dp_shard) - elsewhere * gathered

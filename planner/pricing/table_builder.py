@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from planner.graph.experts import expert_work
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.parallelism import Placement
-from planner.pricing.cost_table import CostKey, CostTable, UnitRow
+from planner.pricing.cost_table import KEY_FIELDS, CostKey, CostTable, UnitRow
+from planner.pricing.expert_parallel import on_one_rank
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
-from planner.pricing.unit_costs import UnitCosts, unit_costs, unit_states
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale, unit_states
 from planner.problems import PlacementProblem, PlacementSolution
+from planner.space.columns import Columns
 from planner.space.search_space import Choice, Training
 
 ShardKey = tuple[int, bool]  # tensor-parallel degree, sequence parallelism
@@ -73,20 +76,14 @@ def build_table(
     """Prices every unit kind under every key that ``choices`` need, in a mixed cluster also on each group's devices."""
     graph = target.graph
     kinds = representatives(graph)
-    costs: dict[CostKey, tuple[UnitCosts, ...]] = {}
-    for key in dict.fromkeys(CostKey.of(choice) for choice in choices):
-        sharding = shardings[key.tp, key.sequence_parallel]
-        costs[key] = tuple(
-            unit_costs(target, unit, sharded, recompute=key.recompute, micro_batch_size=key.micro_batch_size, cp=key.cp)
-            for unit, sharded in zip(kinds, sharding, strict=True)
-        )
     mixed = target.cluster.mixed
-    over_groups = [choice for choice in choices if choice.groups]
+    choices = Columns.of(Choice, choices)
+    over_groups = choices.where(lambda choice: bool(choice.groups), "groups")
     return CostTable(
         training=training,
         cluster=target.cluster,
         units=unit_row(graph),
-        costs=costs,
+        costs=_costs(target, kinds, shardings, choices),
         states={
             key: tuple(unit_states(graph, unit, sharded) for unit, sharded in zip(kinds, sharding, strict=True))
             for key, sharding in shardings.items()
@@ -98,3 +95,28 @@ def build_table(
             for group in (() if mixed is None else mixed.groups)
         },
     )
+
+
+def _costs(
+    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], choices: Columns[Choice]
+) -> dict[CostKey, tuple[UnitCosts, ...]]:
+    """Every unit kind under every key of ``choices``; what keys have in common once, of units without experts for all
+    ``ep``.
+    """
+    keys = [CostKey.of(choices[i]) for i in choices.distinct(*KEY_FIELDS)[0]]
+    targets = {ep: on_one_rank(target, ep) for ep in {1, *(key.ep for key in keys)}}
+    has_experts = [expert_work(target.graph, unit) is not None for unit in kinds]
+    work: dict[tuple[object, ...], UnitWork] = {}
+    found: dict[tuple[int, CostKey], UnitCosts] = {}
+
+    def cost(column: int, key: CostKey) -> UnitCosts:
+        own = key if has_experts[column] else replace(key, ep=1)
+        if (column, own) not in found:
+            scale, shard_key = batch_scale(target.graph, own.micro_batch_size, own.cp), (own.tp, own.sequence_parallel)
+            place = (column, shard_key, scale, own.ep)
+            if place not in work:
+                work[place] = UnitWork(targets[own.ep], kinds[column], shardings[shard_key][column], scale, own.ep)
+            found[column, own] = work[place].costs(own.recompute, own.cp)
+        return found[column, own]
+
+    return {key: tuple(cost(column, key) for column in range(len(kinds))) for key in keys}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec
+from planner.graph.experts import expert_parameters
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
+from planner.pricing.expert_parallel import exchange
 from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.pricing.split_backward import weight_gradients
@@ -30,6 +32,8 @@ class UnitCosts:
     tensor_backward_s: float
     context_forward_s: float  # context-parallel collectives
     context_backward_s: float
+    expert_forward_s: float  # all-to-alls of expert parallelism
+    expert_backward_s: float
     kept_bytes: float  # held from forward to backward
     working_bytes: float  # held besides while this unit's backward runs, or its loss forward
     loss_bytes: float  # of these, what the loss needs in forward already
@@ -50,16 +54,22 @@ class UnitStates:
     trainable: float
     frozen: float
     tied: float  # used here but owned by an earlier unit: a pipeline that parts them holds a copy
+    experts: float = 0.0  # of the trainable ones, those that expert parallelism divides
 
     @property
     def total(self) -> float:
-        """Elements that are gathered for this unit."""
+        """Elements of this unit."""
         return self.trainable + self.frozen
+
+    def held(self, elements: float, ep: int) -> float:
+        """Of ``elements`` with all experts among them, those that one of ``ep`` ranks works with."""
+        return elements - self.experts * (1 - 1 / ep)
 
 
 def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStates:
     """Elements that one tp rank holds of ``unit``."""
     parameters = {name: p for p in graph.parameters for name in (p.fqn, *p.aliases)}
+    of_experts = expert_parameters(graph)
 
     def local(fqn: str) -> float:
         parameter = parameters[fqn]
@@ -71,59 +81,86 @@ def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStat
         trainable=sum(local(fqn) for fqn in unit.parameters if parameters[fqn].trainable),
         frozen=sum(local(fqn) for fqn in unit.parameters if not parameters[fqn].trainable),
         tied=sum(local(fqn) for fqn in unit.tied_parameters),
+        experts=sum(local(fqn) for fqn in unit.parameters if parameters[fqn].trainable and fqn in of_experts),
     )
 
 
-def unit_costs(
-    target: PricingTarget, unit: Unit, sharded: ShardedUnit, *, recompute: Recompute, micro_batch_size: int, cp: int
-) -> UnitCosts:
-    """Price ``unit``, split as ``sharded`` says, for ``micro_batch_size`` sequences over ``cp`` ranks."""
-    graph, cluster = target.graph, target.cluster
-    scale = micro_batch_size / graph.batch_size / cp
-    nodes = [graph.nodes[i] for i in unit.nodes]
-    mode = recompute if unit.is_block else Recompute.NONE
-    if mode is Recompute.SELECTIVE and target.recipe.selective == "blocks":
-        mode = Recompute.FULL
-    tensor_forward, tensor_backward = _tensor_parallel_s(unit, sharded, target, scale)
-    context_forward, context_backward = _context_parallel_s(nodes, graph, sharded, cluster, micro_batch_size, cp)
-    communication = (tensor_forward + context_forward, tensor_backward + context_backward)
-    forward, backward = (
-        max(
-            _compute_s(nodes, target, sharded, scale=scale, backward=is_backward),
-            _host_s(nodes, target, sharded, backward=is_backward) - communication[is_backward],
+class UnitWork:
+    """``unit`` on one rank, split as ``sharded`` says, for ``scale`` times the traced batch.
+
+    Holds what costs under every recomputation and context-parallel degree have in common. With ``ep`` above 1 the graph
+    of ``target`` is that of one of so many ranks (``expert_parallel.on_one_rank``).
+    """
+
+    def __init__(self, target: PricingTarget, unit: Unit, sharded: ShardedUnit, scale: float, ep: int = 1) -> None:
+        self._target, self._sharded, self._scale, self._is_block = target, sharded, scale, unit.is_block
+        self._nodes = nodes = [target.graph.nodes[i] for i in unit.nodes]
+        ways = (False, True)
+        self._compute_s = [_compute_s(nodes, target, sharded, scale=scale, backward=way) for way in ways]
+        self._host_s = [_host_s(nodes, target, sharded, backward=way) for way in ways]
+        self._tensor_s = _tensor_parallel_s(unit, sharded, target, scale)
+        self._experts = exchange(target, unit, sharded, scale, ep)
+        self._weights = weights = weight_gradients(nodes, target, sharded, scale=scale)
+        self._memory = memory = UnitMemory(target, unit, sharded, scale)
+        num_launches = sum(issued_by_host(nodes, target, sharded, backward=way)[0] for way in ways)
+        self._fixed: dict[str, float] = {
+            "tensor_forward_s": self._tensor_s[False],
+            "tensor_backward_s": self._tensor_s[True],
+            "expert_forward_s": self._experts.both_s,
+            "expert_backward_s": self._experts.both_s,
+            "loss_bytes": memory.loss(),
+            "buffer_bytes": memory.gather_buffers(),
+            "collective_bytes": memory.waiting_collectives(),
+            "queued_bytes": LAUNCH_QUEUE / max(1, num_launches) * memory.waiting_collectives(),
+            "stranded_bytes": memory.stranded_copies(),
+            "boundary_bytes": sum(memory.sent_bytes(target.graph.nodes[i]) for i in unit.boundary),
+            "waiting_bytes": weights.gradient_bytes - memory.freed_early(weights.last_node),
+        }
+
+    def costs(self, recompute: Recompute, cp: int) -> UnitCosts:
+        """Time and memory, with each sequence over ``cp`` ranks."""
+        recipe = self._target.recipe
+        mode = recompute if self._is_block else Recompute.NONE
+        if mode is Recompute.SELECTIVE and recipe.selective == "blocks":
+            mode = Recompute.FULL
+        context_s = _context_parallel_s(self._nodes, self._target, self._sharded, self._scale * cp, cp)
+        in_forward, in_backward = (
+            tensor_s + each_s + self._experts.both_s for tensor_s, each_s in zip(self._tensor_s, context_s, strict=True)
         )
-        for is_backward in (False, True)
-    )
-    memory = UnitMemory(target, unit, sharded, scale)
-    repeated = {
-        Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: _compute_s(_repeated(nodes, target), target, sharded, scale=scale, backward=False),
-        Recompute.FULL: forward + tensor_forward + context_forward,
-    }[mode]
-    num_launches = sum(issued_by_host(nodes, target, sharded, backward=is_backward)[0] for is_backward in (False, True))
-    weights = weight_gradients(nodes, target, sharded, scale=scale)
-    factor = target.recipe.split_host_factor
-    split_host_s = _host_s(nodes, target, sharded, backward=True) * (1.0 if factor is None else factor.value)
-    return UnitCosts(
-        forward_s=forward,
-        backward_s=backward,
-        recompute_s=repeated,
-        tensor_forward_s=tensor_forward,
-        tensor_backward_s=tensor_backward,
-        context_forward_s=context_forward,
-        context_backward_s=context_backward,
-        kept_bytes=memory.kept(mode),
-        working_bytes=memory.working(mode),
-        loss_bytes=memory.loss(),
-        buffer_bytes=memory.gather_buffers(),
-        collective_bytes=memory.waiting_collectives(),
-        queued_bytes=LAUNCH_QUEUE / max(1, num_launches) * memory.waiting_collectives(),
-        stranded_bytes=memory.stranded_copies(),
-        boundary_bytes=sum(memory.sent_bytes(graph.nodes[i]) for i in unit.boundary),
-        weight_gradient_s=weights.share * backward,
-        split_extra_s=max(backward + weights.repeated_s, split_host_s - communication[True]) - backward,
-        waiting_bytes=weights.gradient_bytes - memory.freed_early(weights.last_node),
-    )
+        forward = max(self._compute_s[False], self._host_s[False] - in_forward)
+        backward = max(self._compute_s[True], self._host_s[True] - in_backward)
+        split_host_s = self._host_s[True] * (
+            1.0 if recipe.split_host_factor is None else recipe.split_host_factor.value
+        )
+        return UnitCosts(
+            **self._fixed,
+            forward_s=forward,
+            backward_s=backward,
+            recompute_s=self._recompute_s(mode, forward + in_forward),
+            context_forward_s=context_s[False],
+            context_backward_s=context_s[True],
+            kept_bytes=self._memory.kept(mode),
+            working_bytes=self._memory.working(mode) + self._experts.buffer_bytes,
+            weight_gradient_s=self._weights.share * backward,
+            split_extra_s=max(backward + self._weights.repeated_s, split_host_s - in_backward) - backward,
+        )
+
+    def _recompute_s(self, mode: Recompute, whole_s: float) -> float:
+        if mode is Recompute.SELECTIVE:
+            return self._selective_s
+        return whole_s if mode is Recompute.FULL else 0.0
+
+    @cached_property
+    def _selective_s(self) -> float:
+        """Rows go to their experts once more where the inputs of products are made again."""
+        repeated = _repeated(self._nodes, self._target)
+        again_s = 0.0 if self._target.recipe.selective == "attention" else self._experts.dispatch_s
+        return _compute_s(repeated, self._target, self._sharded, scale=self._scale, backward=False) + again_s
+
+
+def batch_scale(graph: ModelGraph, micro_batch_size: int, cp: int) -> float:
+    """A rank's part of a micro-batch over the traced batch."""
+    return micro_batch_size / graph.batch_size / cp
 
 
 def _repeated(nodes: list[Node], target: PricingTarget) -> list[Node]:
@@ -178,25 +215,26 @@ def _tensor_parallel_s(unit: Unit, sharded: ShardedUnit, target: PricingTarget, 
 
 
 def _context_parallel_s(
-    nodes: list[Node], graph: ModelGraph, sharded: ShardedUnit, cluster: ClusterSpec, micro_batch_size: int, cp: int
+    nodes: list[Node], target: PricingTarget, sharded: ShardedUnit, scale: float, cp: int
 ) -> tuple[float, float]:
-    """Keys and values are gathered before attention, again in backward, and their gradients reduce-scattered."""
+    """Keys and values are gathered before attention, again in backward, and their gradients reduce-scattered.
+
+    ``scale``: whole sequences of a micro-batch over the traced batch.
+    """
     if cp == 1:
         return 0.0, 0.0
     group = GroupPlacement(cp, sharded.degree)
-    scale = micro_batch_size / graph.batch_size
-    forward = backward = 0.0
+    gather_s = reduce_s = 0.0
     for node in nodes:
         if node.op_class is not OpClass.ATTENTION:
             continue
         for operand in node.operands[1:3]:
             if not isinstance(operand, int):
                 continue
-            size = tensor_bytes(graph.nodes[operand]) * sharded.local_share(operand) * scale
-            gather = collective_time_s(Collective(CollectiveKind.ALL_GATHER, size, group), cluster)
-            forward += gather
-            backward += gather + collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, size, group), cluster)
-    return forward, backward
+            size = tensor_bytes(target.graph.nodes[operand]) * sharded.local_share(operand) * scale
+            gather_s += collective_time_s(Collective(CollectiveKind.ALL_GATHER, size, group), target.cluster)
+            reduce_s += collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, size, group), target.cluster)
+    return gather_s, gather_s + reduce_s
 
 
 def mixes_positions_outside_attention(graph: ModelGraph) -> bool:

@@ -47,6 +47,7 @@ class UnitMemory:
         self._splits_sequence = splits_sequence
         self._keeps_split = target.recipe.gathers_inputs_again and splits_sequence
         self._loss = next((n for n in self._nodes() if op_name(n.op) in LOSSES), None)
+        self._kept: dict[Recompute, float] = {}
 
     def local_bytes(self, node: Node) -> float:
         """One rank's part of the node's output for one micro-batch."""
@@ -60,6 +61,11 @@ class UnitMemory:
 
     def kept(self, mode: Recompute) -> float:
         """Bytes held from forward to backward under ``mode``."""
+        if mode not in self._kept:
+            self._kept[mode] = self._kept_under(mode)
+        return self._kept[mode]
+
+    def _kept_under(self, mode: Recompute) -> float:
         nodes = self._nodes()
         entering = {
             self._graph.nodes[o].storage
@@ -87,7 +93,7 @@ class UnitMemory:
 
     def working(self, mode: Recompute) -> float:
         """Bytes held besides while the unit's backward runs, or its loss forward if that takes more."""
-        return self.kept(Recompute.NONE) - self.kept(mode) + max(self.loss(), self._largest_gradient())
+        return self.kept(Recompute.NONE) - self.kept(mode) + max(self.loss(), self._largest_gradient)
 
     def loss(self) -> float:
         """Bytes of copies of the logits besides what is kept of them, at the loss's peak."""
@@ -151,6 +157,7 @@ class UnitMemory:
         crossing = (self._graph.nodes[i] for i in self._unit.boundary)
         return sum(tensor_bytes(node) * self._scale for node in crossing if node.batch_dependent)
 
+    @cached_property
     def _largest_gradient(self) -> float:
         """Gradient of the largest output, or scores, together with the gradients of what it was made from."""
         largest, counted = self._score_gradients(), self._copies_of_logits()

@@ -29,23 +29,30 @@ min_r l_r (states + in flight on r * kept); weights that make the terms of the a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.memory import MemoryLedger
 from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
-from planner.pricing.cost_table import Array, CostTable, UnitRow, num_shards
+from planner.pricing.cost_table import CostTable, UnitRow, num_updated
 from planner.pricing.offloading import on_node
 from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
 from planner.pricing.unit_costs import UnitStates
+from planner.space.columns import Array, Columns, Positions
 from planner.space.search_space import Choice
 
 CHUNK = 20_000
+# Trainable and frozen elements, and of the trainable those of experts.
+_ELEMENTS: tuple[Callable[[UnitStates], float], ...] = (
+    lambda s: s.trainable,
+    lambda s: s.frozen,
+    lambda s: s.experts,
+)
 
 
 @dataclass(frozen=True)
@@ -57,20 +64,74 @@ class Bounds:
     host_share: Array  # of a node's own memory; 0 where nothing is offloaded
 
 
-def bounds(table: CostTable, choices: list[Choice]) -> Bounds:
+def bounds(table: CostTable, choices: Sequence[Choice]) -> Bounds:
     """Bounds of every choice."""
     found = Bounds(*(np.empty(len(choices)) for _ in range(3)))
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, choice in enumerate(choices):
-        groups[choice.schedule, choice.mesh.pp, choice.virtual_stages, choice.offload, choice.groups].append(index)
-    for members in groups.values():
+    listed = Columns.of(Choice, choices)
+    if not choices:
+        return found
+    rows = table.key_rows(listed)
+    first, layout = listed.distinct("mesh", "zero_stage", "sequence_parallel", "offload", "groups")
+    layouts = _Layouts(table, listed.take(first))
+    _, alike = listed.distinct("schedule", "mesh.pp", "virtual_stages", "offload", "groups")
+    for members in np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]):
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = _Group(table, [choices[i] for i in part])
+            group = _Group(table, listed.take(part), rows[part], (layouts, layout[part]))
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
-            found.host_share[part] = group.host_share()
+    found.host_share[:] = layouts.host_share[layout]
     return found
+
+
+class _Layouts:
+    """What choices of one mesh, ZeRO stage, sequence parallelism and place of states have in common; a row each."""
+
+    def __init__(self, table: CostTable, choices: Columns[Choice]) -> None:
+        self._table, each = table, list(choices)
+        self.times = table.data_times(choices)
+        states = [table.states[choice.mesh.tp, choice.sequence_parallel] for choice in each]
+        kinds = [np.array([[take(s) for s in row] for row in states], dtype=np.float64) for take in _ELEMENTS]
+        self._elements = kinds  # of ``_ELEMENTS``, [layouts, kinds] each
+        whole = [(elements @ table.units.counts).tolist() for elements in kinds]
+        self.update_s = np.array([self._update_s(*row) for row in zip(each, *whole, strict=True)])
+        self.host_share = np.array([self._host_share(*row) for row in zip(each, *whole, strict=True)])
+        self.reserve = 1 + np.array([reserve_fraction(table, choice) for choice in each])
+        self._state_bytes = np.array([self._with_and_without_gradients(choice) for choice in each])
+
+    def static_bytes(self, layout: Positions, holds_gradients: NDArray[np.bool]) -> Array:
+        """States of each unit kind when backward begins, [choices, kinds]."""
+        found = self._state_bytes[layout, np.where(holds_gradients, 0, 1)]
+        parts = (found[:, i : i + 1] * elements[layout] for i, elements in enumerate(self._elements))
+        return sum(parts, start=np.zeros(1))
+
+    def _with_and_without_gradients(self, choice: Choice) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes of one trainable and one frozen element, and what one of an expert has more than a trainable one.
+
+        That is less than nothing.
+        """
+        one = self._table.state_bytes
+        trainable, frozen, expert = one(choice, 1.0, 0.0), one(choice, 0.0, 1.0), one(choice, 1.0, 0.0, 1.0)
+        without = trainable.total - trainable.gradients
+        return (
+            (trainable.total, frozen.total, expert.total - trainable.total),
+            (without, frozen.total, expert.total - expert.gradients - without),
+        )
+
+    def _update_s(self, choice: Choice, trainable: float, _: float, experts: float) -> float:
+        """The optimiser step of all pipeline ranks together, on the fastest devices."""
+        tables = {id(table): table for table in self._table.of_ranks(choice)}.values()
+        held = num_updated(choice, trainable, experts)
+        return min(table.update_s(held, choice.offload) for table in tables)
+
+    def _host_share(self, choice: Choice, *elements: float) -> float:
+        """What the mean node keeps off its devices, as a share of what it has."""
+        if choice.offload is Offload.NONE:
+            return 0.0
+        cluster = self._table.cluster
+        devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
+        mean = self._table.host_states(choice, *elements).times(devices_a_node / choice.mesh.pp)
+        return on_node(mean, cluster).share
 
 
 class _Group:
@@ -79,15 +140,17 @@ class _Group:
     Arrays are [choices, kinds] or fewer.
     """
 
-    def __init__(self, table: CostTable, choices: list[Choice]) -> None:
+    def __init__(
+        self, table: CostTable, choices: Columns[Choice], rows: Positions, layouts: tuple[_Layouts, Positions]
+    ) -> None:
         self._table, self._choices = table, choices
+        self._layouts, self._layout = layouts
         first = choices[0]
         self._schedule, self._pp, self._virtual = first.schedule, first.mesh.pp, first.virtual_stages
-        self._m = np.array([c.num_microbatches for c in choices], dtype=np.float64)
+        self._m = choices.numbers("num_microbatches")
         self._counts = table.units.counts
-        self._data = [table.data_parallel_times(c) for c in choices]
-        self._rows = table.key_rows(choices)
-        parts = table.parts(choices, self._data, self._rows)
+        self._rows = rows
+        parts = table.parts(choices, self._layouts.times.take(self._layout), rows)
         self._forward, self._weight = parts.forward_s, parts.weight_s
         self._work = parts.forward_s + parts.backward_s
         self._tables = table.of_ranks(first)
@@ -103,13 +166,7 @@ class _Group:
 
     def step_time_s(self) -> Array:
         """Pipeline, plus what comes once a step on the mean rank."""
-        counts = self._counts
-        trainable = self._elements(lambda s: s.trainable) @ counts
-        local, inverse = np.unique(trainable / [num_shards(c) for c in self._choices], return_inverse=True)
-        fastest = [
-            min(table.update_s(elements, self._choices[0].offload) for table in self._tables) for elements in local
-        ]
-        return self._pipeline_s() + np.array(fastest)[inverse] / self._pp
+        return self._pipeline_s() + self._layouts.update_s[self._layout] / self._pp
 
     def _pipeline_s(self) -> Array:
         total = self._work @ self._counts
@@ -120,7 +177,9 @@ class _Group:
         if self._choices[0].groups:
             return self._unlike_s()
         p, m, send = self._pp, self._m, self._send
-        coefficient = np.array([pipeline_coefficient(self._schedule, p, c.num_microbatches) for c in self._choices])
+        coefficient = self._choices.each(
+            lambda choice: pipeline_coefficient(self._schedule, p, choice.num_microbatches), "num_microbatches"
+        )
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self._counts / p)
         most = (self._work * blocks).max(axis=1)
@@ -148,8 +207,7 @@ class _Group:
         found: dict[int, Array] = {}
         for table in self._tables:
             if id(table) not in found:
-                times = [table.data_parallel_times(choice) for choice in self._choices]
-                parts = table.parts(self._choices, times, table.key_rows(self._choices))
+                parts = table.parts(self._choices, table.data_times(self._choices), table.key_rows(self._choices))
                 found[id(table)] = parts.forward_s + parts.backward_s
         return [found[id(table)] for table in self._tables]
 
@@ -197,11 +255,12 @@ class _Group:
 
     def memory_bytes(self) -> Array:
         """The worst rank's states and activations, reserve included."""
-        static = self._static_bytes()
+        holds_gradients = (self._m > 1) | self._table.recipe.memory.keeps_gradients
+        static = self._layouts.static_bytes(self._layout, holds_gradients)
         kept = self._table.column("kept_bytes")[self._rows]
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
         outside = MemoryLedger().with_reserve(self._table.software, 0).total_bytes
-        reserve = 1 + np.array([reserve_fraction(self._table, choice) for choice in self._choices])
+        reserve = self._layouts.reserve[self._layout]
         if self._schedule.is_cut_freely:
             tensors = self._weighted_bytes(static, kept * reserve[:, None])
         else:
@@ -209,47 +268,13 @@ class _Group:
             tensors = self._evenly_cut_bytes(static, kept * reserve[:, None], waiting * reserve[:, None])
         return tensors + (working * reserve + outside) / self._room.max()
 
-    def host_share(self) -> Array:
-        """What the mean node keeps off its devices, as a share of what it has."""
-        if self._choices[0].offload is Offload.NONE:
-            return np.zeros(len(self._choices))
-        cluster, counts = self._table.cluster, self._counts
-        devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
-        trainable, frozen = self._elements(lambda s: s.trainable) @ counts, self._elements(lambda s: s.frozen) @ counts
-        means = [
-            self._table.host_states(choice, t, f).times(devices_a_node / self._pp)
-            for choice, t, f in zip(self._choices, trainable, frozen, strict=True)
-        ]
-        return np.array([on_node(mean, cluster).share for mean in means])
-
-    def _static_bytes(self) -> Array:
-        """States of each unit kind when backward begins, from the bytes of one trainable and one frozen element."""
-        per_element: dict[tuple[int, int, bool], tuple[float, float]] = {}
-        rows: list[tuple[float, float]] = []
-        for choice in self._choices:
-            holds_gradients = self._table.recipe.memory.keeps_gradients or choice.num_microbatches > 1
-            key = (choice.zero_stage, num_shards(choice), holds_gradients)
-            if key not in per_element:
-                one = self._table.state_bytes
-                trainable = one(choice, 1.0, 0.0)
-                per_element[key] = (
-                    trainable.total - (0.0 if holds_gradients else trainable.gradients),
-                    one(choice, 0.0, 1.0).total,
-                )
-            rows.append(per_element[key])
-        each = np.array(rows)
-        trainable, frozen = self._elements(lambda s: s.trainable), self._elements(lambda s: s.frozen)
-        return each[:, :1] * trainable + each[:, 1:] * frozen
-
-    def _elements(self, take: Callable[[UnitStates], float]) -> Array:
-        by_key = {key: [take(s) for s in states] for key, states in self._table.states.items()}
-        return np.array([by_key[c.mesh.tp, c.sequence_parallel] for c in self._choices])
-
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
         if self._schedule is ScheduleName.GPIPE and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
-            flying = np.array([in_flight(self._schedule, self._pp, c.num_microbatches) for c in self._choices])
+            flying = self._choices.each(
+                lambda choice: in_flight(self._schedule, self._pp, choice.num_microbatches), "num_microbatches"
+            )
         states, activations = static @ self._counts, kept @ self._counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
         weights /= weights.sum(axis=1, keepdims=True) * self._room
@@ -260,11 +285,10 @@ class _Group:
     def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._choices))
-        by_rounds: dict[int, list[int]] = defaultdict(list)
-        for index, choice in enumerate(self._choices):
-            by_rounds[min(choice.num_microbatches // self._pp, MOST_ROUNDS)].append(index)
-        for rounds, members in by_rounds.items():
-            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, rounds)
+        rounds_of = np.minimum(self._m // self._pp, MOST_ROUNDS)
+        for rounds in np.unique(rounds_of):
+            members = np.flatnonzero(rounds_of == rounds)
+            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, int(rounds))
             held = kept[members] @ flying.T + waiting[members] @ waits.T
             worst[members] = (static[members] @ ranks.T + held).max(axis=1)
         return worst

@@ -266,6 +266,10 @@ def execution_warnings(choice: Choice, table: CostTable, graph: ModelGraph) -> t
         found.append(
             f"planner run does not execute context parallelism yet (cp={choice.mesh.cp}): pin --cp 1 to train with it"
         )
+    if choice.mesh.ep > 1:
+        found.append(
+            f"planner run does not execute expert parallelism yet (ep={choice.mesh.ep}): pin --ep 1 to train with it"
+        )
     if choice.schedule is ScheduleName.ZB_2P:
         found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
     if choice.offload is not Offload.NONE:

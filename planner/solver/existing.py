@@ -8,6 +8,7 @@ from dataclasses import replace
 from costmodels.schedule import validate_schedule
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
+from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
 from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
@@ -60,8 +61,8 @@ def lies_on(choice: Choice, cluster: ClusterSpec) -> bool:
 def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     """PlanError that lists what in ``plan`` the cost models have no price for."""
     found: list[str] = []
-    if plan.mesh.ep > 1:
-        found.append(f"mesh.ep: {plan.mesh.ep} has no price yet")
+    if num_experts(graph) % plan.mesh.ep:
+        found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
     blocks = {unit.name for unit in graph.units if unit.is_block}
     modes = dict.fromkeys(blocks, Recompute.NONE)
     modes.update({module: rule.mode for rule in plan.recompute for module in rule.modules})
@@ -89,7 +90,13 @@ def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
             hint=f"choose a multiple of {rest * kept}, or search again for {num_devices} GPUs",
         )
     degree = num_devices // (rest * kept)
-    return replace(mesh, dp_shard=degree) if shard else replace(mesh, dp_replicate=degree)
+    fitted = replace(mesh, dp_shard=degree) if shard else replace(mesh, dp_replicate=degree)
+    if fitted.dp_shard * fitted.cp % fitted.ep:
+        raise PlanError(
+            f"on {num_devices} GPUs ep {fitted.ep} does not divide dp_shard {fitted.dp_shard} * cp {fitted.cp}",
+            hint=f"choose another --gpus, or search again for {num_devices} GPUs",
+        )
+    return fitted
 
 
 def parameter_placements(plan: Plan, graph: ModelGraph) -> Mapping[str, Placement]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.pricing.cost_table import Array, CostTable
+from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Point, Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
+from planner.space.columns import Array, Columns, Positions
 from planner.space.complexity import complexity
 from planner.space.search_space import Choice
 
@@ -93,11 +94,11 @@ def search(
     ``stop_at_first``: any choice that fits will do.
     """
     began = time.monotonic()
-    listed = list(choices)
-    lower = bounds(table, listed) if listed else Bounds(np.empty(0), np.empty(0), np.empty(0))
+    listed = Columns.of(Choice, choices)
+    lower = bounds(table, listed)
     order = _in_order(table, listed, lower)
     best = _Best()
-    bound_s = float(lower.step_time_s[order[0]]) if order else float("inf")
+    bound_s = float(lower.step_time_s[order[0]]) if len(order) else float("inf")
     unproved_s, exhausted, interrupted, visited = float("inf"), True, False, 0
 
     def is_late() -> bool:
@@ -126,25 +127,27 @@ def search(
     exhausted = exhausted and (unproved_s == float("inf") or best.beats(unproved_s))
     bound_s = min(bound_s, unproved_s)
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
+    near = order[lower.step_time_s[order] <= reach_s]
     return Outcome(
         best=best.best,
-        near=tuple((listed[i], float(lower.step_time_s[i])) for i in order if lower.step_time_s[i] <= reach_s),
+        near=tuple((listed[i], float(lower.step_time_s[i])) for i in near),
         ranking=best.ranking(),
         bound_s=best.time_s if exhausted and best.time_s is not None else bound_s,
         is_exhausted=exhausted,
         interrupted=interrupted,
         num_candidates=len(listed),
         num_visited=visited,
-        closest=None if best.best or not listed else listed[int(np.argmin(_scarcity(table, lower)))],
+        closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
         elapsed_s=time.monotonic() - began,
     )
 
 
-def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> list[int]:
+def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> Positions:
     """Positions of the choices that may fit, by their bounds; at equal bounds the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
-    by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")].tolist()
-    return sorted(by_time[:HEAD], key=lambda i: (lower.step_time_s[i], complexity(listed[i]))) + by_time[HEAD:]
+    by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")]
+    head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.step_time_s[i], complexity(listed[i])))
+    return np.concatenate([np.array(head, dtype=np.intp), by_time[HEAD:]])
 
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:

@@ -1,7 +1,8 @@
 """What makes a layout harder to run and to understand, most important first:
 
-1. axes of the device mesh in use besides sharded data parallelism: a pipeline, replicas of shards, context, tensor;
-2. degrees of pipeline, context and tensor parallelism;
+1. axes of the device mesh in use besides sharded data parallelism: a pipeline, replicas of shards, context, experts,
+   tensor;
+2. degrees of pipeline, context, expert and tensor parallelism;
 3. stages a rank;
 4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``ScheduleName``;
 5. recomputation;
@@ -23,9 +24,10 @@ def complexity(choice: Choice) -> tuple[int, ...]:
     """The list above as numbers; smaller is simpler."""
     mesh = choice.mesh
     return (
-        sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.tp)),
+        sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.ep, mesh.tp)),
         mesh.pp,
         mesh.cp,
+        mesh.ep,
         mesh.tp,
         choice.virtual_stages,
         _SCHEDULES[choice.schedule],

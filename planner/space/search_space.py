@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import NamedTuple
 
 from planner.errors import InputError
 from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName
+from planner.space.columns import Columns
 
 MAX_MICRO_BATCH_SIZE = 64
 MAX_VIRTUAL_STAGES = 8
@@ -39,6 +42,7 @@ class Pins:
     recompute: Recompute | None = None
     sequence_parallel: bool | None = None
     dp_replicate: int | None = None
+    ep: int | None = None
     offload: Offload | None = None  # None: states stay on the devices
 
     def describe(self) -> str:
@@ -65,12 +69,8 @@ class Choice(NamedTuple):
     def is_plain_fsdp(self) -> bool:
         """Fully sharded data parallelism over all devices and nothing else."""
         mesh = self.mesh
-        return (
-            self.zero_stage == 3
-            and mesh.dp_shard == mesh.world_size
-            and mesh.dp_replicate == 1
-            and self.offload is Offload.NONE
-        )
+        is_sharded = mesh.dp_shard == mesh.world_size and mesh.dp_replicate == mesh.ep == 1
+        return self.zero_stage == 3 and is_sharded and self.offload is Offload.NONE
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Limits:
     tensor_degrees: frozenset[int]  # degrees that split at least one parameter
     sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
     context_splits: bool  # attention is the only operator that mixes positions
+    num_experts: int = 1  # what divides it divides the experts of every layer
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class SearchSpace:
     training: Training
     pins: Pins
     limits: Limits
-    choices: tuple[Choice, ...]
+    choices: Columns[Choice]
 
 
 def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
@@ -103,7 +104,7 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             "these options contradict each other:\n" + "\n".join(f"  - {v}" for v in violations),
             hint="change or drop the options named above",
         )
-    choices = tuple(_choices(training, pins, limits))
+    choices = _choices(training, pins, limits)
     if not choices:
         raise InputError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
@@ -154,7 +155,31 @@ def pin_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
     if pins.tp and pins.tp > 1 and pins.tp not in limits.tensor_degrees:
         allowed = ", ".join(map(str, sorted(limits.tensor_degrees)))
         found.append(f"tp={pins.tp} splits no parameter of the model; degrees that do: {allowed}")
-    return found + _pipeline_violations(pins, limits) + _sharding_violations(training, pins, limits)
+    return (
+        found
+        + _expert_violations(pins, limits)
+        + _pipeline_violations(pins, limits)
+        + _sharding_violations(training, pins, limits)
+    )
+
+
+def _expert_violations(pins: Pins, limits: Limits) -> list[str]:
+    if pins.ep in (None, 1):
+        return []
+    if limits.num_experts == 1:
+        return [f"ep={pins.ep} needs layers of experts (grouped products), and the model has none"]
+    found: list[str] = []
+    if pins.ep < 1 or limits.num_experts % pins.ep:
+        allowed = ", ".join(map(str, divisors(limits.num_experts)))
+        found.append(f"ep={pins.ep} does not divide the {limits.num_experts} experts; allowed: {allowed}")
+    ranks = limits.num_devices // max(1, (pins.tp or 1) * (pins.pp or 1))
+    if pins.dp is not None and pins.cp is not None:
+        ranks = pins.dp * pins.cp
+    if pins.ep > 1 and ranks % pins.ep:
+        found.append(
+            f"ep={pins.ep} does not divide the {ranks} ranks of data and context parallelism, in which it lies"
+        )
+    return found
 
 
 def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
@@ -204,19 +229,29 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
     return found
 
 
-def _choices(training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
-    offload = pins.offload or Offload.NONE
+def _choices(training: Training, pins: Pins, limits: Limits) -> Columns[Choice]:
+    """Every choice; those of one mesh serve for all meshes that allow the same."""
+    alike: dict[tuple[object, ...], list[MeshShape]] = defaultdict(list)
     for mesh in _meshes(training, pins, limits):
-        for zero in _zero_stages(mesh, pins):
-            for micro, num_micro in _micro_batches(training, pins, mesh):
-                for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
-                    if schedule.splits_backward and zero > 1:
-                        continue
-                    for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
-                        for recompute in _recomputations(pins, schedule):
-                            yield Choice(
-                                mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
-                            )
+        zero_stages, flags = _zero_stages(mesh, pins), _sequence_parallel(training, pins, limits, mesh)
+        alike[mesh.pp, mesh.dp, tuple(zero_stages), tuple(flags)].append(mesh)
+    on_one = (Columns.of(Choice, _choices_on(meshes[0], training, pins, limits)) for meshes in alike.values())
+    parts = (choices.with_each("mesh", meshes) for choices, meshes in zip(on_one, alike.values(), strict=True))
+    return Columns.joined([Columns.of(Choice, ()), *parts])
+
+
+def _choices_on(mesh: MeshShape, training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+    offload = pins.offload or Offload.NONE
+    for zero in _zero_stages(mesh, pins):
+        for micro, num_micro in _micro_batches(training, pins, mesh):
+            for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
+                if schedule.splits_backward and zero > 1:
+                    continue
+                for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
+                    for recompute in _recomputations(pins, schedule):
+                        yield Choice(
+                            mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
+                        )
 
 
 def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:
@@ -232,8 +267,10 @@ def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShap
                 if (pins.dp is not None and dp != pins.dp) or training.global_batch_size % dp:
                     continue
                 for replicate in divisors(dp):
+                    shard = dp // replicate
                     if pins.dp_replicate is None or replicate == pins.dp_replicate:
-                        yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+                        for ep in _degrees(gcd(shard * cp, limits.num_experts), pins.ep, lambda d: True):
+                            yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
 
 
 def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[int]:

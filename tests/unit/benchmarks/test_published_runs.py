@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.frameworks import attention_name_of, recipe_name_of
+from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer, choice_of
@@ -189,6 +189,14 @@ def test_generations_of_megatron(toy: Run, words: str, gpu: str, recipe: str, ke
     run = replace(toy, source=words, text=words, hardware=replace(toy.hardware, gpu_type=gpu))
     name = recipe_name_of(run)
     assert (name, attention_name_of(run, load_recipe(name))) == (recipe, kernel)
+
+
+def test_the_dispatcher_of_experts_is_told_by_its_name(toy: Run) -> None:
+    named, plain = (
+        replace(toy, text=f"Megatron-Bridge; {word}") for word in ("HybridEP, EP overlap OFF", "all-to-all")
+    )
+    assert dispatches_once_a_node(named)
+    assert not dispatches_once_a_node(plain)
 
 
 def test_too_little_memory_costs_time_where_that_is_known(toy: Run, pricer: RunPricer) -> None:

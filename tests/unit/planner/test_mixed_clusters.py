@@ -167,6 +167,12 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
             assert sum(astuple(priced.breakdown)) == pytest.approx(priced.step_time_s)
 
 
+@pytest.mark.parametrize("hardware", [MIXED, f"{H100}:32"])
+def test_no_layout_is_listed_twice(hardware: str) -> None:
+    choices = mixed_problem(hardware).space.choices
+    assert len(set(choices)) == len(choices)
+
+
 # -- what a group brings ----------------------------------------------------------------------------
 
 

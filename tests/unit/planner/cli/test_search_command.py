@@ -230,7 +230,7 @@ def test_a_model_that_branches_on_values_is_planned_and_the_line_is_named(run: R
         (("--seq-len", 63, "--tp", 2, "--sequence-parallel"), "cannot split activations along the sequence of 63"),
         (("--zero", 4), "--zero"),
         (("--schedule", "2F2B"), "'GPipe', '1F1B', 'Interleaved1F1B'"),
-        (("--ep", 2), "expert parallelism is not searched yet"),
+        (("--ep", 2), "ep=2 needs layers of experts"),
         (("--offload", "nvme"), "does not say node.nvme_bandwidth_bytes_per_s"),
         (("--gpus", 0), "--gpus"),
         (("--gpus", 10**7), "between 1 and 1,000,000"),

@@ -13,8 +13,12 @@ from planner.problems import rank_memory_bytes
 from planner.space.search_space import Choice, Pins
 from tests.planning import problem_of
 
-CASES = [("llama3-8b", 16, {"batch": 64, "seq_len": 2048}), ("gpt2-1.5b", 8, {"batch": 64})]
-every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES, ids=["llama", "gpt"])
+CASES = [
+    ("llama3-8b", 16, {"batch": 64, "seq_len": 2048}),
+    ("gpt2-1.5b", 8, {"batch": 64}),
+    ("moe-tiny", 16, {"batch": 64, "seq_len": 64}),
+]
+every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES, ids=["llama", "gpt", "moe"])
 
 
 def sample(model: str, num_devices: int, options: dict, number: int) -> list[Point]:
@@ -35,6 +39,7 @@ def test_the_breakdown_sums_to_the_step(model: str, num_devices: int, options: d
             assert (priced.breakdown.recompute > 0) == (choice.recompute is not Recompute.NONE)
             assert (priced.breakdown.tensor_parallel > 0) == (choice.mesh.tp > 1)
             assert (priced.breakdown.context_parallel > 0) == (choice.mesh.cp > 1)
+            assert (priced.breakdown.expert_parallel > 0) == (choice.mesh.ep > 1)
             if choice.mesh.pp == 1:
                 assert priced.breakdown.bubble == priced.breakdown.pipeline_communication == 0
 

@@ -11,7 +11,7 @@ from planner.parallelism import MeshShape, Recompute, ScheduleName
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, representatives, shard_units
-from planner.pricing.unit_costs import UnitCosts, unit_costs
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
 from planner.solver.cp_sat import CpSatSolver
 from planner.space.search_space import Choice
 from tests.planning import A100, cluster_of, graph_of, problem_of
@@ -35,7 +35,7 @@ def sharding_of(tp: int, sequence_parallel: bool = False) -> Sharding:
 def block(target: PricingTarget, sharding: Sharding) -> UnitCosts:
     units = zip(representatives(target.graph), sharding, strict=True)
     unit, sharded = next((unit, sharded) for unit, sharded in units if unit.is_block)
-    return unit_costs(target, unit, sharded, recompute=Recompute.NONE, micro_batch_size=1, cp=1)
+    return UnitWork(target, unit, sharded, batch_scale(target.graph, 1, 1)).costs(Recompute.NONE, 1)
 
 
 def price(recipe: Recipe, choice: Choice) -> Priced:

@@ -113,6 +113,8 @@ def test_more_sequences_take_longer_and_no_longer_each(
     choice = choice_of(posed, number)
     assume(choice.num_microbatches > 1)  # one alone adds no gradients up
     longer = choice._replace(num_microbatches=choice.num_microbatches * factor)
-    before = price(posed, choice, posed.target.cluster, recipe).step_time_s
-    after = price(posed, longer, posed.target.cluster, recipe).step_time_s
-    assert before < after <= factor * before * ROUNDING
+    before = price(posed, choice, posed.target.cluster, recipe)
+    after = price(posed, longer, posed.target.cluster, recipe)
+    # GPipe holds all micro-batches, and in nanotron each of them waits for what lies above the device's memory.
+    assume(after.fits or after.peak_memory_bytes <= before.peak_memory_bytes)
+    assert before.step_time_s < after.step_time_s <= factor * before.step_time_s * ROUNDING

@@ -7,7 +7,14 @@ import pytest
 from planner.parallelism import Recompute
 from planner.pricing.sharded_unit import PricingTarget
 from planner.pricing.table_builder import representatives, shard_units
-from planner.pricing.unit_costs import UnitCosts, UnitStates, mixes_positions_outside_attention, unit_costs, unit_states
+from planner.pricing.unit_costs import (
+    UnitCosts,
+    UnitStates,
+    UnitWork,
+    batch_scale,
+    mixes_positions_outside_attention,
+    unit_states,
+)
 from planner.solver.cp_sat import CpSatSolver
 from tests.planning import A100, cluster_of, graph_of
 
@@ -31,7 +38,7 @@ def costs(
     sharding = shard_units(target, (tp, sequence_parallel), {}, CpSatSolver().solve_placement)
     assert sharding is not None
     return tuple(
-        unit_costs(target, unit, sharded, recompute=recompute, micro_batch_size=micro_batch_size, cp=cp)
+        UnitWork(target, unit, sharded, batch_scale(graph, micro_batch_size, cp)).costs(recompute, cp)
         for unit, sharded in zip(representatives(graph), sharding, strict=True)
     )
 

@@ -20,6 +20,7 @@ PROBLEMS = [
     ("gpt2-1.5b", 8, {"batch": 64}),
     ("llama3-8b", 16, {"batch": 64, "seq_len": 2048}),
     ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
+    ("moe-tiny", 8, {"batch": 32, "seq_len": 64}),
     ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=ScheduleName.GPIPE)}),
     ("llama3-8b", 32, {"batch": 256, "seq_len": 2048, "pins": Pins(pp=8)}),
     *(

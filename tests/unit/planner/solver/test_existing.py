@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import Problem, price_plan
+from planner.api import Problem, Request, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
 from planner.parallelism import Recompute, Replicate, ScheduleName, Shard
@@ -196,3 +196,13 @@ def test_a_plan_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> N
     assert answer.plan.prediction is not None
     assert max(answer.plan.prediction.peak_memory_bytes) > answer.plan.prediction.memory_capacity_bytes
     assert any("does not fit" in note for note in answer.notes)
+
+
+def test_a_plan_that_divides_experts_is_priced_as_it_was_found() -> None:
+    request = Request("moe-tiny", 8, hardware="dgx-h100-80gb", global_batch_size=64, pins=Pins(pp=2, dp=4, ep=4))
+    plan = find_plan(request).plan
+    assert plan.mesh.ep == 4
+    assert any("does not execute expert parallelism yet (ep=4)" in warning for warning in plan.warnings)
+    assert price_plan(plan).plan.prediction == plan.prediction
+    with pytest.raises(PlanError, match=r"ep 4 does not divide dp_shard 2 \* cp 1"):
+        price_plan(plan, num_devices=4)

@@ -31,6 +31,7 @@ limits = st.builds(
     tensor_degrees=st.frozensets(st.sampled_from([2, 3, 4, 8]), max_size=4),
     sequence_degrees=st.frozensets(st.sampled_from([2, 4]), max_size=2),
     context_splits=st.booleans(),
+    num_experts=st.sampled_from([1, 1, 4, 6]),
 )
 trainings = st.builds(
     Training,
@@ -59,6 +60,7 @@ pins = st.builds(
     recompute=maybe(st.sampled_from(list(Recompute))),
     sequence_parallel=maybe(st.booleans()),
     dp_replicate=maybe(st.sampled_from([1, 2])),
+    ep=maybe(st.sampled_from([1, 2])),
 )
 
 
@@ -85,6 +87,8 @@ def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -
         (choice.zero_stage == 0) == (mesh.dp_shard == 1),
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
+        limits.num_experts % mesh.ep == 0 and mesh.dp_shard * mesh.cp % mesh.ep == 0,
+        pins.ep in (None, mesh.ep),
         pins.tp in (None, mesh.tp),
         pins.pp in (None, mesh.pp),
         pins.dp in (None, mesh.dp),
@@ -104,8 +108,8 @@ def all_choices(training: Training, limits: Limits) -> list[Choice]:
     """Every combination of every value that any choice could have, sensible or not."""
     n = limits.num_devices
     meshes = [
-        MeshShape(pp, replicate, n // (pp * replicate * cp * tp), cp, tp)
-        for pp, replicate, cp, tp in product(divisors(n), repeat=4)
+        MeshShape(pp, replicate, n // (pp * replicate * cp * tp), cp, tp, ep)
+        for pp, replicate, cp, tp, ep in product(*[divisors(n)] * 4, divisors(limits.num_experts))
         if n % (pp * replicate * cp * tp) == 0
     ]
     batches = [(mesh, mb) for mesh in meshes for mb in divisors(training.global_batch_size)]

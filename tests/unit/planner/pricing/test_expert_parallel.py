@@ -1,0 +1,196 @@
+"""Expert parallelism against closed forms: weights, exchanges, groups of gradients, imbalance; and what it leaves."""
+
+from dataclasses import astuple, replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from costmodels.communication import collective_time_s
+from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from hardware_profiles.schema import Quantity
+from planner.api import Problem
+from planner.parallelism import MeshShape, Recompute, ScheduleName
+from planner.pricing.expert_parallel import exchange, on_one_rank
+from planner.pricing.operator_time import PricingTarget
+from planner.pricing.point import Point
+from planner.pricing.table_builder import representatives, shard_units, unit_row
+from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
+from planner.solver.cp_sat import CpSatSolver
+from planner.solver.search import search
+from planner.space.search_space import Choice, Pins
+from tests.planning import A100, cluster_of, graph_of, problem_of
+
+MODEL, SEQ_LEN, NUM_DEVICES = "mixtral-8x7b", 1024, 32
+HIDDEN, WIDTH, TOP_K, EXPERTS, LAYERS, BF16 = 4096, 14336, 2, 8, 32, 2
+EXPERT_ELEMENTS = 3 * EXPERTS * HIDDEN * WIDTH  # of one layer
+BLOCK = 1  # column of the blocks: embedding, blocks, head
+
+
+def target_of(imbalance: float | None = None) -> PricingTarget:
+    target = PricingTarget(graph_of(MODEL, SEQ_LEN), cluster_of(A100, NUM_DEVICES), "bf16")
+    if imbalance is None:
+        return target
+    quantity = Quantity(value=imbalance, tag="published", source="this test")
+    return replace(target, recipe=target.recipe.model_copy(update={"expert_imbalance": quantity}))
+
+
+@cache
+def block(
+    ep: int, imbalance: float | None = None, micro_batch_size: int = 1, recompute: Recompute = Recompute.NONE
+) -> UnitCosts:
+    target = target_of(imbalance)
+    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    unit = representatives(target.graph)[BLOCK]
+    scale = batch_scale(target.graph, micro_batch_size, 1)
+    return UnitWork(on_one_rank(target, ep), unit, sharding[BLOCK], scale, ep).costs(recompute, 1)
+
+
+@cache
+def problem() -> Problem:
+    pins = Pins(tp=1, pp=1, cp=1, dp_replicate=1, micro_batch=1, recompute=Recompute.NONE)
+    return problem_of(MODEL, NUM_DEVICES, batch=64, seq_len=SEQ_LEN, pins=pins)
+
+
+def choice_of(ep: int, zero: int) -> Choice:
+    mesh = MeshShape(dp_shard=NUM_DEVICES, ep=ep)
+    return Choice(mesh, zero, 1, 64 // NUM_DEVICES, ScheduleName.ONE_F_ONE_B, 1, Recompute.NONE, False)
+
+
+def test_without_expert_parallelism_nothing_changes() -> None:
+    target = target_of(2.0)
+    assert on_one_rank(target, 1) is target
+    cost = block(1, 2.0)
+    assert cost == block(1)
+    assert cost.expert_forward_s == cost.expert_backward_s == 0
+
+
+def test_rows_of_every_chosen_expert_travel_both_ways() -> None:
+    """Tokens · top_k · hidden · bytes to the experts and as much back, forward and again backward."""
+    cluster, ep = cluster_of(A100, NUM_DEVICES), 8
+    num_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
+    way_s = collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, num_bytes, GroupPlacement(ep, 1)), cluster)
+    cost = block(ep)
+    assert cost.expert_forward_s == cost.expert_backward_s == pytest.approx(2 * way_s)
+    assert cost.working_bytes == pytest.approx(block(1).working_bytes + num_bytes)
+    assert block(ep, micro_batch_size=2).expert_forward_s < 2 * cost.expert_forward_s  # one latency
+
+
+def test_exchange_over_nodes_is_slower() -> None:
+    """Of 16 ranks on two nodes half of the rows leave the node."""
+    target = target_of()
+    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    unit = representatives(target.graph)[BLOCK]
+    inside, across = (exchange(target, unit, sharding[BLOCK], 0.5, ep).both_s for ep in (8, 16))
+    assert across > 2 * inside
+
+
+def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
+    """Each of k experts is on the other of two nodes by half: a token leaves in 1 - 1/2^k of cases, not k / 2 times."""
+    target = replace(target_of(), dispatches_once_a_node=True)
+    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
+    assert sharding is not None
+    unit = representatives(target.graph)[BLOCK]
+    plain, merged = (
+        [exchange(each, unit, sharding[BLOCK], 0.5, ep).both_s for ep in (8, 16)] for each in (target_of(), target)
+    )
+    assert merged[0] == plain[0]
+    rows_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
+    share = (1 - 0.5**TOP_K) / (TOP_K / 2)
+
+    def way_s(num_bytes: float, num_ranks: int) -> float:
+        group = GroupPlacement(num_ranks, 1)
+        return collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, num_bytes, group), target.cluster)
+
+    assert merged[1] == pytest.approx(2 * max(way_s(share * rows_bytes, 16), way_s(rows_bytes, 8)))
+    assert merged[1] < plain[1]
+
+
+def test_recomputation_sends_again() -> None:
+    full, none = block(8, recompute=Recompute.FULL), block(8)
+    assert full.recompute_s == pytest.approx(none.forward_s + none.expert_forward_s)
+    selective = (
+        block(8, recompute=Recompute.SELECTIVE).recompute_s - block(1, recompute=Recompute.SELECTIVE).recompute_s
+    )
+    assert selective == pytest.approx(none.expert_forward_s / 2)
+
+
+def test_the_busiest_rank_has_more_rows() -> None:
+    even, uneven = block(8), block(8, 1.5)
+    assert block(8, 1.0) == even
+    assert even.expert_forward_s < uneven.expert_forward_s < 1.5 * even.expert_forward_s
+    assert even.forward_s < uneven.forward_s < 1.5 * even.forward_s
+    assert even.kept_bytes < uneven.kept_bytes < 1.5 * even.kept_bytes
+
+
+def test_a_rank_reads_its_own_experts_alone() -> None:
+    """Products of as many rows with fewer weights: never slower, and as much arithmetic."""
+    graph, divided = target_of().graph, on_one_rank(target_of(), 4).graph
+    for whole, part in zip(graph.nodes, divided.nodes, strict=True):
+        assert (part.flops, part.backward_flops) == (whole.flops, whole.backward_flops)
+        if whole.op_class == "grouped_gemm":
+            weight = EXPERTS * HIDDEN * WIDTH * BF16
+            assert (
+                whole.param_bytes_read - part.param_bytes_read == whole.bytes_read - part.bytes_read == weight * 3 / 4
+            )
+            assert whole.backward_bytes - part.backward_bytes == 2 * weight * 3 / 4
+        else:
+            assert part == whole
+    assert block(4).forward_s <= block(1).forward_s
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_memory_of_experts_is_divided(ep: int) -> None:
+    """ZeRO 1: the copy for compute and the gradients are divided by ep; optimiser states are so by ZeRO anyway."""
+    table = problem().table
+    states = table.states[1, False][BLOCK]
+    assert states.experts == EXPERT_ELEMENTS
+    whole, part = (
+        table.state_bytes(choice_of(degree, 1), states.trainable, states.frozen, states.experts) for degree in (1, ep)
+    )
+    away = EXPERT_ELEMENTS * (1 - 1 / ep)
+    assert whole.parameters - part.parameters == pytest.approx(away * BF16)
+    assert whole.gradients - part.gradients == pytest.approx(away * table.recipe.state.gradient_bytes.value)
+    assert part.optimizer == pytest.approx(whole.optimizer)
+    sharded, divided = (
+        table.state_bytes(choice_of(degree, 3), states.trainable, 0.0, states.experts) for degree in (1, ep)
+    )
+    assert astuple(divided) == pytest.approx(astuple(sharded))
+
+
+def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
+    table = problem().table
+    ep, states = 8, table.states[1, False][BLOCK]
+    times = table.data_parallel_times(choice_of(ep, 1))
+
+    def reduced_s(elements: float, group: GroupPlacement) -> float:
+        num_bytes = elements * table.recipe.state.reduction_bytes.value / table.recipe.data_parallel_rate.value
+        return collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, num_bytes, group), table.cluster)
+
+    dense = reduced_s(states.trainable - EXPERT_ELEMENTS, GroupPlacement(NUM_DEVICES, 1))
+    own = reduced_s(EXPERT_ELEMENTS / ep, GroupPlacement(NUM_DEVICES // ep, ep))
+    assert times.reduce_s[BLOCK] == pytest.approx(dense + own)
+
+
+def test_all_layouts_price_their_parts() -> None:
+    """The breakdown holds the exchange, and the step grows by it where nothing else can."""
+    whole, part = (Point(problem().table, choice_of(ep, 1)).price((0,)) for ep in (1, 8))
+    assert whole.breakdown.expert_parallel == 0
+    assert part.breakdown.expert_parallel == pytest.approx(2 * LAYERS * 2 * block(8).expert_forward_s)
+    assert part.peak_memory_bytes < whole.peak_memory_bytes
+    assert sum(astuple(part.breakdown)) == pytest.approx(part.step_time_s)
+
+
+def test_the_search_is_exact_over_degrees_of_experts() -> None:
+    """Best-first finds what pricing every layout finds, and divides experts where whole ones do not fit."""
+    found = search(problem().table, problem().space.choices, problem().solver)
+    assert {c.mesh.ep for c in problem().space.choices} == {1, 2, 4, 8}
+    priced = [Point(problem().table, choice).price((0,)) for choice in problem().space.choices]
+    times = [each.step_time_s for each in priced if each.fits]
+    assert found.best is not None
+    assert found.is_exhausted
+    assert found.best.step_time_s == pytest.approx(min(times), rel=1e-6)
+    assert np.isfinite(times).all()
+    assert unit_row(graph_of(MODEL, SEQ_LEN)).kinds.count(BLOCK) == LAYERS
