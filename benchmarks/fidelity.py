@@ -117,8 +117,12 @@ def print_summary(summary: Summary) -> None:
 
 def print_pairs(pairs: Sequence[Pair]) -> None:
     """How many controlled pairs come out right, kind by kind."""
-    for kind, (number, ordered, close) in counts_of(pairs).items():
-        print(f"pairs, {kind}: {number}, in order {ordered}, within {POINTS * 100:.0f} points {close}")
+    points = f"{POINTS * 100:.0f}"
+    for kind, found in counts_of(pairs).items():
+        clear = f"of {found.clear} more than {points} % apart {found.clear_ordered}"
+        print(
+            f"pairs, {kind}: {found.number}, in order {found.ordered} ({clear}), within {points} points {found.close}"
+        )
 
 
 def _percent(value: float | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
+from typing import NamedTuple
 
 from benchmarks.published.frameworks import attention_name_of, recipe_name_of
 from benchmarks.published.runs import Layout, Run
@@ -32,6 +33,11 @@ class Pair:
     def is_ordered(self) -> bool:
         """Whether the faster of the two is predicted faster."""
         return (self.measured_ratio - 1) * (self.predicted_ratio - 1) > 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the measured times differ by more than ``POINTS``: nearer ones are ordered by chance."""
+        return abs(self.measured_ratio - 1) > POINTS
 
     @property
     def is_close(self) -> bool:
@@ -113,12 +119,28 @@ def _pair(kind: str, firsts: Sequence[Run], seconds: Sequence[Run], rows: Mappin
     )
 
 
-def counts_of(pairs: Iterable[Pair]) -> dict[str, tuple[int, int, int]]:
-    """Of each kind: how many pairs there are, are in the right order, and agree within ``POINTS``."""
-    counts: dict[str, list[Pair]] = defaultdict(list)
+class Counts(NamedTuple):
+    """How many pairs of one kind there are, in the right order, and within ``POINTS``; and of those that are clear."""
+
+    number: int
+    ordered: int
+    close: int
+    clear: int
+    clear_ordered: int
+
+
+def counts_of(pairs: Iterable[Pair]) -> dict[str, Counts]:
+    """Of each kind."""
+    by_kind: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
-        counts[pair.kind].append(pair)
+        by_kind[pair.kind].append(pair)
     return {
-        kind: (len(found), sum(p.is_ordered for p in found), sum(p.is_close for p in found))
-        for kind, found in counts.items()
+        kind: Counts(
+            number=len(found),
+            ordered=sum(p.is_ordered for p in found),
+            close=sum(p.is_close for p in found),
+            clear=sum(p.is_clear for p in found),
+            clear_ordered=sum(p.is_clear and p.is_ordered for p in found),
+        )
+        for kind, found in by_kind.items()
     }

@@ -160,7 +160,11 @@ def test_runs_that_differ_in_one_choice_are_pairs(tmp_path: Path, pricer: RunPri
     recomputed = pairs[0]
     assert recomputed.measured_ratio == pytest.approx(0.13 / 0.11)  # over the median of both plain runs
     assert 1.2 < recomputed.predicted_ratio < 1.4  # a forward pass more
-    assert counts_of(pairs)["recomputation"][:2] == (1, 1)
+    counts = counts_of(pairs)["recomputation"]
+    assert (counts.number, counts.ordered, counts.clear, counts.clear_ordered) == (1, 1, 1, 1)
+    alike = replace(recomputed, measured_ratio=1.01, predicted_ratio=0.99)
+    assert (alike.is_clear, alike.is_close, alike.is_ordered) == (False, True, False)
+    assert counts_of([recomputed, alike])["recomputation"] == (2, 1, 1 + recomputed.is_close, 1, 1)
 
 
 def test_the_nanotron_sweep_is_parted_by_its_jobs(toy: Run) -> None:
