@@ -123,6 +123,9 @@ class Recipe(_Value):
     # what these need.
     split_retains_graph: bool = False
     split_host_factor: Quantity | None = None  # host time of both halves over that of a whole backward pass; None: 1
+    # Under a pipeline sharded parameters are gathered for every micro-batch. Otherwise a step gathers them once and
+    # reduces gradients once: what ZeRO 2 and 3 are there is ZeRO 1.
+    reshards_in_pipelines: bool = True
     sends_block: bool = False  # a pipeline rank, its host too, goes on only when what it sends has arrived
     scatters_sends: bool = False  # each rank of tensor parallelism sends its part of what all of them hold
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted

@@ -148,7 +148,7 @@ def choice_of(run: Run) -> Choice:
         raise UnpriceableRunError("; ".join(problems))
     return Choice(
         mesh=_mesh(run),
-        zero_stage=layout.zero_stage if layout.dp * layout.cp > 1 else 0,
+        zero_stage=_zero_stage(run),
         micro_batch_size=layout.micro_batch_size,
         num_microbatches=num_microbatches,
         schedule=schedule,
@@ -156,6 +156,16 @@ def choice_of(run: Run) -> Choice:
         recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel,
     )
+
+
+def _zero_stage(run: Run) -> int:
+    """The stage that is run: nothing is sharded on one rank, and FSDP under a pipeline gathers once a step."""
+    layout = run.layout
+    if layout.dp * layout.cp == 1:
+        return 0
+    # torchtitan, fsdp_reshard_after_forward "default": not with pipelines; gradients wait for the last micro-batch.
+    gathers_once = layout.pp > 1 and not load_recipe(recipe_name_of(run)).reshards_in_pipelines
+    return min(layout.zero_stage, 1) if gathers_once else layout.zero_stage
 
 
 def _schedule(name: str) -> ScheduleName:

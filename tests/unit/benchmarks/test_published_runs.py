@@ -283,3 +283,13 @@ def test_schedules_are_told_by_their_words(toy: Run, name: str, schedule: Schedu
     assert choice_of(replace(toy, layout=layout)).schedule is schedule
     with pytest.raises(UnpriceableRunError, match="not priced"):
         choice_of(replace(toy, layout=replace(layout, schedule="somehow")))
+
+
+def test_fsdp_under_a_pipeline_gathers_once_a_step(toy: Run) -> None:
+    layout = replace(toy.layout, zero_stage=3, tp=1, pp=2, dp=4)
+    assert choice_of(replace(toy, text="torchtitan", layout=layout)).zero_stage == 1
+    assert choice_of(replace(toy, text="torchtitan", layout=replace(layout, pp=1, dp=8))).zero_stage == 3
+    assert choice_of(replace(toy, text="DeepSpeed", layout=layout)).zero_stage == 3
+    alone = replace(layout, dp=1, pp=4, tp=2)
+    assert choice_of(replace(toy, text="DeepSpeed", layout=alone)).zero_stage == 0
+    assert choice_of(replace(toy, text="DeepSpeed", layout=replace(alone, pp=1, tp=1, cp=8))).zero_stage == 3
