@@ -23,6 +23,8 @@ PROFILE_OF_GPU = (
     (("H200",), "dgx-h200"),
     (("GH200",), "dgx-h100-80gb"),  # the same GPU with more memory
     (("GB200",), "gb200-nvl72"),
+    (("GB300",), "gb300-nvl72"),
+    (("B300",), "dgx-b300"),
     (("B200",), "dgx-b200"),
 )
 # The same machine with GPUs of half the memory.

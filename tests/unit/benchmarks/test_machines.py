@@ -20,6 +20,8 @@ from benchmarks.published.runs import Hardware, UnpriceableRunError
         ("H100-96GB-HBM2e-SXM(500W)", 96, "dgx-h100-80gb"),
         ("GH200-96GB", 96, "dgx-h100-80gb"),
         ("GB200-186GB", 186, "gb200-nvl72"),
+        ("GB300-279GB", 279, "gb300-nvl72"),
+        ("B300-270GB-SXM", 270, "dgx-b300"),
         ("RTX 4090", 24, "rtx-4090-x8"),
         ("A10G", 24, "aws-g5-48xlarge"),
         ("MI300X-192GB", 192, "mi300x-x8"),
@@ -30,7 +32,7 @@ def test_a_gpu_finds_its_machine(gpu: str, memory_gb: float | None, profile: str
     assert profile_name(Hardware(gpu, memory_gb, 8, 8, None)) == profile
 
 
-@pytest.mark.parametrize("gpu", ["H20-96GB", "RTX A6000", "GB300-279GB", "B300", "accelerator"])
+@pytest.mark.parametrize("gpu", ["H20-96GB", "RTX A6000", "GB400-300GB", "B400", "accelerator"])
 def test_a_gpu_of_no_profile_is_not_taken_for_another(gpu: str) -> None:
     with pytest.raises(UnpriceableRunError, match="no hardware profile"):
         profile_name(Hardware(gpu, None, 8, 8, None))
