@@ -60,13 +60,20 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)  # as the linear layers around them
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """``rows``: (tokens, hidden), sorted by expert; ``ends``: one past each expert's last row."""
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``rows``: (tokens, hidden), sorted by expert; ``ends``: one past each expert's last row.
+
+        ``weights``: (tokens, 1), of the rows that come back. They go where rows are narrower, on either side of the
+        last product: autograd keeps these rows for the weights' own gradient.
+        """
         up = grouped_product(rows, self.up, ends)
         if self.gate is None:
-            return grouped_product(activate(up, self.kind), self.down, ends)
-        gate = grouped_product(rows, self.gate, ends)
-        return grouped_product(activate(gate, self.kind) * up, self.down, ends)
+            inner = activate(up, self.kind)
+        else:
+            inner = activate(grouped_product(rows, self.gate, ends), self.kind) * up
+        if inner.shape[1] < rows.shape[1]:
+            return grouped_product(inner * weights, self.down, ends)
+        return grouped_product(inner, self.down, ends) * weights
 
 
 class MixtureOfExperts(nn.Module):
@@ -87,8 +94,9 @@ class MixtureOfExperts(nn.Module):
         order = experts.flatten().argsort(stable=True)
         chosen = experts.flatten()[:, None] == torch.arange(num_experts, device=x.device)
         ends = chosen.sum(dim=0).cumsum(0).to(torch.int32)
-        rows = self.experts(tokens[order // top_k], ends) * weights.flatten()[order][:, None]
-        y = torch.zeros_like(tokens).index_add(0, order // top_k, rows)
+        rows = self.experts(tokens[order // top_k], ends, weights.flatten()[order][:, None])
+        # Back in the tokens' order and added up: index_add would do both, and autograd would keep the rows for it.
+        y = rows.index_select(0, order.argsort()).view(len(tokens), top_k, -1).sum(dim=1)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.view_as(x)

@@ -169,15 +169,15 @@ def test_dropout_on_the_cpu_keeps_its_noise_in_the_dtype_of_the_input(tmp_path: 
 def test_moe_block_in_closed_form() -> None:
     """Attention and norms as Llama's, 14·h; the shared expert as Llama's network, 8·f.
 
-    Of each of k chosen experts: its rows 2h, gate, SiLU of it, up, their product 4 · 2f, its result before and
-    after weighing 2 · 2h; the index of the row three times 3 · 8, its weight 2, and of the choice a float32 and
+    Of each of k chosen experts: its rows 2h, gate, SiLU of it, up, their product 4 · 2f, its result before weighing
+    2h; the index of the row three times 3 · 8, its weight 2, and of the choice a float32 and
     an int64. The router: softmax 4·E and the sum of the weights chosen, 4. Once a layer the ends of the experts'
     rows, 4·E. The first layer is dense.
     """
     ffn, width, experts, top_k = 192, 64, 8, 2
     statistics = 2 * 4 + HEADS * 4
     dense = 14 * HIDDEN + 8 * ffn + statistics
-    chosen = 6 * HIDDEN + 8 * width + 3 * 8 + 2 + 4 + 8
+    chosen = 4 * HIDDEN + 8 * width + 3 * 8 + 2 + 4 + 8
     sparse = 14 * HIDDEN + 8 * width + top_k * chosen + 4 * experts + 4 + statistics
     tables = 2 * 2 * SEQ_LEN * (HIDDEN // HEADS)
     expected = TOKENS * (dense + (LAYERS - 1) * sparse) + (LAYERS - 1) * 4 * experts + tables

@@ -47,7 +47,9 @@ def test_published_sizes(name: str, billions: tuple[float, float]) -> None:
     assert preset.config.num_active_params / 1e9 == pytest.approx(billions[1], abs=0.06)
 
 
-@pytest.mark.parametrize("changes", [{}, {"router": "sigmoid"}, {"shared_experts": 2}, {"mlp": "gelu"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"expert_ffn": 24}, {"router": "sigmoid"}, {"shared_experts": 2}, {"mlp": "gelu"}]
+)
 def test_equals_a_loop_over_experts(changes: dict[str, object]) -> None:
     torch.manual_seed(0)
     layer = MixtureOfExperts(config(**changes))
