@@ -146,8 +146,9 @@ def _unseen(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|",
         *_accuracy_lines(priced, lambda row: row.source),
         "",
-        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran, nearly all of experts: what",
-        "is kept of an expert layer is counted as in our own model, and few of these sources say what they recompute.",
+        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran, nearly all of",
+        "experts: what is kept of an expert layer is counted as in our own model, and few of these sources say what",
+        "they recompute.",
     ]
     if reasons:
         skipped = "; ".join(f"{number} × {reason}" for reason, number in sorted(reasons.items()))
