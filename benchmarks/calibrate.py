@@ -262,6 +262,7 @@ def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: HeldOut) -> None:
     Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
     """
     of_names = {name: found.sources for found in fits.values() for name in found.names}
+    between_layouts, _ = layout_error(held_out)
     for name in list_recipes():
         sources = of_names.get(name, tuple(held_out))
         ratios = sorted(ratio for source in sources for ratio in _spread([math.exp(-e) for _, e in held_out[source]]))
@@ -275,7 +276,7 @@ def write_bands(fits: Mapping[tuple[str, ...], Fit], held_out: HeldOut) -> None:
             "coverage": COVERAGE,
             "num_runs": sum(len(held_out[source]) for source in sources),
             "source": f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}",
-            "between_layouts": round(layout_error(held_out)[0], 3),
+            "between_layouts": round(between_layouts, 3),
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

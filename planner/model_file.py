@@ -176,7 +176,7 @@ def token_inputs(batch_size: int, seq_len: int) -> Batch:
 def _load_preset(source: ModelSource) -> LoadedModel:
     config = _family_config(source)
     preset = find_preset(source.name) if source.path is None else None
-    loaded = _load_family(source, config, _family_digest(config))
+    loaded = family_model(source, config)
     return replace(loaded, left_out=preset.left_out if preset else None)
 
 
@@ -215,14 +215,14 @@ def _huggingface_digest(content: dict[str, object]) -> str:
     return digest_of("huggingface", json.dumps(content, sort_keys=True))
 
 
-def _load_family(source: ModelSource, config: FamilyConfig, digest: str, stands_for: str | None = None) -> LoadedModel:
+def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
+    """The model that ``config`` describes, whoever wrote the config."""
     from planner.models.family import build_family
     from planner.models.loss import next_token_loss
 
     return LoadedModel(
         source=source,
-        digest=digest,
-        stands_for=stands_for,
+        digest=_family_digest(config),
         default_seq_len=min(config.seq_len, LONGEST_DEFAULT_SEQ_LEN),
         vocab_size=config.vocab,
         build=lambda: build_family(config),
@@ -244,7 +244,8 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         family = family_of(content)
         if family is None:
             raise
-        return _load_family(source, family, _huggingface_digest(content), stands_for=error.message)
+        stand_in = family_model(source, family)
+        return replace(stand_in, digest=_huggingface_digest(content), stands_for=error.message)
     num_predicting = content.get("num_nextn_predict_layers")
     return LoadedModel(
         source=source,

@@ -13,10 +13,8 @@ from costmodels.schedule import validate_schedule
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
-from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
+from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
-from planner.models.family import build_family
-from planner.models.loss import next_token_loss
 from planner.parallelism import MeshShape, Optimizer, Precision, ScheduleName
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
@@ -100,10 +98,9 @@ class RunPricer:
         """The traced graph of the run's model."""
         key = (run.architecture, precision.value, dropout)
         if key not in self._graphs:
-            loaded = _loaded(family_config(run.architecture).model_copy(update={"dropout": dropout}))
-            self._graphs[key] = trace_model(
-                loaded, TRACED_BATCH_SIZE, run.architecture.seq_len, traced_dtype(precision)
-            )
+            config = family_config(run.architecture).model_copy(update={"dropout": dropout})
+            loaded = family_model(ModelSource("published run", ModelKind.PRESET), config)
+            self._graphs[key] = trace_model(loaded, TRACED_BATCH_SIZE, config.seq_len, traced_dtype(precision))
         return self._graphs[key]
 
     def _sharding(self, target: PricingTarget, run: Run) -> Sharding:
@@ -216,16 +213,4 @@ def family_config(architecture: Architecture) -> FamilyConfig:
         experts=architecture.experts or None,
         top_k=architecture.top_k or None,
         expert_ffn=architecture.expert_ffn or None,
-    )
-
-
-def _loaded(config: FamilyConfig) -> LoadedModel:
-    return LoadedModel(
-        source=ModelSource("published run", ModelKind.PRESET),
-        digest="",
-        default_seq_len=config.seq_len,
-        vocab_size=config.vocab,
-        build=lambda: build_family(config),
-        example_inputs=token_inputs,
-        loss_fn=next_token_loss,
     )

@@ -58,7 +58,7 @@ def assemble_graph(
 def _without_gradient(nodes: Sequence[Node], parameters: Sequence[Parameter]) -> tuple[str, ...]:
     """A warning where trainable parameters are in no operator that a gradient flows through."""
     reached = {operand for node in nodes if node.requires_grad for operand in node.operands if isinstance(operand, str)}
-    idle = [p.fqn for p in parameters if p.trainable and not reached.intersection((p.fqn, *p.aliases))]
+    idle = [p.fqn for p in parameters if p.trainable and not reached.intersection(p.names)]
     if not idle:
         return ()
     return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
 
 # Operators that give rows another order or number: what lies behind them is no expert's work any more.
 ROW_MOVES = frozenset(
@@ -45,9 +45,8 @@ def expert_parameters(graph: ModelGraph) -> dict[str, int]:
     used = {expert_weight(node, graph) for node in graph.nodes}
     found: dict[str, int] = {}
     for parameter in graph.parameters:
-        names = (parameter.fqn, *parameter.aliases)
-        if len(parameter.shape) == 3 and used.intersection(names):
-            found.update(dict.fromkeys(names, parameter.shape[0]))
+        if len(parameter.shape) == 3 and used.intersection(parameter.names):
+            found.update(dict.fromkeys(parameter.names, parameter.shape[0]))
     return found
 
 
@@ -84,6 +83,6 @@ def expert_work(graph: ModelGraph, unit: Unit) -> ExpertWork | None:
 
 def _keeps_rows(node: Node, num_rows: set[int]) -> bool:
     """Whether each row of the output is made of the same row of the input."""
-    name = node.op.removeprefix("aten.").partition(".")[0].rstrip("_")
+    name = op_name(node.op).rstrip("_")
     is_rowwise = node.op_class in (OpClass.MEMORY_BOUND, OpClass.VIEW) and name not in ROW_MOVES
     return is_rowwise and bool(node.shape) and node.shape[0] in num_rows

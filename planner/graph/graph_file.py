@@ -34,11 +34,10 @@ def read_graph(path: Path) -> ModelGraph:
 def _inconsistencies(graph: ModelGraph) -> list[str]:
     """What the schema cannot say: ids, references and the partition into units."""
     count = len(graph.nodes)
-    names = {name for p in graph.parameters for name in (p.fqn, *p.aliases)}
     problems = [f"nodes.{i}: id is {node.id}" for i, node in enumerate(graph.nodes) if node.id != i]
     for node in graph.nodes:
         for operand in node.operands:
-            if isinstance(operand, str) and operand not in names:
+            if isinstance(operand, str) and operand not in graph.parameter_of:
                 problems.append(f"node {node.id}: unknown parameter {operand!r}")
             elif isinstance(operand, int) and not 0 <= operand < node.id:
                 problems.append(f"node {node.id}: operand {operand} does not come before it")

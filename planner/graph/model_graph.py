@@ -6,7 +6,9 @@ A multiply-add counts as 2 FLOPs and attention counts without regard to a mask.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,6 +44,11 @@ class Parameter(_Value):
     dtype: str
     trainable: bool = True
     aliases: tuple[str, ...] = ()  # further FQNs of the same (tied) tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its FQNs."""
+        return (self.fqn, *self.aliases)
 
     @property
     def num_elements(self) -> int:
@@ -115,6 +122,12 @@ class CutPoint(_Value):
     num_bytes: int
 
 
+def op_name(op: str) -> str:
+    """``aten.linear.default`` -> ``linear``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
 class ModelGraph(_Value):
     """The operator DAG of a model with its loss. Key names are the contract of graph.json."""
 
@@ -138,6 +151,11 @@ class ModelGraph(_Value):
     cut_points: tuple[CutPoint, ...] = ()  # between each unit and the next
     warnings: tuple[str, ...] = ()
     reads_values: tuple[str, ...] = ()  # FQNs of modules whose Python asks for values of tensors (``if tensor``)
+
+    @cached_property
+    def parameter_of(self) -> Mapping[str, Parameter]:
+        """Each parameter under every FQN that it has."""
+        return {name: p for p in self.parameters for name in p.names}
 
     def to_networkx(self) -> nx.DiGraph[int]:
         """The DAG with each node's value under ``"node"``."""

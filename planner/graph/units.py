@@ -28,7 +28,7 @@ def find_units(
     nodes: Sequence[Node], edges: Sequence[tuple[int, int]], parameters: Sequence[Parameter]
 ) -> tuple[tuple[Block, ...], tuple[Unit, ...]]:
     """Partitions nodes, parameters and modules; ``blocks`` are the repeated ones by kind."""
-    by_name = {name: p for p in parameters for name in (p.fqn, *p.aliases)}
+    by_name = {name: p for p in parameters for name in p.names}
     tree = ModuleTree.of(nodes, parameters)
     consumers: dict[int, list[int]] = {}
     for producer, consumer in edges:

@@ -20,7 +20,7 @@ from costmodels.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, SoftwareProfile
 from planner.parallelism import Offload, Recompute
 from planner.pricing.offloading import HostStates, host_states, host_work
-from planner.pricing.unit_costs import UnitCosts, UnitStates
+from planner.pricing.unit_costs import UnitCosts, UnitStates, held_elements
 from planner.space.columns import Array, Columns, Positions
 from planner.space.search_space import Choice, Training
 
@@ -362,4 +362,4 @@ def num_updated(choice: Choice, trainable: float, experts: float) -> float:
     """
     if choice.zero_stage:
         return trainable / num_shards(choice)
-    return trainable - experts * (1 - 1 / choice.mesh.ep)
+    return held_elements(trainable, experts, choice.mesh.ep)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -254,8 +255,8 @@ class Point:
         return tuple(forward_s), tuple(backward_s)
 
     def _kinds_of_stages(self, starts: tuple[int, ...]) -> list[list[int]]:
-        kinds = list(self.table.units.kinds)
-        return [kinds[a:b] for a, b in zip(starts, (*starts[1:], len(kinds)), strict=True)]
+        kinds = self.table.units.kinds
+        return [[kinds[unit] for unit in units] for units in self._units_of_stages(starts)]
 
     def once_a_step(self, starts: tuple[int, ...]) -> list[tuple[float, float]]:
         """What each rank does after its last action: exposed data-parallel communication, and the optimiser step."""
@@ -317,10 +318,7 @@ class Point:
         return ranks
 
     def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
-        ranks: list[list[int]] = [[] for _ in range(self.choice.mesh.pp)]
-        for stage, units in enumerate(self._units_of_stages(starts)):
-            ranks[self._rank_of(stage)] += units
-        return ranks
+        return [list(chain.from_iterable(stages)) for stages in self._stages_of_ranks(starts)]
 
     def _once_a_step_s(self, rank: _Rank, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from costmodels.memory import MemoryLedger, Phase, RankMemory, StateBytes
 from hardware_profiles.schema import SoftwareProfile
 from planner.pricing.cost_table import CostKey, CostTable
-from planner.pricing.unit_costs import UnitCosts
+from planner.pricing.unit_costs import UnitCosts, held_elements
 from planner.space.search_space import Choice
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
@@ -58,7 +59,7 @@ class RankMemoryModel:
         self._costs = table.costs[CostKey.of(choice)]
         self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
 
-    @property
+    @cached_property
     def num_communicators(self) -> float:
         """Process groups of more than one rank."""
         mesh = self._choice.mesh
@@ -67,7 +68,7 @@ class RankMemoryModel:
         axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, sharding, mesh.cp, mesh.tp, *of_experts))
         return axes + self._table.recipe.memory.extra_communicators.value * (axes > 0)
 
-    @property
+    @cached_property
     def software(self) -> SoftwareProfile:
         """The software, its allocator's reserve as this point makes it."""
         software = self._table.software
@@ -104,7 +105,7 @@ class RankMemoryModel:
             gathered_update=self._gathered_update(trainable, experts),
             gather_buffers=transient.buffers,
         )
-        backward = self._backward(states, stages, activation_bytes)
+        backward = self._backward(states, stages, activation_bytes, transient)
         return RankMemory(
             (
                 (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
@@ -122,7 +123,9 @@ class RankMemoryModel:
         found = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
         return sum(t for t, _, _ in found), sum(f for _, f, _ in found), sum(e for _, _, e in found)
 
-    def _backward(self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float) -> MemoryLedger:
+    def _backward(
+        self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float, transient: Transient
+    ) -> MemoryLedger:
         """The fullest moment.
 
         Where the only micro-batch allocates the gradients, that is its beginning, with all activations, or its end,
@@ -140,7 +143,6 @@ class RankMemoryModel:
                 gather_buffers=transient.buffers,
             )
 
-        transient = self.transient(stages)
         if self.holds_gradients:
             return ledger(states.gradients, activation_bytes, transient.working, transient.reduced)
         start = ledger(0.0, activation_bytes, transient.working, transient.reduced)
@@ -189,7 +191,7 @@ class RankMemoryModel:
     def _largest(self, units: Sequence[int]) -> float:
         """Elements of the largest of ``units`` when it is gathered."""
         ep, states = self._choice.mesh.ep, (self._states[self._table.units.kinds[unit]] for unit in units)
-        return max((each.held(each.total, ep) for each in states), default=0.0)
+        return max((held_elements(each.total, each.experts, ep) for each in states), default=0.0)
 
     def most_transient(self, units: Sequence[int]) -> Transient:
         """No less than ``transient`` of any stages made of some of ``units``."""
@@ -221,5 +223,5 @@ class RankMemoryModel:
         if choice.zero_stage != 1 or choice.mesh.dp == 1:
             return 0.0
         gathered, sent = facts.gathered_update_bytes.value, facts.gathered_update_shard_bytes.value
-        elsewhere = experts * (1 - 1 / choice.mesh.ep)
-        return trainable * (gathered + sent / choice.mesh.dp_shard) - elsewhere * gathered
+        held = held_elements(trainable, experts, choice.mesh.ep)
+        return held * gathered + trainable * sent / choice.mesh.dp_shard

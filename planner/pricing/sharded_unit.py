@@ -14,12 +14,12 @@ from math import prod
 
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from planner.graph.model_graph import Node, OpClass, Unit
+from planner.graph.model_graph import Node, OpClass, Unit, op_name
 from planner.graph.op_call import FLOATING, ITEM_BYTES
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.pricing.operator_time import PricingTarget, node_time_s
 from planner.problems import PlacementProblem, PlacementSolution
-from planner.space.op_rules import OpStrategy, has_rule, is_view, op_name, strategies
+from planner.space.op_rules import OpStrategy, has_rule, is_view, strategies
 
 
 @dataclass(frozen=True)
@@ -290,10 +290,12 @@ class PlacementModel:
 
     def _parameter_gradient_terms(self, node: Node, rule: OpStrategy) -> tuple[CommunicationTerm, ...]:
         terms: tuple[CommunicationTerm, ...] = ()
-        trainable = {name: p for p in self._graph.parameters if p.trainable for name in (p.fqn, *p.aliases)}
         for position, operand in enumerate(node.operands):
-            if isinstance(operand, str) and rule.partial_gradients[position] and operand in trainable:
-                size = trainable[operand].num_elements * ITEM_BYTES[self._graph.dtype]
+            if not isinstance(operand, str) or not rule.partial_gradients[position]:
+                continue
+            parameter = self._graph.parameter_of.get(operand)
+            if parameter is not None and parameter.trainable:
+                size = parameter.num_elements * ITEM_BYTES[self._graph.dtype]
                 terms += self._term(CollectiveKind.ALL_REDUCE, size, backward=True, scales=False)
         return terms
 

@@ -54,7 +54,6 @@ def shard_units(
     """
     degree, sequence_parallel = key
     graph = target.graph
-    aliases = {n: (p.fqn, *p.aliases) for p in graph.parameters for n in (p.fqn, *p.aliases)}
     decided = dict(fixed)
     found: list[ShardedUnit] = []
     for unit in reversed(representatives(graph)):
@@ -65,8 +64,9 @@ def shard_units(
         sharded = model.read(solution)
         found.append(sharded)
         for fqn, placement in sharded.parameters.items():
-            if len(aliases[fqn]) > 1:
-                decided.update(dict.fromkeys(aliases[fqn], placement))
+            parameter = graph.parameter_of[fqn]
+            if parameter.aliases:
+                decided.update(dict.fromkeys(parameter.names, placement))
     return tuple(reversed(found))
 
 

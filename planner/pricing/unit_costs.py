@@ -8,14 +8,13 @@ from functools import cached_property
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.experts import expert_parameters
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.pricing.expert_parallel import exchange
 from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.pricing.split_backward import weight_gradients
 from planner.pricing.unit_memory import UnitMemory, kept_products
-from planner.space.op_rules import op_name
 
 # Kernels that the CUDA driver queues before a launch blocks: no farther can the host be ahead of the device.
 LAUNCH_QUEUE = 1024
@@ -61,20 +60,20 @@ class UnitStates:
         """Elements of this unit."""
         return self.trainable + self.frozen
 
-    def held(self, elements: float, ep: int) -> float:
-        """Of ``elements`` with all experts among them, those that one of ``ep`` ranks works with."""
-        return elements - self.experts * (1 - 1 / ep)
+
+def held_elements(elements: float, experts: float, ep: int) -> float:
+    """Of ``elements`` with all ``experts`` among them, those that one of ``ep`` ranks works with."""
+    return elements - experts * (1 - 1 / ep)
 
 
 def unit_states(graph: ModelGraph, unit: Unit, sharded: ShardedUnit) -> UnitStates:
     """Elements that one tp rank holds of ``unit``."""
-    parameters = {name: p for p in graph.parameters for name in (p.fqn, *p.aliases)}
+    parameters = graph.parameter_of
     of_experts = expert_parameters(graph)
 
     def local(fqn: str) -> float:
         parameter = parameters[fqn]
-        names = (parameter.fqn, *parameter.aliases)
-        is_split = any(isinstance(sharded.parameters.get(n, Replicate()), Shard) for n in names)
+        is_split = any(isinstance(sharded.parameters.get(n, Replicate()), Shard) for n in parameter.names)
         return parameter.num_elements / (sharded.degree if is_split else 1)
 
     return UnitStates(

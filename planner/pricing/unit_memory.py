@@ -10,13 +10,12 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 
-from planner.graph.model_graph import Node, OpClass, Unit
+from planner.graph.model_graph import Node, OpClass, Unit, op_name
 from planner.graph.op_call import ITEM_BYTES
 from planner.parallelism import Recompute, Shard
 from planner.pricing.operator_time import PricingTarget, is_norm, num_scores
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.pricing.split_backward import is_deferred
-from planner.space.op_rules import op_name
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
 # Precisions and products of Transformer Engine.
@@ -77,19 +76,14 @@ class UnitMemory:
             return self._storages(entering)
         if mode is Recompute.SELECTIVE and self._target.recipe.selective == "attention":
             kept = [n for n in nodes if n.op_class is not OpClass.ATTENTION]
-            cores = {s for n in nodes if n.op_class is OpClass.ATTENTION for s in n.saves}
-            saved = {self._graph.nodes[s].storage for n in kept for s in n.saves} | {
-                self._graph.nodes[s].storage for s in cores
-            }
-            return self._storages(saved) + self._extras(kept)
+            return self._storages(self._saved_by(nodes)) + self._extras(kept)
         if mode is Recompute.SELECTIVE:
             products = kept_products(nodes, self._target)
             return self._storages(entering | {n.storage for n in products}) + self._extras(
                 [n for n in products if n.op_class is OpClass.ATTENTION]
             )
-        saved = {self._graph.nodes[s].storage for n in nodes for s in n.saves}
         logits = self._target.recipe.memory.logit_kept_bytes.value * self._num_logits()
-        return self._storages(saved) + self._extras([n for n in nodes if n is not self._loss]) + logits
+        return self._storages(self._saved_by(nodes)) + self._extras([n for n in nodes if n is not self._loss]) + logits
 
     def working(self, mode: Recompute) -> float:
         """Bytes held besides while the unit's backward runs, or its loss forward if that takes more."""
@@ -104,15 +98,13 @@ class UnitMemory:
         """Of what is kept without recomputation, what goes with the first half of a split backward pass."""
         nodes = self._nodes()
         if not self._target.recipe.split_retains_graph:
-            staying = {self._graph.nodes[s].storage for n in nodes if is_deferred(n, self._target) for s in n.saves}
+            staying = self._saved_by([n for n in nodes if is_deferred(n, self._target)])
             return self.kept(Recompute.NONE) - self._storages(staying)
         if self._unit.boundary:  # later units hold on to this one
             return 0.0
         behind = [n for n in nodes if n.id > last_deferred]
-        staying = {self._graph.nodes[s].storage for n in nodes if n.id <= last_deferred for s in n.saves}
-        return self._storages({self._graph.nodes[s].storage for n in behind for s in n.saves} - staying) + self._extras(
-            behind
-        )
+        staying = self._saved_by([n for n in nodes if n.id <= last_deferred])
+        return self._storages(self._saved_by(behind) - staying) + self._extras(behind)
 
     def gather_buffers(self) -> float:
         """Bytes of the buffers that split inputs are gathered into."""
@@ -176,6 +168,10 @@ class UnitMemory:
         scores = (num_scores(n, self._graph) * self._sharded.fractions.get(n.id, 1.0) for n in attention)
         return per_score * self._scale * max(scores, default=0.0)
 
+    def _saved_by(self, nodes: list[Node]) -> set[int]:
+        """Storages that autograd keeps for ``nodes``."""
+        return {self._graph.nodes[s].storage for n in nodes for s in n.saves}
+
     def _storages(self, storages: set[int]) -> float:
         kept = (self._graph.nodes[s] for s in storages if self._graph.nodes[s].batch_dependent)
         return sum(self._kept_share(node) * self.local_bytes(node) for node in kept)
@@ -195,7 +191,7 @@ class UnitMemory:
         found: dict[int, tuple[bool, bool]] = {}
         for node in self._nodes():
             is_product = node.op_class in EIGHT_BIT_PRODUCTS
-            for storage in {self._graph.nodes[s].storage for s in node.saves}:
+            for storage in self._saved_by([node]):
                 by_products, by_others = found.get(storage, (False, False))
                 found[storage] = (by_products or is_product, by_others or not is_product)
         return found

@@ -104,8 +104,7 @@ def placement_section(
 def _patterns(graph: ModelGraph) -> Mapping[str, str]:
     """Block name -> pattern, where all that the pattern matches are blocks of the same kind."""
     blocks = {unit.name: unit.kind for unit in graph.units if unit.is_block}
-    names = (name for parameter in graph.parameters for name in (parameter.fqn, *parameter.aliases))
-    modules = {module for name in names for module in ancestors(name.rpartition(".")[0])}
+    modules = {module for name in graph.parameter_of for module in ancestors(name.rpartition(".")[0])}
     kinds: dict[str, set[int | None]] = {}
     for module in modules | blocks.keys():
         kinds.setdefault(_starred(module), set()).add(blocks.get(module))
@@ -148,16 +147,11 @@ def _sharded_units(choice: Choice, graph: ModelGraph) -> tuple[str, ...]:
 
     Modules that tie parameters stay together in the root, unless a pipeline parts them.
     """
-    tied = (
-        {name for p in graph.parameters if p.aliases for name in (p.fqn, *p.aliases)}
-        if choice.mesh.pp == 1
-        else set[str]()
-    )
-    names = [name for p in graph.parameters for name in (p.fqn, *p.aliases)]
+    tied = {name for name, p in graph.parameter_of.items() if p.aliases and choice.mesh.pp == 1}
     found: list[str] = []
     for unit in graph.units:
         for module in unit.modules:
-            inside = [n for n in names if n.startswith(module + ".")]
+            inside = [n for n in graph.parameter_of if n.startswith(module + ".")]
             if inside and not tied.intersection(inside):
                 found.append(module)
     return tuple(found)

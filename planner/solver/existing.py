@@ -101,16 +101,15 @@ def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
 
 def parameter_placements(plan: Plan, graph: ModelGraph) -> Mapping[str, Placement]:
     """Placement of every parameter, by each of its FQNs; PlanError for an entry that names nothing."""
-    aliases = {name: (p.fqn, *p.aliases) for p in graph.parameters for name in (p.fqn, *p.aliases)}
-    placements: dict[str, Placement] = dict.fromkeys(aliases, Replicate())
+    placements: dict[str, Placement] = dict.fromkeys(graph.parameter_of, Replicate())
     unknown: list[str] = []
     for entry in plan.placements.tp:
         pattern = entry.module.split(".")
         for parameter, text in entry.parameters.items():
-            matched = [n for n in aliases if _matches(n.split("."), [*pattern, *parameter.split(".")])]
+            matched = [n for n in graph.parameter_of if _matches(n.split("."), [*pattern, *parameter.split(".")])]
             if not matched:
                 unknown.append(f"{entry.module}.{parameter}")
-            tied = [alias for name in matched for alias in aliases[name]]
+            tied = [alias for name in matched for alias in graph.parameter_of[name].names]
             placements.update(dict.fromkeys(tied, parse_placement(text)))
     if unknown:
         raise PlanError(

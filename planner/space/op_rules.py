@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.graph.model_graph import ModelGraph, Node, OpClass
+from planner.graph.model_graph import ModelGraph, Node, OpClass, op_name
 from planner.parallelism import Partial, Placement, Replicate, Shard
 
 
@@ -50,18 +50,9 @@ _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze"
 _MULTI = {"split", "split_with_sizes", "chunk", "unbind", "slice", "select", "narrow", "tensor_split"}
 
 
-def op_name(op: str) -> str:
-    """``aten.linear.default`` -> ``linear``."""
-    parts = op.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
 def strategies(node: Node, graph: ModelGraph, degree: int) -> list[OpStrategy]:
     """Every strategy of ``node`` on an axis of ``degree`` ranks, replication first."""
-    parameters = {p.fqn: p.shape for p in graph.parameters} | {
-        alias: p.shape for p in graph.parameters for alias in p.aliases
-    }
-    operands = [_operand(o, graph, parameters) for o in node.operands]
+    operands = [_operand(o, graph) for o in node.operands]
     found = [_replicated(len(operands))]
     rule = _rule(op_name(node.op))
     if rule is not None:
@@ -74,11 +65,12 @@ def has_rule(node: Node) -> bool:
     return _rule(op_name(node.op)) is not None
 
 
-def _operand(operand: int | str | None, graph: ModelGraph, parameters: dict[str, tuple[int, ...]]) -> _Operand:
+def _operand(operand: int | str | None, graph: ModelGraph) -> _Operand:
     if operand is None:
         return _Operand((), is_parameter=False)
     if isinstance(operand, str):
-        return _Operand(parameters.get(operand, ()), is_parameter=True)
+        parameter = graph.parameter_of.get(operand)
+        return _Operand(() if parameter is None else parameter.shape, is_parameter=True)
     return _Operand(graph.nodes[operand].shape, is_parameter=False)
 
 

@@ -180,7 +180,7 @@ def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
         raise TraceStoppedError(Failure.of(error)) from error
     builder = NodeBuilder(
         module_names=frozenset(name for name, _ in model.named_modules()),
-        parameters={alias: p for p in parameters for alias in (p.fqn, *p.aliases)},
+        parameters={alias: p for p in parameters for alias in p.names},
         folder=str(loaded.source.path.resolve().parent) if loaded.source.path else "",
     )
     builder.add_program(program)

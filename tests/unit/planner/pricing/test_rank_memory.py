@@ -16,7 +16,7 @@ from costmodels.memory import MemoryLedger, Phase, RankMemory
 from costmodels.recipe import Recipe, load_recipe
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
-from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
+from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
@@ -48,15 +48,7 @@ FSDP = Choice(
 
 @pytest.fixture(scope="module")
 def graph() -> ModelGraph:
-    loaded = LoadedModel(
-        source=ModelSource("toy", ModelKind.PRESET),
-        digest="",
-        default_seq_len=CONFIG.seq_len,
-        vocab_size=CONFIG.vocab,
-        build=lambda: build_family(CONFIG),
-        example_inputs=token_inputs,
-        loss_fn=next_token_loss,
-    )
+    loaded = family_model(ModelSource("toy", ModelKind.PRESET), CONFIG)
     return trace_model(loaded, BATCH_SIZE, CONFIG.seq_len, "bfloat16")
 
 

@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
-from planner.graph.model_graph import ModelGraph, Node, OpClass
+from planner.graph.model_graph import ModelGraph, Node, OpClass, op_name
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
 from planner.parallelism import Partial, Placement, Replicate, Shard
-from planner.space.op_rules import OpStrategy, has_rule, leading_dims, op_name, strategies
+from planner.space.op_rules import OpStrategy, has_rule, leading_dims, strategies
 from tests.fake_world import fake_world
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 
