@@ -1,0 +1,36 @@
+"""What a row of the cost table depends on: the fields of a layout that its price may read, and no others.
+
+A function that fills a row is given the key, never the layout: a field that is left out of a key is a type error and
+an AttributeError, not a silent price. Names of fields are those of ``Layout`` and of its mesh.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TensorSplit(NamedTuple):
+    """How the operators of a block are split: placements are decided once for each."""
+
+    tp: int
+    sequence_parallel: bool
+
+
+class WorkKey(NamedTuple):
+    """One micro-batch through a unit on one rank. ``cp`` ranks share each of ``micro_batch_size`` sequences."""
+
+    tensor: TensorSplit
+    ep: int
+    cp: int
+    micro_batch_size: int
+
+
+class DataKey(NamedTuple):
+    """Gathering a unit's parameters and reducing its gradients over the data-parallel ranks."""
+
+    tensor: TensorSplit
+    ep: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    zero_stage: int
