@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, log2
 
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtScale, GroupLink, NetworkTier
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.

@@ -7,8 +7,8 @@ from math import prod
 
 from costmodels.compute import op_time_s
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
-from costmodels.workload import OpClass as PricedClass
-from costmodels.workload import OpWorkload
+from costmodels.vocabulary.workload import OpClass as PricedClass
+from costmodels.vocabulary.workload import OpWorkload
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass
 
