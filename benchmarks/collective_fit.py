@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.virtual_cluster import virtual_cluster, why_unavailable
 from costmodels.communication import collective_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.probes.detect import detect, nearest_profile
 from hardware_profiles.probes.measurement import ClusterMeasurement, CollectiveTiming
 from hardware_profiles.probes.profiler import profile_of

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from costmodels.compute import op_time_s
-from costmodels.workload import OpClass, OpWorkload
+from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.probes.detect import detect, nearest_profile
 from hardware_profiles.probes.device_fit import device_of
 from hardware_profiles.probes.hosts import host_facts

@@ -31,7 +31,7 @@ from math import ceil, log2
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtScale, GroupLink, NetworkTier
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.

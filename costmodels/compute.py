@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.workload import OpClass, OpWorkload
+from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.schema import DeviceProfile, DTypeName, Efficiency, OpClassName
 
 DTYPE_NAMES: dict[str, DTypeName] = {
@@ -29,6 +29,13 @@ DTYPE_NAMES: dict[str, DTypeName] = {
 FloatArray = npt.NDArray[np.float64]
 # Only matrix products run in 8 bits; softmax, norms and the products inside attention stay in 16.
 DTYPES_OUTSIDE_GEMM: dict[str, tuple[DTypeName, ...]] = {"fp8": ("bf16", "fp16")}
+_CLASS_NAMES: dict[OpClass, OpClassName] = {
+    OpClass.GEMM: "gemm",
+    OpClass.GROUPED_GEMM: "grouped_gemm",
+    OpClass.ATTENTION: "attention",
+    OpClass.CONVOLUTION: "convolution",
+    OpClass.MEMORY_BOUND: "memory_bound",
+}
 EIGHT_BIT_CLASSES = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 
 
@@ -87,7 +94,7 @@ def _arithmetic(device: DeviceProfile, op_class: OpClass, dtype: str) -> tuple[f
         # A few FLOPs a byte, on the ordinary cores: where the profile knows those, they bound the time from below.
         fp32 = device.peak_flops_per_s.get("fp32")
         return (1.0 / fp32.value if fp32 is not None and fp32.value > 0 else 0.0), 0.0
-    efficiency = _efficiency(device, op_class.value)
+    efficiency = _efficiency(device, _CLASS_NAMES[op_class])
     if efficiency.fraction.value <= 0:
         raise ValueError(f"{device.name}: efficiency of {op_class.value} must be above 0")
     peak = _peak_of_class(device, op_class, dtype)

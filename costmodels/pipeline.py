@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from costmodels.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
+from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists, Kind
 
 
 class TimedAction(NamedTuple):
@@ -36,7 +36,7 @@ class TimedAction(NamedTuple):
 class Timeline:
     """When every action of a schedule runs; ``start_s`` and ``end_s`` are laid out as ``schedule`` is."""
 
-    schedule: Schedule
+    schedule: ActionLists
     start_s: tuple[tuple[float, ...], ...]
     end_s: tuple[tuple[float, ...], ...]
 
@@ -86,7 +86,7 @@ class _Problem:
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: ActionLists,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     send_s: float | Sequence[float],
@@ -141,7 +141,7 @@ def simulate(
 
 
 def _number(
-    schedule: Schedule,
+    schedule: ActionLists,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     split_s: tuple[Sequence[float], Sequence[float]],
@@ -169,7 +169,7 @@ def _number(
     return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)
 
 
-def _is_complete(schedule: Schedule, num_stages: int, num_microbatches: int) -> bool:
+def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:
     """Whether each micro-batch has one F and then one B, or one I and after it one W, in every stage."""
     forward: set[tuple[int, int]] = set()
     begun: set[tuple[int, int]] = set()
@@ -219,7 +219,7 @@ def _producers(problem: _Problem, ways_s: Sequence[float]) -> list[tuple[int, fl
     return producers + [(-1, 0.0)] * num_forward
 
 
-def _check_complete(schedule: Schedule, ends: Sequence[Sequence[float]]) -> None:
+def _check_complete(schedule: ActionLists, ends: Sequence[Sequence[float]]) -> None:
     stuck = [
         f"rank {rank} waits before {actions[len(done)]}"
         for rank, (actions, done) in enumerate(zip(schedule, ends, strict=True))

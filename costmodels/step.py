@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.compute import op_time_s
-from costmodels.workload import OpClass, OpWorkload
+from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.schema import DeviceProfile, SoftwareProfile
 
 FP32_ACCESSES = {"adamw": 7, "adam": 7, "sgd": 3}

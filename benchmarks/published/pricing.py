@@ -9,13 +9,14 @@ from benchmarks.published.frameworks import attention_name_of, dispatches_once_a
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
-from costmodels.schedule import validate_schedule
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
-from planner.parallelism import MeshShape, Optimizer, Precision, ScheduleName
+from planner.parallelism import Optimizer, Precision
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, shard_units
@@ -138,7 +139,7 @@ def choice_of(run: Run) -> Choice:
         raise UnpriceableRunError(f"{stages} pipeline stages for {run.architecture.layers} layers")
     num_microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
     schedule = _schedule(layout.schedule if layout.pp > 1 else "none")
-    problems = validate_schedule(schedule.value, layout.pp, layout.virtual_stages, num_microbatches)
+    problems = schedule.rules.violations(layout.pp, layout.virtual_stages, num_microbatches)
     if schedule is ScheduleName.ONE_F_ONE_B and 0 < num_microbatches < layout.pp:
         schedule, problems = ScheduleName.GPIPE, ()  # fewer micro-batches than stages: all forwards come first anyway
     if problems:
@@ -172,7 +173,7 @@ def _schedule(name: str) -> ScheduleName:
     return found
 
 
-def _mesh(run: Run) -> MeshShape:
+def _mesh(run: Run) -> Mesh:
     layout = run.layout
     shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if "HSDP" in run.text else layout.dp))
     if layout.dp % shard:
@@ -182,7 +183,7 @@ def _mesh(run: Run) -> MeshShape:
     if shard * layout.cp % layout.ep:
         raise UnpriceableRunError(f"ep {layout.ep} does not divide the {shard * layout.cp} ranks that shard")
     replicas = layout.dp // shard
-    return MeshShape(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)
+    return Mesh(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)
 
 
 def _precision(run: Run) -> Precision:

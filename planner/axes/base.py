@@ -54,8 +54,8 @@ class Complexity(NamedTuple):
 class Axis(ABC, Generic[OwnT]):
     """One axis. What it does not override, it leaves as it is.
 
-    ``own`` picks the fields of a key that the passes read. The passes are given these alone, so what is lowered once
-    for all keys with the same fields cannot depend on another.
+    ``work_fields`` and ``state_fields`` pick what the passes read of a key. The passes are given these alone, so what
+    is lowered once for all keys with the same fields cannot depend on another.
     """
 
     name: ClassVar[str]
@@ -68,19 +68,23 @@ class Axis(ABC, Generic[OwnT]):
         """Each rule that the pins of this axis break by themselves, with its values."""
         return []
 
-    def own(self, key: WorkKey | DataKey) -> OwnT | None:
-        """What the passes read of ``key``; None where they leave everything as it is."""
+    def work_fields(self, key: WorkKey) -> OwnT | None:
+        """What the pass over work reads of ``key``; None where it leaves everything as it is."""
+        return None
+
+    def state_fields(self, key: DataKey) -> OwnT | None:
+        """What the pass over states, and their collectives, read of ``key``; None where there are neither."""
         return None
 
     def work(self, work: RankWork, own: OwnT, placement: UnitPlacement, framework: Framework) -> RankWork:
         """One rank's part of ``work``."""
         return work
 
-    def states(self, states: RankStates, own: OwnT) -> RankStates:
+    def states(self, states: RankStates, own: OwnT, placement: UnitPlacement) -> RankStates:
         """One rank's part of ``states``."""
         return states
 
-    def state_collectives(self, key: DataKey, framework: Framework) -> tuple[Collective, ...]:
+    def state_collectives(self, own: OwnT, framework: Framework) -> tuple[Collective, ...]:
         """What moves states between ranks in a step, the same for every unit."""
         return ()
 

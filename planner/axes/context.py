@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from costmodels.workload import CollectiveKind, GroupPlacement
+from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.base import Asked, Axis, Complexity, Executed, pinned_degrees, undivided
 from planner.axes.framework import Framework
-from planner.axes.groups import Group, Mesh
 from planner.axes.lowered import Collective, Kernel, RankWork, Role
 from planner.axes.placement import UnitPlacement
 from planner.axes.traced import is_floating
 from planner.graph.model_graph import ModelGraph, op_name
 from planner.space.search_space import MAX_CONTEXT_PARALLEL, Choice, divisors
-from planner.table.keys import DataKey, WorkKey
+from planner.table.keys import WorkKey
 from planner.table.labels import Pass, Term
 
 # Operators besides attention that look along the sequence.
@@ -62,7 +62,7 @@ class ContextAxis(Axis[ContextKey]):
             )
         return found
 
-    def own(self, key: WorkKey | DataKey) -> ContextKey:
+    def work_fields(self, key: WorkKey) -> ContextKey:
         """The degree, and what lies inside it."""
         return ContextKey(key.cp, key.tensor.tp)
 

@@ -13,13 +13,13 @@ Source: Rajbhandari et al., "ZeRO" (2020).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from costmodels.memory import COMPUTE_BYTES
-from costmodels.workload import CollectiveKind, GroupPlacement
+from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh, ZeroStage
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.base import Asked, Axis, Complexity, undivided
 from planner.axes.framework import Framework
-from planner.axes.groups import Group, Mesh
 from planner.axes.lowered import Collective, Hides, Role, StateKind
 from planner.space.search_space import MAX_MICRO_BATCH_SIZE, Choice, divisors
 from planner.table.keys import DataKey
@@ -28,7 +28,22 @@ from planner.table.labels import Pass, Term
 _DENSE, _FROZEN, _EXPERT = StateKind.DENSE.value, StateKind.FROZEN.value, StateKind.EXPERT.value
 
 
-class DataAxis(Axis[None]):
+class DataFields(NamedTuple):
+    """What collectives of states depend on: ranks of context parallelism count with those of data parallelism."""
+
+    num_replicas: int
+    num_shards: int
+    tp: int
+    ep: int
+    zero: ZeroStage
+
+    @property
+    def mesh(self) -> Mesh:
+        """Degrees with the same groups of states."""
+        return Mesh(dp_replicate=self.num_replicas, dp_shard=self.num_shards, tp=self.tp, ep=self.ep)
+
+
+class DataAxis(Axis[DataFields]):
     """Two degrees, replicas of groups of shards, and the stage of ZeRO."""
 
     name: ClassVar[str] = "dp"
@@ -52,15 +67,16 @@ class DataAxis(Axis[None]):
             found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
         return found
 
-    def state_collectives(self, key: DataKey, framework: Framework) -> tuple[Collective, ...]:
+    def state_fields(self, key: DataKey) -> DataFields:
+        """Groups of ranks, and what ZeRO divides."""
+        zero = ZERO_STAGES[key.zero_stage]
+        return DataFields(key.dp_replicate, key.dp_shard * key.cp, key.tensor.tp, key.ep, zero)
+
+    def state_collectives(self, own: DataFields, framework: Framework) -> tuple[Collective, ...]:
         """Gathers of parameters and reductions of gradients; those of experts apart where they lie on fewer ranks."""
-        mesh = Mesh(key.dp_replicate, key.dp_shard, key.cp, key.tensor.tp, key.ep)
-        if key.ep == 1:
-            return _moves(mesh, (_DENSE, _EXPERT), (_FROZEN,), key.zero_stage, framework)
-        return (
-            *_moves(mesh, (_DENSE,), (_FROZEN,), key.zero_stage, framework),
-            *_moves(mesh, (_EXPERT,), (), key.zero_stage, framework),
-        )
+        if own.ep == 1:
+            return _moves(own, (_DENSE, _EXPERT), (_FROZEN,), framework)
+        return *_moves(own, (_DENSE,), (_FROZEN,), framework), *_moves(own, (_EXPERT,), (), framework)
 
     def complexity(self, layout: Choice) -> Complexity:
         """ZeRO 3 is FSDP's own; replicas of shards are an axis more."""
@@ -94,13 +110,13 @@ def micro_batches(asked: Asked, dp: int) -> list[tuple[int, int]]:
 
 
 def _moves(
-    mesh: Mesh, trained: tuple[int, ...], frozen: tuple[int, ...], zero_stage: int, framework: Framework
+    own: DataFields, trained: tuple[int, ...], frozen: tuple[int, ...], framework: Framework
 ) -> tuple[Collective, ...]:
     """Of parameters that lie on the same ranks."""
-    is_dense = _DENSE in trained
+    mesh, zero, is_dense = own.mesh, own.zero, _DENSE in trained
     everywhere = mesh.group(Group.ALL_DATA if is_dense else Group.EXPERT_DATA)
-    if zero_stage == 0:
-        return (_reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero_stage, framework),)
+    if not zero.shards_optimizer:
+        return (_reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework),)
     shards, replicas = mesh.group(Group.SHARD if is_dense else Group.EXPERT_SHARD), mesh.group(Group.REPLICATE)
     gather = Collective(
         CollectiveKind.ALL_GATHER,
@@ -110,13 +126,13 @@ def _moves(
         Role.GATHER,
         of=(*trained, *frozen),
         times=COMPUTE_BYTES[framework.precision],
-        hides=Hides.UNIT if zero_stage == 3 else Hides.FIRST_FORWARD,
+        hides=Hides.UNIT if zero.shards_parameters else Hides.FIRST_FORWARD,
         rate=framework.recipe.data_parallel_rate.value,
     )
-    if zero_stage == 1 and framework.recipe.state.reduces_to_all:
-        return gather, _reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero_stage, framework)
-    scatter = _reduction(CollectiveKind.REDUCE_SCATTER, shards, trained, zero_stage, framework)
-    across = _reduction(CollectiveKind.ALL_REDUCE, replicas, trained, zero_stage, framework, 1 / shards.num_ranks)
+    if not zero.shards_gradients and framework.recipe.state.reduces_to_all:
+        return gather, _reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework)
+    scatter = _reduction(CollectiveKind.REDUCE_SCATTER, shards, trained, zero, framework)
+    across = _reduction(CollectiveKind.ALL_REDUCE, replicas, trained, zero, framework, 1 / shards.num_ranks)
     return gather, scatter, across
 
 
@@ -124,7 +140,7 @@ def _reduction(
     kind: CollectiveKind,
     group: GroupPlacement,
     of: tuple[int, ...],
-    zero_stage: int,
+    zero: ZeroStage,
     framework: Framework,
     share: float = 1.0,
 ) -> Collective:
@@ -136,6 +152,6 @@ def _reduction(
         Role.REDUCE,
         of=of,
         times=framework.recipe.state.reduction_bytes.value * share,
-        hides=Hides.UNIT if zero_stage >= 2 else Hides.LAST_BACKWARD,
+        hides=Hides.UNIT if zero.shards_gradients else Hides.LAST_BACKWARD,
         rate=framework.recipe.data_parallel_rate.value,
     )

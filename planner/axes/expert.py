@@ -17,10 +17,10 @@ from dataclasses import replace
 from math import gcd
 from typing import ClassVar, NamedTuple
 
-from costmodels.workload import CollectiveKind
+from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, Complexity, Executed, listed, pinned_degrees
 from planner.axes.framework import Framework
-from planner.axes.groups import Group, Mesh
 from planner.axes.lowered import Collective, ExpertRows, Kernel, RankStates, RankUnit, RankWork, Role, StateKind, Work
 from planner.axes.placement import UnitPlacement
 from planner.space.search_space import Choice, divisors
@@ -65,8 +65,12 @@ class ExpertAxis(Axis[ExpertKey]):
             )
         return found
 
-    def own(self, key: WorkKey | DataKey) -> ExpertKey:
+    def work_fields(self, key: WorkKey) -> ExpertKey:
         """The degree, and what lies inside it."""
+        return ExpertKey(key.ep, key.tensor.tp)
+
+    def state_fields(self, key: DataKey) -> ExpertKey:
+        """The same."""
         return ExpertKey(key.ep, key.tensor.tp)
 
     def work(self, work: RankWork, own: ExpertKey, placement: UnitPlacement, framework: Framework) -> RankWork:
@@ -81,9 +85,11 @@ class ExpertAxis(Axis[ExpertKey]):
         unit = _on_one_rank(work.unit, experts, own.ep, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
-    def states(self, states: RankStates, own: ExpertKey) -> RankStates:
+    def states(self, states: RankStates, own: ExpertKey, placement: UnitPlacement) -> RankStates:
         """Trained experts are divided; frozen ones are not (they count as other frozen parameters)."""
-        return states if own.ep == 1 else states.times({StateKind.EXPERT: 1 / own.ep})
+        if own.ep == 1:
+            return states
+        return states.each(lambda state: 1 / own.ep if state.kind is StateKind.EXPERT else 1.0)
 
     def unexecuted(self, run: Executed) -> list[str]:
         """Only planned for, as yet."""

@@ -11,12 +11,12 @@ sent of it, in whatever order the passes run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 
-from costmodels.workload import CollectiveKind, GroupPlacement, OpClass
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from planner.table.labels import Pass, Term
 
 
@@ -136,7 +136,7 @@ class Collective:
     """One collective of one micro-batch, or of one step where it moves states.
 
     Its bytes are ``times`` the bytes of its tensors, or the elements of its states, and ``fixed_bytes``; their meaning
-    is that of ``costmodels.workload.Collective.num_bytes``.
+    is that of ``costmodels.vocabulary.workload.Collective.num_bytes``.
     """
 
     kind: CollectiveKind
@@ -233,12 +233,25 @@ class StateKind(Enum):
     EXPERT = 3  # trainable, one matrix an expert
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """One parameter that a unit owns or uses."""
+
+    names: tuple[str, ...]  # FQNs
+    kind: StateKind
+    elements: float
+
+
 @dataclass(frozen=True)
 class RankStates:
-    """Elements of one unit's parameters on one rank, before ZeRO divides them, by kind."""
+    """One unit's parameters on one rank, before ZeRO divides them."""
 
-    elements: Mapping[StateKind, float]
+    states: tuple[State, ...]
 
-    def times(self, shares: Mapping[StateKind, float]) -> RankStates:
-        """One rank's ``shares``; kinds without one stay whole."""
-        return RankStates({k: n * shares.get(k, 1.0) for k, n in self.elements.items()})
+    def each(self, share: Callable[[State], float]) -> RankStates:
+        """One rank's share of every state."""
+        return RankStates(tuple(State(s.names, s.kind, s.elements * share(s)) for s in self.states))
+
+    def elements(self, kind: StateKind) -> float:
+        """Of all parameters of one kind."""
+        return sum(state.elements for state in self.states if state.kind is kind)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.axes.base import Asked, Axis, Complexity, Executed, pinned_degrees, undivided
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import Recompute, ScheduleName
+from planner.parallelism import Recompute
 from planner.space.search_space import MAX_VIRTUAL_STAGES, Choice, Pins, divisors
 
-_PLAINEST = (ScheduleName.ONE_F_ONE_B, *(name for name in ScheduleName if name is not ScheduleName.ONE_F_ONE_B))
-_SCHEDULES = {name: place for place, name in enumerate(_PLAINEST)}
+_PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
 
 
 class PipelineAxis(Axis[None]):
@@ -63,7 +63,7 @@ class PipelineAxis(Axis[None]):
             num_axes=int(pp > 1),
             pp=pp,
             stages_a_rank=layout.virtual_stages,
-            schedule=_SCHEDULES[layout.schedule],
+            schedule=_PLAINNESS[layout.schedule],
         )
 
 
@@ -74,30 +74,18 @@ def schedules(asked: Asked, pp: int, num_microbatches: int) -> list[tuple[Schedu
     """Schedules that so many micro-batches allow, each with the stages that a rank holds."""
     pins, limits = asked.pins, asked.limits
     if pp == 1:
-        is_possible = pins.virtual_stages in (None, 1) and (pins.schedule is None or pins.schedule.is_cut_freely)
+        has_one_stage = pins.schedule is None or pins.schedule.rules.has_one_stage
+        is_possible = pins.virtual_stages in (None, 1) and has_one_stage
         return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if is_possible else []
     most = min(pins.virtual_stages or MAX_VIRTUAL_STAGES, limits.num_pipeline_units // pp)
-    found = [(ScheduleName.GPIPE, 1)]
-    if num_microbatches >= pp:  # torch's 1F1B needs a micro-batch for every stage
-        found.insert(0, (ScheduleName.ONE_F_ONE_B, 1))
-    if num_microbatches % pp == 0:  # torch's interleaved schedules work in rounds of pp micro-batches
-        found += [(ScheduleName.INTERLEAVED_1F1B, v) for v in range(2, most + 1)]
-        found += [(ScheduleName.INTERLEAVED_ZERO_BUBBLE, v) for v in range(1, most + 1)]
-    if most >= 2 and num_microbatches >= 2 * pp:  # DualPipeV needs as many as stages, and ZBV that many to fill
-        found += [(ScheduleName.ZBV_ZERO_BUBBLE, 2), (ScheduleName.DUAL_PIPE_V, 2)]
-    # Priced where it is asked for: torch cannot run it.
-    if pins.schedule is ScheduleName.ZB_2P and num_microbatches >= pp:
-        found.append((ScheduleName.ZB_2P, 1))
     return [
-        (schedule, virtual)
-        for schedule, virtual in found
-        if pins.schedule in (None, schedule) and pins.virtual_stages in (None, virtual)
+        (name, virtual)
+        for name, rules in SCHEDULES.items()
+        # What torch cannot run is priced where it is asked for.
+        if pins.schedule is name or (pins.schedule is None and rules.in_torch)
+        for virtual in range(rules.min_stages, min(most, rules.max_stages or most) + 1)
+        if pins.virtual_stages in (None, virtual) and not rules.violations(pp, virtual, num_microbatches)
     ]
-
-
-def goes_with_zero(schedule: ScheduleName, zero_stage: int) -> bool:
-    """A backward pass that is split would gather and reduce again for every group of weights."""
-    return not (schedule.splits_backward and zero_stage > 1)
 
 
 def reads_between_units(graph: ModelGraph) -> tuple[str, ...]:
@@ -112,24 +100,13 @@ def reads_between_units(graph: ModelGraph) -> tuple[str, ...]:
 
 def _schedule_violations(schedule: ScheduleName, pins: Pins) -> list[str]:
     found: list[str] = []
-    fewest, most = schedule.stages_a_rank
-    virtual = pins.virtual_stages
-    if virtual is not None and most is not None and virtual > most:
-        able = ", ".join(s.value for s in ScheduleName if s.stages_a_rank[1] is None)
+    rules, virtual = schedule.rules, pins.virtual_stages
+    if virtual is not None and rules.max_stages is not None and virtual > rules.max_stages:
+        able = ", ".join(name for name, other in SCHEDULES.items() if other.max_stages is None)
         found.append(f"{virtual} virtual stages need one of the schedules {able}, not {schedule}")
-    if virtual is not None and virtual < fewest:
-        found.append(f"{schedule} needs at least {fewest} virtual stages, got {virtual}")
-    if pins.pp == 1 and not schedule.is_cut_freely:
+    if virtual is not None and virtual < rules.min_stages:
+        found.append(f"{schedule} needs at least {rules.min_stages} virtual stages, got {virtual}")
+    if pins.pp == 1 and not rules.has_one_stage:
         found.append(f"{schedule} needs pp > 1")
-    if schedule.splits_backward:
-        found += _split_violations(schedule, pins)
-    return found
-
-
-def _split_violations(schedule: ScheduleName, pins: Pins) -> list[str]:
-    found: list[str] = []
-    if pins.zero is not None and not goes_with_zero(schedule, pins.zero):
-        found.append(f"{schedule} splits backward passes, so the ZeRO stage is 0 or 1, got {pins.zero}")
-    if pins.recompute not in (None, Recompute.NONE):
-        found.append(f"{schedule} splits backward passes, so nothing can be recomputed, got {pins.recompute}")
-    return found
+    modes = [] if pins.recompute in (None, Recompute.NONE) else [pins.recompute.value]
+    return [*found, *rules.conflicts(zero_stage=pins.zero, recomputation=modes)]

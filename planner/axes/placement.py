@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from costmodels.workload import CollectiveKind
-from planner.axes.groups import Group, Mesh
+from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
 from planner.axes.traced import is_floating, kernel_of, tensors_of
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
@@ -143,7 +143,7 @@ class _Ways:
     """The alternatives of the operators of one unit."""
 
     def __init__(self, graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement]) -> None:
-        self._graph, self._split, self._fixed = graph, split, fixed
+        self.graph, self._split, self._fixed = graph, split, fixed
         self._degree = split.tp
         self._group = Mesh(tp=split.tp).group(Group.TENSOR)
         inside = set(unit.nodes)
@@ -160,9 +160,9 @@ class _Ways:
         """What an earlier unit made, placed as agreed between units; its gradient may be a partial sum."""
         placement = self._agreed(node)
         plain = Alternative(None, (), (), (), placement, placement, gradient_is_partial=False)
-        if not self._has_gradient(node):
+        if not self.has_gradient(node):
             return Operator(node.id, {}, "", (plain,))
-        partial = replace(plain, collectives=self._of_partial_gradient(node, placement), gradient_is_partial=True)
+        partial = replace(plain, collectives=self.of_partial_gradient(node, placement), gradient_is_partial=True)
         return Operator(node.id, {}, "", (plain, partial))
 
     def leaving(self, node: Node) -> Operator:
@@ -172,7 +172,7 @@ class _Ways:
 
     def operator(self, node: Node) -> Operator:
         """Every way to run ``node``."""
-        whole = kernel_of(self._graph, node)
+        whole = kernel_of(self.graph, node)
         kernels = {1.0: whole}
         found: list[Alternative] = []
         for rule in self._allowed_rules(node):
@@ -185,7 +185,7 @@ class _Ways:
 
     def edge(self, source: Operator, target: Operator, position: int) -> tuple[tuple[Collectives | None, ...], ...]:
         """What feeding operand ``position`` takes, in every pair of alternatives."""
-        before, user = self._graph.nodes[source.node], self._graph.nodes[target.node]
+        before, user = self.graph.nodes[source.node], self.graph.nodes[target.node]
         feeding = _Feeding(self, before, user, position)
         return tuple(tuple(feeding.moved(a, b) for b in target.alternatives) for a in source.alternatives)
 
@@ -198,11 +198,11 @@ class _Ways:
     def rules(self, node: Node) -> list[OpStrategy]:
         """Strategies of the operator's rule."""
         if node.id not in self._rules:
-            self._rules[node.id] = strategies(node, self._graph, self._degree)
+            self._rules[node.id] = strategies(node, self.graph, self._degree)
         return self._rules[node.id]
 
     def _under(self, node: Node, rule: OpStrategy, kernel: Kernel) -> list[Alternative]:
-        has_gradient = self._has_gradient(node)
+        has_gradient = self.has_gradient(node)
         of_rule = self._of_parameters(node, rule)
         share = rule.compute_fraction
         found: list[Alternative] = []
@@ -212,7 +212,7 @@ class _Ways:
         for placement in self._redistributions(node, rule.output):
             forward = self.resharded(node, rule.output, placement)
             for partial in (False, True) if has_gradient and placement == Replicate() else (False,):
-                back = self._of_partial_gradient(node, rule.output)
+                back = self.of_partial_gradient(node, rule.output)
                 gradient = back if partial else self.returned(node, rule.output, placement)
                 collectives = (*of_rule, *forward, *gradient)
                 found.append(
@@ -271,7 +271,8 @@ class _Ways:
             return module
         return ""
 
-    def _has_gradient(self, node: Node) -> bool:
+    def has_gradient(self, node: Node) -> bool:
+        """Whether a gradient of the output flows back, on several ranks."""
         return self._degree > 1 and node.requires_grad and is_floating(node)
 
     # -- communication ----------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class _Ways:
         """A collective of the operator's output."""
         if follows_batch and not node.batch_dependent:
             # What does not follow the batch is redistributed as if it did, each micro-batch a part for each sequence.
-            times /= self._graph.batch_size
+            times /= self.graph.batch_size
         return (
             Collective(
                 kind,
@@ -312,13 +313,13 @@ class _Ways:
 
     def returned(self, node: Node, before: Placement, after: Placement) -> Collectives:
         """Backward: a redistribution whose gradient arrives placed like ``after``."""
-        if not self._has_gradient(node) or before == after or not isinstance(after, Shard):
+        if not self.has_gradient(node) or before == after or not isinstance(after, Shard):
             return ()
         if isinstance(before, Shard):
             return self._of(node, CollectiveKind.ALL_TO_ALL, Pass.BACKWARD, times=1 / self._degree)
         return self._of(node, CollectiveKind.ALL_GATHER, Pass.BACKWARD)
 
-    def _of_partial_gradient(self, node: Node, native: Placement) -> Collectives:
+    def of_partial_gradient(self, node: Node, native: Placement) -> Collectives:
         """Backward: turning a partial-sum gradient into the placement that the producer needs."""
         kind = CollectiveKind.REDUCE_SCATTER if isinstance(native, Shard) else CollectiveKind.ALL_REDUCE
         return self._of(node, kind, Pass.BACKWARD, follows_batch=node.batch_dependent)
@@ -329,9 +330,9 @@ class _Ways:
         for position, operand in enumerate(node.operands):
             if not isinstance(operand, str) or not rule.partial_gradients[position]:
                 continue
-            parameter = self._graph.parameter_of.get(operand)
+            parameter = self.graph.parameter_of.get(operand)
             if parameter is not None and parameter.trainable:
-                size = parameter.num_elements * ITEM_BYTES[self._graph.dtype]
+                size = parameter.num_elements * ITEM_BYTES[self.graph.dtype]
                 (one,) = self._of(node, CollectiveKind.ALL_REDUCE, Pass.BACKWARD, follows_batch=False)
                 found.append(replace(one, of=(), fixed_bytes=size))
         return tuple(found)
@@ -356,17 +357,17 @@ class _Feeding:
             return None
         forward = self._resharded(before.placement, wanted)
         if partial:
-            return (*forward, *self.ways._of_partial_gradient(self.node, before.placement))
+            return (*forward, *self.ways.of_partial_gradient(self.node, before.placement))
         return (*forward, *self.ways.returned(self.node, before.placement, wanted))
 
     @cached_property
     def _has_gradient(self) -> bool:
-        return self.ways._has_gradient(self.node)
+        return self.ways.has_gradient(self.node)
 
     @cached_property
     def _is_kept(self) -> bool:
         """Whether autograd keeps what lay there before."""
-        nodes = self.ways._graph.nodes
+        nodes = self.ways.graph.nodes
         return any(nodes[saved].storage == self.node.storage for saved in self.user.saves)
 
     def _resharded(self, before: Placement, wanted: Placement) -> Collectives:

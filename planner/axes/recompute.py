@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from costmodels.workload import OpClass
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.workload import OpClass
 from planner.axes.base import Asked, Axis, Complexity
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role
 from planner.axes.placement import UnitPlacement
-from planner.parallelism import Recompute, ScheduleName
+from planner.parallelism import Recompute
 from planner.space.search_space import Choice
-from planner.table.keys import DataKey, WorkKey
+from planner.table.keys import WorkKey
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
 _COMPLEXITY = {mode: place for place, mode in enumerate(Recompute)}
@@ -26,7 +27,7 @@ class RecomputeAxis(Axis[tuple[()]]):
 
     name: ClassVar[str] = "recompute"
 
-    def own(self, key: WorkKey | DataKey) -> tuple[()]:
+    def work_fields(self, key: WorkKey) -> tuple[()]:
         """Every mode at once."""
         return ()
 
@@ -48,7 +49,7 @@ RECOMPUTE = RecomputeAxis()
 def modes(asked: Asked, schedule: ScheduleName) -> list[Recompute]:
     """Modes that go with ``schedule``: a split backward pass would recompute again for every group of weights."""
     pin = asked.pins.recompute
-    if schedule.splits_backward:
+    if schedule.rules.splits_backward:
         return [Recompute.NONE] if pin in (None, Recompute.NONE) else []
     return [pin] if pin else list(Recompute)
 

@@ -22,29 +22,40 @@ from planner.space.search_space import Choice, Training
 from planner.table.keys import DataKey, WorkKey
 
 # The order of the passes does not matter to what they give, but to how often they run: those with fewest values first.
-AXES: tuple[Axis[Any], ...] = (RECOMPUTE, TENSOR, EXPERT, CONTEXT, DATA, PIPELINE, OFFLOAD, UNLIKE_DEVICES)
+WORK_AXES: tuple[Axis[Any], ...] = (RECOMPUTE, TENSOR, EXPERT, CONTEXT)
+STATE_AXES: tuple[Axis[Any], ...] = (TENSOR, EXPERT)
+COLLECTIVE_AXES: tuple[Axis[Any], ...] = (DATA,)  # that move states in a step
+AXES: tuple[Axis[Any], ...] = (PIPELINE, DATA, CONTEXT, TENSOR, EXPERT, RECOMPUTE, OFFLOAD, UNLIKE_DEVICES)
 
 Own = tuple[Hashable, ...]
 
 
-def own_fields(key: WorkKey | DataKey) -> Own:
-    """What every axis reads of ``key``: units are lowered once for all keys for which this is the same."""
-    return tuple(axis.own(key) for axis in AXES)
+def work_fields(key: WorkKey) -> Own:
+    """What the axes read of ``key``: units are lowered once for all keys for which this is the same."""
+    return tuple(axis.work_fields(key) for axis in WORK_AXES)
 
 
-class Lowering:
+def state_fields(key: DataKey) -> Own:
+    """The same of states."""
+    return tuple(axis.state_fields(key) for axis in STATE_AXES)
+
+
+def collective_fields(key: DataKey) -> Own:
+    """The same of what moves states."""
+    return tuple(axis.state_fields(key) for axis in COLLECTIVE_AXES)
+
+
+class WorkLowering:
     """The passes over one unit's work; what keys have in common is lowered once, and is then the same value."""
 
     def __init__(self, whole: RankWork, framework: Framework) -> None:
         self._whole, self._framework = whole, framework
         self._lowered: dict[tuple[int, int, Hashable], RankWork] = {}
 
-    def work(self, own: Own, placement: UnitPlacement) -> RankWork:
-        """One rank's part under the fields that ``own_fields`` picked; ``placement``: that of their tensor split."""
+    def under(self, own: Own, placement: UnitPlacement) -> RankWork:
+        """One rank's part under ``work_fields``; ``placement``: that of their tensor split."""
         work = self._whole
-        for place, (axis, fields) in enumerate(zip(AXES, own, strict=True)):
-            if fields is None:
-                continue
+        for place, (axis, fields) in enumerate(zip(WORK_AXES, own, strict=True)):
             before = (id(work), place, fields)
             if before not in self._lowered:
                 self._lowered[before] = axis.work(work, fields, placement, self._framework)
@@ -52,18 +63,18 @@ class Lowering:
         return work
 
 
-def lowered_states(split: RankStates, own: Own) -> RankStates:
-    """One rank's part of a unit's states, of which tensor parallelism has taken its part already."""
-    states = split
-    for axis, fields in zip(AXES, own, strict=True):
-        if fields is not None:
-            states = axis.states(states, fields)
+def lowered_states(whole: RankStates, own: Own, placement: UnitPlacement) -> RankStates:
+    """One rank's part of a unit's states, under ``state_fields``."""
+    states = whole
+    for axis, fields in zip(STATE_AXES, own, strict=True):
+        states = axis.states(states, fields, placement)
     return states
 
 
-def state_collectives(key: DataKey, framework: Framework) -> tuple[Collective, ...]:
-    """What moves the states of any unit in a step."""
-    return tuple(each for axis in AXES for each in axis.state_collectives(key, framework))
+def state_collectives(own: Own, framework: Framework) -> tuple[Collective, ...]:
+    """What moves the states of any unit in a step, under ``collective_fields``."""
+    pairs = zip(COLLECTIVE_AXES, own, strict=True)
+    return tuple(each for axis, fields in pairs for each in axis.state_collectives(fields, framework))
 
 
 def violations(asked: Asked) -> list[str]:

@@ -6,19 +6,16 @@ Activation Recomputation in Large Transformer Models", 2022). ``planner.axes.pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from costmodels.workload import CollectiveKind
+from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, Complexity, listed, pinned_degrees, undivided
 from planner.axes.framework import Framework
-from planner.axes.groups import Group, Mesh
-from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, StateKind, Tensor
+from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, State, Tensor
 from planner.axes.placement import UnitPlacement
-from planner.axes.traced import states_of
-from planner.graph.model_graph import ModelGraph
-from planner.parallelism import Replicate, Shard
+from planner.parallelism import Shard
 from planner.space.search_space import Choice, divisors
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from planner.table.labels import Pass, Term
@@ -54,8 +51,12 @@ class TensorAxis(Axis[TensorSplit]):
             )
         return found
 
-    def own(self, key: WorkKey | DataKey) -> TensorSplit:
+    def work_fields(self, key: WorkKey) -> TensorSplit:
         """How operators are split."""
+        return key.tensor
+
+    def state_fields(self, key: DataKey) -> TensorSplit:
+        """The same."""
         return key.tensor
 
     def work(self, work: RankWork, own: TensorSplit, placement: UnitPlacement, framework: Framework) -> RankWork:
@@ -77,6 +78,14 @@ class TensorAxis(Axis[TensorSplit]):
             ),
         )
 
+    def states(self, states: RankStates, own: TensorSplit, placement: UnitPlacement) -> RankStates:
+        """Parameters as they were placed under any of their names."""
+
+        def is_split(state: State) -> bool:
+            return any(isinstance(placement.parameters.get(name), Shard) for name in state.names)
+
+        return states.each(lambda state: 1 / own.tp if is_split(state) else 1.0)
+
     def complexity(self, layout: Choice) -> Complexity:
         """The degree, and whether sequences are split."""
         tp = layout.mesh.tp
@@ -92,20 +101,6 @@ def sequence_parallel_options(asked: Asked, tp: int, cp: int) -> list[bool]:
     if tp in asked.limits.sequence_degrees and asked.training.seq_len % (tp * cp) == 0:
         possible.append(True)
     return [flag for flag in possible if asked.pins.sequence_parallel in (None, flag)]
-
-
-def split_states(
-    graph: ModelGraph, parameters: Mapping[str, tuple[StateKind, float]], placement: UnitPlacement
-) -> RankStates:
-    """One tensor-parallel rank's part of a unit's parameters, which are split under any of their names."""
-    degree = placement.split.tp
-
-    def share(fqn: str) -> float:
-        names = graph.parameter_of[fqn].names
-        is_split = any(isinstance(placement.parameters.get(name, Replicate()), Shard) for name in names)
-        return 1 / degree if is_split else 1.0
-
-    return states_of((kind, number * share(fqn)) for fqn, (kind, number) in parameters.items())
 
 
 def _split(unit: RankUnit, placement: UnitPlacement, framework: Framework) -> RankUnit:

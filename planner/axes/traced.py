@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from costmodels.workload import OpClass as PricedClass
-from planner.axes.lowered import ExpertRows, Kernel, Loss, RankStates, RankUnit, RankWork, StateKind, Tensor, Work
+from costmodels.vocabulary.workload import OpClass as PricedClass
+from planner.axes.lowered import (
+    ExpertRows,
+    Kernel,
+    Loss,
+    RankStates,
+    RankUnit,
+    RankWork,
+    State,
+    StateKind,
+    Tensor,
+    Work,
+)
 from planner.graph.experts import expert_parameters, expert_work
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
 from planner.graph.op_call import FLOATING, ITEM_BYTES
@@ -53,26 +64,25 @@ def whole_work(graph: ModelGraph, unit: Unit) -> RankWork:
     )
 
 
-def whole_states(graph: ModelGraph, unit: Unit) -> dict[str, tuple[StateKind, float]]:
-    """Kind and elements of every parameter that ``unit`` owns or uses, by FQN."""
+def whole_states(graph: ModelGraph) -> list[RankStates]:
+    """The parameters of one unit of each kind, nothing split."""
     of_experts = expert_parameters(graph)
 
-    def kind(fqn: str) -> StateKind:
-        if not graph.parameter_of[fqn].trainable:
-            return StateKind.FROZEN
-        return StateKind.EXPERT if fqn in of_experts else StateKind.DENSE
+    def state(fqn: str, kind: StateKind | None = None) -> State:
+        parameter = graph.parameter_of[fqn]
+        trained = StateKind.EXPERT if fqn in of_experts else StateKind.DENSE
+        found = kind or (trained if parameter.trainable else StateKind.FROZEN)
+        return State(parameter.names, found, float(parameter.num_elements))
 
-    owned = {fqn: (kind(fqn), float(graph.parameter_of[fqn].num_elements)) for fqn in unit.parameters}
-    tied = {fqn: (StateKind.TIED, float(graph.parameter_of[fqn].num_elements)) for fqn in unit.tied_parameters}
-    return owned | tied
-
-
-def states_of(parameters: Iterable[tuple[StateKind, float]]) -> RankStates:
-    """Parameters summed by kind."""
-    elements = dict.fromkeys(StateKind, 0.0)
-    for kind, number in parameters:
-        elements[kind] += number
-    return RankStates(elements)
+    return [
+        RankStates(
+            (
+                *(state(fqn) for fqn in unit.parameters),
+                *(state(fqn, StateKind.TIED) for fqn in unit.tied_parameters),
+            )
+        )
+        for unit in representatives(graph)
+    ]
 
 
 def kernel_of(graph: ModelGraph, node: Node) -> Kernel:

@@ -45,8 +45,8 @@ def over_groups(choices: Columns[Choice], groups: tuple[DeviceGroup, ...]) -> Co
     counts = [group.cluster.num_devices for group in groups]
 
     def fits(choice: Choice) -> bool:
-        pp = choice.mesh.pp
-        return pp > 1 and choice.schedule.is_cut_freely and all(count % (sum(counts) // pp) == 0 for count in counts)
+        pp, rules = choice.mesh.pp, choice.schedule.rules
+        return pp > 1 and rules.has_one_stage and all(count % (sum(counts) // pp) == 0 for count in counts)
 
     orders = islice(permutations(group.name for group in groups), MAX_ORDERS)
     return choices.where(fits, "mesh.pp", "schedule").with_each("groups", list(orders))

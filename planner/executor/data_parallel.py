@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.executor.mesh import DATA_AXES
-from planner.parallelism import MeshAxis
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from costmodels.vocabulary.mesh import MeshAxis
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import PlanError
-from planner.parallelism import MeshAxis, Offload, Precision, ScheduleName
+from planner.parallelism import Offload, Precision
 from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
 from planner.executor.mesh import check_executable, compute_dtype, place_of
@@ -33,7 +34,6 @@ from planner.executor.tensor_parallel import (
     torch_placement,
 )
 from planner.model_file import call_model
-from planner.parallelism import MeshAxis
 from planner.plan.schema import Plan
 
 Tensors = dict[str, torch.Tensor]

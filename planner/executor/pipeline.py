@@ -26,11 +26,12 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
+from costmodels.vocabulary.mesh import MeshAxis
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.executor.data_parallel import finish_backward, prepare_backward
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
 from planner.executor.stage_trace import TensorMeta
-from planner.parallelism import MeshAxis, ScheduleName
 from planner.plan.schema import Plan
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti

@@ -7,11 +7,12 @@ A multiply-add counts as 2 FLOPs and attention counts without regard to a mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from hardware_profiles.vocabulary import OpClass
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -23,17 +24,6 @@ AttributeValue = bool | int | float | str | None | tuple[int | None, ...]
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class OpClass(StrEnum):
-    """Operators that share an efficiency; the same names as ``costmodels.workload.OpClass``."""
-
-    GEMM = "gemm"
-    GROUPED_GEMM = "grouped_gemm"
-    ATTENTION = "attention"
-    CONVOLUTION = "convolution"
-    MEMORY_BOUND = "memory_bound"
-    VIEW = "view"  # moves no bytes: reshapes, slices, tuple elements
 
 
 class Parameter(_Value):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.parallelism import MeshAxis, Recompute, ScheduleName, pp_rank_of_stage
+from costmodels.vocabulary.mesh import ZERO_STAGES, MeshAxis
+from planner.parallelism import Recompute
 from planner.plan.schema import Plan
 
 
@@ -20,11 +21,10 @@ def degrees_text(plan: Plan) -> str:
 
 def _mesh(plan: Plan) -> list[str]:
     found: list[str] = []
-    size, inside = plan.mesh.shape().world_size, plan.mesh.dp_shard * plan.mesh.cp
+    size = plan.mesh.shape().world_size
     if size != plan.num_devices:
         found.append(f"mesh: {degrees_text(plan)} makes {size} ranks, but num_devices is {plan.num_devices}")
-    if inside % plan.mesh.ep:
-        found.append(f"mesh.ep: {plan.mesh.ep} does not divide dp_shard * cp = {inside}")
+    found += [f"mesh: {problem}" for problem in plan.mesh.shape().violations()]
     if plan.placements.sequence_parallel and plan.mesh.tp == 1:
         found.append("placements.sequence_parallel: needs tp > 1, but mesh.tp is 1")
     return found
@@ -42,10 +42,7 @@ def _batch(plan: Plan) -> list[str]:
 
 
 def _sharding(plan: Plan) -> list[str]:
-    found: list[str] = []
-    if plan.zero_stage == 0 and plan.mesh.dp_shard > 1:
-        found.append(f"zero_stage: 0 shards nothing, but mesh.dp_shard is {plan.mesh.dp_shard}")
-    return found
+    return [f"zero_stage: {problem}" for problem in ZERO_STAGES[plan.zero_stage].violations(plan.mesh.shape())]
 
 
 def _stages(plan: Plan) -> list[str]:
@@ -57,9 +54,10 @@ def _stages(plan: Plan) -> list[str]:
             f"virtual_stages={pipeline.virtual_stages}), got {[stage.index for stage in pipeline.stages]}"
         ]
     found: list[str] = []
-    ranks = [pp_rank_of_stage(pipeline.schedule, index, pp) for index in range(num_stages)]
+    rules = pipeline.schedule.rules
+    ranks = [rules.rank_of(index, pp) for index in range(num_stages)]
     if [stage.pp_rank for stage in pipeline.stages] != ranks:
-        rule = f"up to pp_rank {pp - 1} and back again" if pipeline.schedule.is_v else f"on pp_rank i mod {pp}"
+        rule = f"up to pp_rank {pp - 1} and back again" if rules.is_v else f"on pp_rank i mod {pp}"
         found.append(f"pipeline.stages: stage i must run {rule}, as {pipeline.schedule.value} assumes")
     counts = Counter(module for stage in pipeline.stages for module in stage.modules)
     found += [f"pipeline.stages: module {m} stands in {n} stages" for m, n in counts.items() if n > 1]
@@ -67,38 +65,9 @@ def _stages(plan: Plan) -> list[str]:
         if pipeline.virtual_stages > 1:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")
         return found
-    fewest, most = pipeline.schedule.stages_a_rank
-    if not fewest <= pipeline.virtual_stages <= (most or pipeline.virtual_stages):
-        found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} does not go with {pipeline.schedule.value}")
-    return [*found, *_microbatches(plan), *_split_backward(plan)]
-
-
-def _microbatches(plan: Plan) -> list[str]:
-    pp, microbatches, schedule = plan.mesh.pp, plan.pipeline.num_microbatches, plan.pipeline.schedule
-    least = {ScheduleName.ONE_F_ONE_B: pp, ScheduleName.DUAL_PIPE_V: 2 * pp}.get(schedule, 1)
-    if microbatches < least:
-        times = "2 * " if schedule.is_v else ""
-        return [f"pipeline.num_microbatches: {schedule.value} needs at least {times}pp={least}, got {microbatches}"]
-    in_rounds = schedule in (ScheduleName.INTERLEAVED_1F1B, ScheduleName.INTERLEAVED_ZERO_BUBBLE)
-    if in_rounds and microbatches % max(1, microbatches // pp):
-        return [
-            f"pipeline.num_microbatches: {schedule.value} runs {microbatches} in rounds of equal size over pp={pp}, "
-            f"so it must be a multiple of {max(1, microbatches // pp)}"
-        ]
-    return []
-
-
-def _split_backward(plan: Plan) -> list[str]:
-    """What does not go with gradients of weights made apart from those of inputs.
-
-    torch would gather resharded parameters and repeat recomputed blocks once for every group of weights.
-    """
-    schedule = plan.pipeline.schedule
-    if not schedule.splits_backward:
-        return []
-    found: list[str] = []
-    if plan.zero_stage > 1:
-        found.append(f"zero_stage: {schedule.value} splits backward passes, so it is 0 or 1, got {plan.zero_stage}")
-    if any(rule.mode is not Recompute.NONE and rule.modules for rule in plan.recompute):
-        found.append(f"recompute: {schedule.value} splits backward passes, so nothing can be recomputed")
-    return found
+    modes = {rule.mode.value for rule in plan.recompute if rule.mode is not Recompute.NONE and rule.modules}
+    problems = [
+        *rules.violations(pp, pipeline.virtual_stages, pipeline.num_microbatches),
+        *rules.conflicts(zero_stage=plan.zero_stage, recomputation=sorted(modes)),
+    ]
+    return [*found, *(f"pipeline.schedule: {problem}" for problem in problems)]

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName, parse_placement
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Offload, Optimizer, Precision, Recompute, parse_placement
 
 SCHEMA_VERSION = 1
 
@@ -45,9 +47,9 @@ class MeshSection(_Value):
     tp: Positive = 1
     ep: Positive = 1
 
-    def shape(self) -> MeshShape:
+    def shape(self) -> Mesh:
         """The same degrees as a value of the vocabulary."""
-        return MeshShape(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
+        return Mesh(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
 
 
 class StageSection(_Value):

@@ -16,7 +16,7 @@ from costmodels.memory import COMPUTE_BYTES, StateBytes, state_bytes
 from costmodels.offload import download_s, host_update_s
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
-from costmodels.workload import CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, SoftwareProfile
 from planner.parallelism import Offload, Recompute
 from planner.pricing.offloading import HostStates, host_states, host_work
@@ -226,7 +226,7 @@ class CostTable:
         zero = choices.numbers("zero_stage")[:, None]
         adds_up = (zero < 2) & (choices.numbers("num_microbatches")[:, None] > 1)
         accumulation = np.where(adds_up, times.accumulate_s, 0.0)
-        splits = choices.each(lambda choice: choice.schedule.splits_backward, "schedule")[:, None]
+        splits = choices.each(lambda choice: choice.schedule.rules.splits_backward, "schedule")[:, None]
         twice = np.where(splits, take("split_extra_s"), 0.0)
         compute_backward = take("backward_s") + accumulation + twice
         forward, backward = take("forward_s"), compute_backward + take("recompute_s")

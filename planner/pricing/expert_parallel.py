@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costmodels.communication import collective_time_s, num_domains_spanned
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.experts import expert_work
 from planner.graph.model_graph import Node, Unit
 from planner.pricing.operator_time import PricingTarget

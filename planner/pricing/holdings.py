@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.workload import OpClass
+from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, Recomputation, Tensor
 from planner.pricing.kernels import is_plain_attention, kernels_issued

@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.communication import Line, collective_lines, collective_times_s, dispatch_parts
 from costmodels.compute import Roofline, roofline
-from costmodels.workload import CollectiveKind, GroupPlacement, OpClass
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.lowered import Collective
 from planner.space.columns import Array

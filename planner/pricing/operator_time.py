@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from costmodels.compute import op_time_s
-from costmodels.workload import OpClass as PricedClass
-from costmodels.workload import OpWorkload
+from costmodels.vocabulary.workload import OpClass as PricedClass
+from costmodels.vocabulary.workload import OpWorkload
 from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.pricing.target import PricingTarget
 

@@ -9,24 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.action import Schedule
 from costmodels.memory import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, simulate
-from costmodels.schedule import peak_in_flight
 from costmodels.step import exposed_s
-from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
+from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
+from planner.parallelism import Offload
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_updated
 from planner.pricing.offloading import HostMemory, fullest_node
 from planner.pricing.rank_memory import RankMemoryModel
-from planner.pricing.stages import (
-    STEADY_ROUNDS,
-    even_starts,
-    in_flight,
-    schedule_of,
-    spread_starts,
-    steady_schedule,
-    weighted_starts,
-)
+from planner.pricing.stages import even_starts, spread_starts, weighted_starts
 from planner.problems import StageProblem, stage_sums
 from planner.space.columns import Columns
 from planner.space.search_space import Choice
@@ -54,7 +46,7 @@ class StageTimes(NamedTuple):
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
 
-    def run(self, schedule: Schedule, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
+    def run(self, schedule: ActionLists, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
         """The schedule simulated."""
         input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
         split_s = input_s, self.weight_s
@@ -165,7 +157,7 @@ class Point:
             backward_s=tuple(rank.unit_times.backward_s for rank in self._ranks),
             static_bytes=tuple(by_kind[k] for k in kinds),
             kept_bytes=tuple(self._costs[k].kept_bytes * reserve for k in kinds),
-            in_flight=in_flight(choice.schedule, pp, choice.num_microbatches),
+            in_flight=choice.schedule.rules.in_flight(pp, choice.num_microbatches),
             room_bytes=tuple(
                 capacity - outside - t.tensors * reserve - t.cached
                 for capacity, t in zip(self.capacity_bytes, transient, strict=True)
@@ -240,7 +232,7 @@ class Point:
         choice, pp = self.choice, self.choice.mesh.pp
         # Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called.
         name = ScheduleName.ONE_F_ONE_B if pp == 1 else choice.schedule
-        schedule = schedule_of(name, pp, choice.virtual_stages, choice.num_microbatches)
+        schedule = name.rules.actions(pp, choice.virtual_stages, choice.num_microbatches)
         times, sends_block = self._stage_times(starts), self.table.recipe.sends_block
         return times.run(schedule, self.table.send_s(choice), sends_block=sends_block)
 
@@ -275,28 +267,27 @@ class Point:
         )
 
     def _rank_of(self, stage: int) -> int:
-        return pp_rank_of_stage(self.choice.schedule, stage, self.choice.mesh.pp)
+        return self.choice.schedule.rules.rank_of(stage, self.choice.mesh.pp)
 
     def _makespan_s(self, times: StageTimes, send_s: float | Sequence[float], *, exact: bool) -> float:
         choice = self.choice
-        pp, m = choice.mesh.pp, choice.num_microbatches
+        pp, m, rules = choice.mesh.pp, choice.num_microbatches, choice.schedule.rules
         if pp == 1:
             return m * (times.forward_s[0] + times.backward_s[0])
 
         def run(num_microbatches: int) -> float:
-            schedule = schedule_of(choice.schedule, pp, choice.virtual_stages, num_microbatches)
+            schedule = rules.actions(pp, choice.virtual_stages, num_microbatches)
             timeline = times.run(schedule, send_s, sends_block=self.table.recipe.sends_block)
             # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
             return timeline.longest_rank_s if choice.schedule is ScheduleName.ZB_2P else timeline.makespan_s
 
         # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
-        steady_s = pp * max(self._work_of_ranks(times)) * (1 - 1e-9)
-        seen = STEADY_ROUNDS
-        while not exact and seen + 1 < m // pp:
-            left = m // pp - seen
-            near, far = run(m - left * pp), run(m - (left - 1) * pp)
+        each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
+        steady_s = each * max(self._work_of_ranks(times)) * (1 - 1e-9)
+        while not exact and seen + 1 < rounds:
+            near, far = run(rules.shortened(pp, m, seen)), run(rules.shortened(pp, m, seen + 1))
             if far - near >= steady_s:
-                return near + left * (far - near)
+                return near + (rounds - seen) * (far - near)
             seen *= 2
         return run(m)
 
@@ -360,10 +351,10 @@ class Point:
         """
         choice = self.choice
         pp = choice.mesh.pp
-        if choice.schedule.is_cut_freely:
-            flying = in_flight(choice.schedule, pp, choice.num_microbatches)
-            return [number * num_bytes for number, num_bytes in zip(flying, kept, strict=True)]
-        schedule = steady_schedule(choice.schedule, pp, choice.virtual_stages, choice.num_microbatches)
+        rules, m = choice.schedule.rules, choice.num_microbatches
+        if rules.has_one_stage:
+            return [number * num_bytes for number, num_bytes in zip(rules.in_flight(pp, m), kept, strict=True)]
+        schedule = rules.actions(pp, choice.virtual_stages, rules.shortened(pp, m))
         by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
         return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
 
@@ -381,7 +372,7 @@ def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, par
     reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
     exposed = 0.0
     recipe = table.recipe
-    if not recipe.overlaps_reduction or choice.schedule.splits_backward:
+    if not recipe.overlaps_reduction or choice.schedule.rules.splits_backward:
         exposed += float(reduce.sum())
     elif choice.zero_stage <= 1:
         behind = float((parts.compute_backward_s + parts.recompute_s)[0][kinds].sum())

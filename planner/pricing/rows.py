@@ -9,8 +9,16 @@ import numpy as np
 
 from planner.axes.framework import Framework
 from planner.axes.lowered import RankStates
-from planner.axes.registry import Lowering, Own, lowered_states, own_fields, state_collectives
-from planner.axes.tensor import split_states
+from planner.axes.registry import (
+    Own,
+    WorkLowering,
+    collective_fields,
+    lowered_states,
+    state_collectives,
+    state_fields,
+    work_fields,
+)
+from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_states, whole_work
 from planner.graph.model_graph import ModelGraph
 from planner.parallelism import Recompute
@@ -34,12 +42,12 @@ def work_rows(
     rows = WorkPrices(np.empty((*shape, len(Time))), np.empty((*shape, len(Holding))))
     alike: defaultdict[tuple[TensorSplit, Own], list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
-        alike[key.tensor, own_fields(key)].append(row)
+        alike[key.tensor, work_fields(key)].append(row)
     for column, unit in enumerate(kinds):
         cases: defaultdict[int, list[tuple[int, Case]]] = defaultdict(list)
-        lowering = Lowering(whole_work(graph, unit), framework)
+        lowering = WorkLowering(whole_work(graph, unit), framework)
         for (split, own), places in alike.items():
-            work = lowering.work(own, decisions[split][column])
+            work = lowering.under(own, decisions[split][column])
             cases[id(work.unit)] += [(row, Case(work, keys[row].micro_batch_size)) for row in places]
         for found in cases.values():
             places = [row for row, _ in found]
@@ -51,25 +59,30 @@ def work_rows(
 
 def element_rows(graph: ModelGraph, decisions: Decisions, splits: Sequence[TensorSplit]) -> Array:
     """[splits, kinds, ``Element``]: parameters on one tensor-parallel rank."""
-    return np.array([counted(elements_of(_split(graph, decisions[split]))) for split in splits])
+    whole = whole_states(graph)
+
+    def on_one_rank(split: TensorSplit) -> list[RankStates]:
+        return [TENSOR.states(states, split, at) for states, at in zip(whole, decisions[split], strict=True)]
+
+    return np.array([counted(elements_of(on_one_rank(split))) for split in splits])
 
 
 def data_rows(
     graph: ModelGraph, decisions: Decisions, keys: Sequence[DataKey], machine: Machine, framework: Framework
 ) -> Array:
     """Seconds [keys, kinds, ``Data``]."""
-    split = {tensor: _split(graph, decision) for tensor, decision in decisions.items()}
+    whole = whole_states(graph)
     pricers: dict[tuple[TensorSplit, Own], StatePricer] = {}
-    rows = np.empty((len(keys), len(representatives(graph)), len(Data)))
+    found: dict[tuple[TensorSplit, Own, Own], Array] = {}
+    rows = np.empty((len(keys), len(whole), len(Data)))
     for row, key in enumerate(keys):
-        place = key.tensor, own_fields(key)
-        if place not in pricers:
-            lowered = [lowered_states(states, place[1]) for states in split[key.tensor]]
-            pricers[place] = StatePricer(elements_of(lowered), machine, framework)
-        rows[row] = pricers[place].times(state_collectives(key, framework))
+        own, moved = state_fields(key), collective_fields(key)
+        place = key.tensor, own, moved
+        if place not in found:
+            if (key.tensor, own) not in pricers:
+                placed = zip(whole, decisions[key.tensor], strict=True)
+                states = [lowered_states(each, own, placement) for each, placement in placed]
+                pricers[key.tensor, own] = StatePricer(elements_of(states), machine, framework)
+            found[place] = pricers[key.tensor, own].times(state_collectives(moved, framework))
+        rows[row] = found[place]
     return rows
-
-
-def _split(graph: ModelGraph, decision: Decision) -> list[RankStates]:
-    units = zip(representatives(graph), decision, strict=True)
-    return [split_states(graph, whole_states(graph, unit), placement) for unit, placement in units]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from costmodels.communication import collective_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.model_graph import Node, OpClass, Unit, op_name
 from planner.graph.op_call import FLOATING, ITEM_BYTES
 from planner.parallelism import Partial, Placement, Replicate, Shard

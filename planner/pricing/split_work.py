@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.workload import OpClass
+from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel
 from planner.space.columns import Array

@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from costmodels.workload import OpClass
+from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankStates, Role, StateKind
 from planner.pricing.machine import Machine
@@ -35,7 +35,7 @@ class Element(Enum):
 
 def elements_of(states: Sequence[RankStates]) -> Array:
     """[units, ``StateKind``]."""
-    return np.array([[each.elements[kind] for kind in _STATES] for each in states])
+    return np.array([[each.elements(kind) for kind in _STATES] for each in states])
 
 
 def counted(elements: Array) -> Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodels.communication import collective_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.experts import expert_parameters
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
 from planner.parallelism import Recompute, Replicate, Shard

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from costmodels.action import Action
 from costmodels.pipeline import Timeline
-from planner.parallelism import ScheduleName
+from costmodels.vocabulary.action import Action
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.pricing.point import Point
 
 

@@ -37,11 +37,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.memory import MemoryLedger
-from planner.parallelism import Offload, ScheduleName, pp_rank_of_stage
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Offload
 from planner.pricing.cost_table import CostTable, UnitRow, num_updated
 from planner.pricing.offloading import on_node
 from planner.pricing.rank_memory import reserve_fraction
-from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
+from planner.pricing.stages import even_starts
 from planner.pricing.unit_costs import UnitStates
 from planner.space.columns import Array, Columns, Positions
 from planner.space.search_space import Choice
@@ -172,7 +173,7 @@ class _Group:
         total = self._work @ self._counts
         if self._pp == 1:
             return self._m * total
-        if not self._schedule.is_cut_freely:
+        if not self._schedule.rules.has_one_stage:
             return self._evenly_cut_s()
         if self._choices[0].groups:
             return self._unlike_s()
@@ -235,7 +236,7 @@ class _Group:
         ranks, below = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         hops = self._send[:, None] * np.arange(self._pp)
         m = self._m[:, None]
-        if not self._schedule.splits_backward:
+        if not self._schedule.rules.splits_backward:
             return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
         if self._schedule is ScheduleName.ZB_2P:  # whose ranks do not wait for each other to end a step
             return (m * (self._work @ ranks.T)).max(axis=1)
@@ -261,7 +262,7 @@ class _Group:
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
         outside = MemoryLedger().with_reserve(self._table.software, 0).total_bytes
         reserve = self._layouts.reserve[self._layout]
-        if self._schedule.is_cut_freely:
+        if self._schedule.rules.has_one_stage:
             tensors = self._weighted_bytes(static, kept * reserve[:, None])
         else:
             waiting = self._table.column("waiting_bytes")[self._rows]
@@ -273,7 +274,7 @@ class _Group:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
             flying = self._choices.each(
-                lambda choice: in_flight(self._schedule, self._pp, choice.num_microbatches), "num_microbatches"
+                lambda choice: self._schedule.rules.in_flight(self._pp, choice.num_microbatches), "num_microbatches"
             )
         states, activations = static @ self._counts, kept @ self._counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
@@ -285,10 +286,13 @@ class _Group:
     def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._choices))
-        rounds_of = np.minimum(self._m // self._pp, MOST_ROUNDS)
-        for rounds in np.unique(rounds_of):
-            members = np.flatnonzero(rounds_of == rounds)
-            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, int(rounds))
+        shortened = self._choices.each(
+            lambda choice: self._schedule.rules.shortened(self._pp, choice.num_microbatches, MOST_ROUNDS),
+            "num_microbatches",
+        )
+        for m in np.unique(shortened):
+            members = np.flatnonzero(shortened == m)
+            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, int(m))
             held = kept[members] @ flying.T + waiting[members] @ waits.T
             worst[members] = (static[members] @ ranks.T + held).max(axis=1)
         return worst
@@ -326,7 +330,7 @@ def _even_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual
 
 @lru_cache(maxsize=1024)
 def _flying_counts(
-    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, rounds: int
+    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
 ) -> tuple[Array, Array]:
     """Units of each kind whose activations a rank holds when it holds most stages, and of those that wait for their
     weight gradients; [ranks, kinds] each.
@@ -334,7 +338,7 @@ def _flying_counts(
     stages = _stage_counts(units, num_ranks * virtual_stages)
     flying, waits = (
         _by_rank(stages * np.array(counts)[:, None], schedule, num_ranks)
-        for counts in in_flight_by_stage(schedule, num_ranks, virtual_stages, rounds * num_ranks)
+        for counts in schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
     )
     return flying, waits
 
@@ -342,7 +346,7 @@ def _flying_counts(
 def _by_rank(stages: Array, schedule: ScheduleName, num_ranks: int) -> Array:
     """Sums of the rows of ``stages`` over the stages of each rank."""
     ranks = np.zeros((num_ranks, stages.shape[1]))
-    np.add.at(ranks, [pp_rank_of_stage(schedule, stage, num_ranks) for stage in range(len(stages))], stages)
+    np.add.at(ranks, [schedule.rules.rank_of(stage, num_ranks) for stage in range(len(stages))], stages)
     return ranks
 
 

@@ -8,10 +8,11 @@ from itertools import groupby
 
 from costmodels.compute import peak_flops_per_s
 from costmodels.memory import MASTER_BYTES, MemoryLedger, tag_of
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
-from planner.parallelism import Offload, Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
+from planner.parallelism import Offload, Placement, Recompute, Replicate
 from planner.plan.schema import (
     BreakdownSection,
     Candidate,
@@ -74,9 +75,9 @@ def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> Pip
         stages=tuple(
             StageSection(
                 index=index,
-                pp_rank=pp_rank_of_stage(choice.schedule, index, choice.mesh.pp),
+                pp_rank=choice.schedule.rules.rank_of(index, choice.mesh.pp),
                 modules=tuple(m for unit in graph.units[start:end] for m in unit.modules),
-                device_group=groups[pp_rank_of_stage(choice.schedule, index, choice.mesh.pp)],
+                device_group=groups[choice.schedule.rules.rank_of(index, choice.mesh.pp)],
             )
             for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         ),

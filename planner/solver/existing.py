@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from costmodels.schedule import validate_schedule
+from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import MeshShape, Placement, Recompute, Replicate, parse_placement
+from planner.parallelism import Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
 from planner.space.search_space import Choice
 
@@ -27,7 +27,7 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
             hint="choose another --gpus, or search again",
         )
     num_microbatches = per_rank // pipeline.micro_batch_size
-    broken = validate_schedule(pipeline.schedule.value, mesh.pp, pipeline.virtual_stages, num_microbatches)
+    broken = pipeline.schedule.rules.violations(mesh.pp, pipeline.virtual_stages, num_microbatches)
     if mesh.pp > 1 and broken:
         raise PlanError(
             f"on {num_devices} GPUs each data-parallel rank would run {num_microbatches} micro-batches: "
@@ -77,7 +77,7 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
         raise PlanError("this plan cannot be priced: " + "; ".join(found), hint="run it and measure, or search again")
 
 
-def _mesh_for(plan: Plan, num_devices: int) -> MeshShape:
+def _mesh_for(plan: Plan, num_devices: int) -> Mesh:
     mesh = plan.mesh.shape()
     if num_devices == mesh.world_size:
         return mesh

@@ -158,7 +158,7 @@ def _scarcity(table: CostTable, lower: Bounds) -> Array:
 def visit(table: CostTable, choice: Choice, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
     """The choice cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
     point = Point(table, choice)
-    if choice.mesh.pp == 1 or not choice.schedule.is_cut_freely:
+    if choice.mesh.pp == 1 or not choice.schedule.rules.has_one_stage:
         return _price_if_fits(point, point.even_starts())
     solution = solver.solve_stages(point.stage_problem(), cutoff_s)
     return None if solution is None else _price_if_fits(point, solution.starts)

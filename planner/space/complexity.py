@@ -4,7 +4,7 @@
    tensor;
 2. degrees of pipeline, context, expert and tensor parallelism;
 3. stages a rank;
-4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``ScheduleName``;
+4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``SCHEDULES``;
 5. recomputation;
 6. the ZeRO stage, where 3, FSDP's own, is the plainest;
 7. replicas of shards, and sequence parallelism.
@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-from planner.parallelism import Recompute, ScheduleName
+from costmodels.vocabulary.schedules import SCHEDULES
+from planner.parallelism import Recompute
 from planner.space.search_space import Choice
 
-_PLAINEST = (ScheduleName.ONE_F_ONE_B, *(name for name in ScheduleName if name is not ScheduleName.ONE_F_ONE_B))
-_SCHEDULES = {name: place for place, name in enumerate(_PLAINEST)}
+_PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
 _RECOMPUTATION = {mode: place for place, mode in enumerate(Recompute)}
 
 
@@ -30,7 +30,7 @@ def complexity(choice: Choice) -> tuple[int, ...]:
         mesh.ep,
         mesh.tp,
         choice.virtual_stages,
-        _SCHEDULES[choice.schedule],
+        _PLAINNESS[choice.schedule],
         _RECOMPUTATION[choice.recompute],
         3 - choice.zero_stage,
         mesh.dp_replicate,

@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 from math import gcd
 from typing import NamedTuple
 
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.errors import InputError
-from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Offload, Optimizer, Precision, Recompute
 from planner.space.columns import Columns
 
 MAX_MICRO_BATCH_SIZE = 64
@@ -54,7 +56,7 @@ class Pins:
 class Choice(NamedTuple):
     """One coarse point: everything but stage boundaries and placements."""
 
-    mesh: MeshShape
+    mesh: Mesh
     zero_stage: int
     micro_batch_size: int
     num_microbatches: int
@@ -110,8 +112,8 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
             hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
-            "1F1B needs at least pp, the interleaved schedules a multiple of pp, and those in a V twice pp: drop a pin "
-            "or change --global-batch",
+            "1F1B needs at least pp, DualPipeV at least twice pp, and the interleaved schedules rounds of equal size: "
+            "drop a pin or change --global-batch",
         )
     return SearchSpace(training, pins, limits, choices)
 
@@ -198,20 +200,16 @@ def _pipeline_violations(pins: Pins, limits: Limits) -> list[str]:
 
 def _schedule_violations(schedule: ScheduleName, pins: Pins) -> list[str]:
     found: list[str] = []
-    fewest, most = schedule.stages_a_rank
-    virtual = pins.virtual_stages
-    if virtual is not None and most is not None and virtual > most:
-        able = ", ".join(s.value for s in ScheduleName if s.stages_a_rank[1] is None)
+    rules, virtual = schedule.rules, pins.virtual_stages
+    if virtual is not None and rules.max_stages is not None and virtual > rules.max_stages:
+        able = ", ".join(name for name, other in SCHEDULES.items() if other.max_stages is None)
         found.append(f"{virtual} virtual stages need one of the schedules {able}, not {schedule}")
-    if virtual is not None and virtual < fewest:
-        found.append(f"{schedule} needs at least {fewest} virtual stages, got {virtual}")
-    if pins.pp == 1 and not schedule.is_cut_freely:
+    if virtual is not None and virtual < rules.min_stages:
+        found.append(f"{schedule} needs at least {rules.min_stages} virtual stages, got {virtual}")
+    if pins.pp == 1 and not rules.has_one_stage:
         found.append(f"{schedule} needs pp > 1")
-    if schedule.splits_backward and pins.zero is not None and pins.zero > 1:
-        found.append(f"{schedule} splits backward passes, so the ZeRO stage is 0 or 1, got {pins.zero}")
-    if schedule.splits_backward and pins.recompute not in (None, Recompute.NONE):
-        found.append(f"{schedule} splits backward passes, so nothing can be recomputed, got {pins.recompute}")
-    return found
+    modes = [] if pins.recompute in (None, Recompute.NONE) else [pins.recompute.value]
+    return [*found, *rules.conflicts(zero_stage=pins.zero, recomputation=modes)]
 
 
 def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list[str]:
@@ -231,7 +229,7 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
 
 def _choices(training: Training, pins: Pins, limits: Limits) -> Columns[Choice]:
     """Every choice; those of one mesh serve for all meshes that allow the same."""
-    alike: dict[tuple[object, ...], list[MeshShape]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(training, pins, limits):
         zero_stages, flags = _zero_stages(mesh, pins), _sequence_parallel(training, pins, limits, mesh)
         alike[mesh.pp, mesh.dp, tuple(zero_stages), tuple(flags)].append(mesh)
@@ -240,12 +238,12 @@ def _choices(training: Training, pins: Pins, limits: Limits) -> Columns[Choice]:
     return Columns.joined([Columns.of(Choice, ()), *parts])
 
 
-def _choices_on(mesh: MeshShape, training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+def _choices_on(mesh: Mesh, training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
     offload = pins.offload or Offload.NONE
     for zero in _zero_stages(mesh, pins):
         for micro, num_micro in _micro_batches(training, pins, mesh):
             for schedule, virtual in _schedules(pins, limits, mesh, num_micro):
-                if schedule.splits_backward and zero > 1:
+                if schedule.rules.splits_backward and zero > 1:
                     continue
                 for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
                     for recompute in _recomputations(pins, schedule):
@@ -254,7 +252,7 @@ def _choices_on(mesh: MeshShape, training: Training, pins: Pins, limits: Limits)
                         )
 
 
-def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShape]:
+def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[Mesh]:
     n = limits.num_devices
     for tp in _degrees(n, pins.tp, lambda d: d == 1 or (d in limits.tensor_degrees and d <= limits.devices_per_node)):
         for pp in _degrees(n // tp, pins.pp, lambda d: d <= limits.num_pipeline_units):
@@ -270,7 +268,7 @@ def _meshes(training: Training, pins: Pins, limits: Limits) -> Iterator[MeshShap
                     shard = dp // replicate
                     if pins.dp_replicate is None or replicate == pins.dp_replicate:
                         for ep in _degrees(gcd(shard * cp, limits.num_experts), pins.ep, lambda d: True):
-                            yield MeshShape(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
+                            yield Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
 
 
 def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[int]:
@@ -279,7 +277,7 @@ def _degrees(n: int, pin: int | None, allowed: Callable[[int], bool]) -> list[in
     return [d for d in divisors(n) if allowed(d)]
 
 
-def _zero_stages(mesh: MeshShape, pins: Pins) -> list[int]:
+def _zero_stages(mesh: Mesh, pins: Pins) -> list[int]:
     """Sharding needs ranks to shard over."""
     stages = [0] if mesh.dp_shard == 1 else [1, 2, 3]
     if mesh.dp == 1 and pins.zero is not None:
@@ -287,7 +285,7 @@ def _zero_stages(mesh: MeshShape, pins: Pins) -> list[int]:
     return [stage for stage in stages if pins.zero in (None, stage)]
 
 
-def _micro_batches(training: Training, pins: Pins, mesh: MeshShape) -> list[tuple[int, int]]:
+def _micro_batches(training: Training, pins: Pins, mesh: Mesh) -> list[tuple[int, int]]:
     per_rank = training.global_batch_size // mesh.dp
     sizes = [pins.micro_batch] if pins.micro_batch else divisors(per_rank)
     return [
@@ -297,37 +295,29 @@ def _micro_batches(training: Training, pins: Pins, mesh: MeshShape) -> list[tupl
     ]
 
 
-def _schedules(pins: Pins, limits: Limits, mesh: MeshShape, num_micro: int) -> list[tuple[ScheduleName, int]]:
+def _schedules(pins: Pins, limits: Limits, mesh: Mesh, num_micro: int) -> list[tuple[ScheduleName, int]]:
     if mesh.pp == 1:
-        is_possible = pins.virtual_stages in (None, 1) and (pins.schedule is None or pins.schedule.is_cut_freely)
+        is_possible = pins.virtual_stages in (None, 1) and (pins.schedule is None or pins.schedule.rules.has_one_stage)
         return [(pins.schedule or ScheduleName.ONE_F_ONE_B, 1)] if is_possible else []
     pp = mesh.pp
     most = min(pins.virtual_stages or MAX_VIRTUAL_STAGES, limits.num_pipeline_units // pp)
-    found = [(ScheduleName.GPIPE, 1)]
-    if num_micro >= pp:  # torch's 1F1B needs a micro-batch for every stage
-        found.insert(0, (ScheduleName.ONE_F_ONE_B, 1))
-    if num_micro % pp == 0:  # torch's interleaved schedules work in rounds of pp micro-batches
-        found += [(ScheduleName.INTERLEAVED_1F1B, v) for v in range(2, most + 1)]
-        found += [(ScheduleName.INTERLEAVED_ZERO_BUBBLE, v) for v in range(1, most + 1)]
-    if most >= 2 and num_micro >= 2 * pp:  # DualPipeV needs as many micro-batches as stages, and ZBV that many to fill
-        found += [(ScheduleName.ZBV_ZERO_BUBBLE, 2), (ScheduleName.DUAL_PIPE_V, 2)]
-    if pins.schedule is ScheduleName.ZB_2P and num_micro >= pp:  # priced where it is asked for: torch cannot run it
-        found.append((ScheduleName.ZB_2P, 1))
     return [
-        (schedule, virtual)
-        for schedule, virtual in found
-        if pins.schedule in (None, schedule) and pins.virtual_stages in (None, virtual)
+        (name, virtual)
+        for name, rules in SCHEDULES.items()
+        if pins.schedule is name or (pins.schedule is None and rules.in_torch)
+        for virtual in range(rules.min_stages, min(most, rules.max_stages or most) + 1)
+        if pins.virtual_stages in (None, virtual) and not rules.violations(pp, virtual, num_micro)
     ]
 
 
 def _recomputations(pins: Pins, schedule: ScheduleName) -> list[Recompute]:
     """A backward pass that is split would recompute again for every group of weights."""
-    if schedule.splits_backward:
+    if schedule.rules.splits_backward:
         return [Recompute.NONE] if pins.recompute in (None, Recompute.NONE) else []
     return [pins.recompute] if pins.recompute else list(Recompute)
 
 
-def _sequence_parallel(training: Training, pins: Pins, limits: Limits, mesh: MeshShape) -> list[bool]:
+def _sequence_parallel(training: Training, pins: Pins, limits: Limits, mesh: Mesh) -> list[bool]:
     possible = [False]
     if mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0:
         possible.append(True)

@@ -7,9 +7,8 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from costmodels.action import Action, Kind
-from costmodels.schedule import SPLIT_SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, build_schedule
-from planner.parallelism import ScheduleName, pp_rank_of_stage
+from costmodels.vocabulary.action import Action, Kind
+from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
 KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -56,7 +55,7 @@ def recorded(schedule: type[ScheduleGPipe] | type[Schedule1F1B], rank: int, p: i
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (2, 2), (2, 7), (4, 4), (4, 16), (8, 12)])
 def test_one_stage_a_rank(p: int, m: int) -> None:
     for name, schedule in (("GPipe", ScheduleGPipe), ("1F1B", Schedule1F1B)):
-        ours = build_schedule(name, p, 1, m)
+        ours = ScheduleName(name).rules.actions(p, 1, m)
         assert ours == tuple(recorded(schedule, rank, p, m) for rank in range(p)), name
 
 
@@ -87,39 +86,40 @@ def of_several_stages(name: str, rank: int, p: int, v: int, m: int) -> tuple[Act
 )
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble"])
 def test_several_stages_a_rank(name: str, p: int, v: int, m: int) -> None:
-    for rank, ours in enumerate(build_schedule(name, p, v, m)):
+    for rank, ours in enumerate(ScheduleName(name).rules.actions(p, v, m)):
         assert ours == of_several_stages(name, rank, p, v, m)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (4, 8), (4, 10), (8, 24)])
 def test_zero_bubble_with_one_stage_a_rank(p: int, m: int) -> None:
-    for rank, ours in enumerate(build_schedule("InterleavedZeroBubble", p, 1, m)):
+    for rank, ours in enumerate(ScheduleName("InterleavedZeroBubble").rules.actions(p, 1, m)):
         assert ours == of_several_stages("InterleavedZeroBubble", rank, p, 1, m)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 31), (5, 12), (8, 16), (8, 64)])
-@pytest.mark.parametrize("name", V_SCHEDULES)
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
 def test_stages_in_a_v(name: str, p: int, m: int) -> None:
-    for rank, ours in enumerate(build_schedule(name, p, 2, m)):
+    for rank, ours in enumerate(ScheduleName(name).rules.actions(p, 2, m)):
         assert ours == of_several_stages(name, rank, p, 2, m)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 2), (4, 5), (8, 7)])
 def test_a_v_of_few_microbatches(p: int, m: int) -> None:
-    for rank, ours in enumerate(build_schedule("ZBVZeroBubble", p, 2, m)):
+    for rank, ours in enumerate(ScheduleName("ZBVZeroBubble").rules.actions(p, 2, m)):
         assert ours == of_several_stages("ZBVZeroBubble", rank, p, 2, m)
 
 
 def test_stages_lie_on_the_ranks_that_torch_gives_them() -> None:
     for name in ScheduleName:
-        style = "v" if name.value in V_SCHEDULES else "loop"
+        style = "v" if name.value in ("ZBVZeroBubble", "DualPipeV") else "loop"
         for p in (1, 2, 4, 5):
             theirs = of_torch.generate_stage_to_rank_mapping(p, 2 * p, style)
-            assert {stage: pp_rank_of_stage(name, stage, p) for stage in range(2 * p)} == theirs
+            assert {stage: name.rules.rank_of(stage, p) for stage in range(2 * p)} == theirs
 
 
 def test_one_vocabulary() -> None:
-    assert {name.value for name in ScheduleName} == {*TORCH_SCHEDULES, "ZB-2P"}
-    assert {name.value for name in ScheduleName if name.splits_backward} == set(SPLIT_SCHEDULES)
-    for name in TORCH_SCHEDULES:
-        assert of_torch.get_schedule_class(name) is not None
+    assert set(SCHEDULES) == set(ScheduleName)
+    assert {name for name, rules in SCHEDULES.items() if not rules.in_torch} == {ScheduleName.ZB_2P}
+    for name, rules in SCHEDULES.items():
+        if rules.in_torch:
+            assert of_torch.get_schedule_class(name.value) is not None

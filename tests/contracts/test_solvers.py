@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodels.pipeline import simulate
-from costmodels.schedule import build_schedule
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.problems import (
     DegreeProblem,
     PlacementProblem,
@@ -228,7 +228,9 @@ def test_random_instances_are_of_every_sort() -> None:
 
 def makespan_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     """What the schedule itself takes, simulated action by action."""
-    schedule = build_schedule("1F1B" if problem.windowed else "GPipe", problem.num_ranks, 1, problem.num_microbatches)
+    schedule = ScheduleName("1F1B" if problem.windowed else "GPipe").rules.actions(
+        problem.num_ranks, 1, problem.num_microbatches
+    )
     forward, backward = rank_sums(problem.forward_s, starts), rank_sums(problem.backward_s, starts)
     return simulate(schedule, forward, backward, problem.send_s).makespan_s
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName, pp_rank_of_stage
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.schema import (
     MeshSection,
     ModelSection,
@@ -84,7 +85,7 @@ def _stages(toy: ToyModel, pp: int, virtual_stages: int, schedule: ScheduleName)
     modules[0] = [*toy.before, *modules[0]]
     modules[-1] += toy.after
     return tuple(
-        StageSection(index=i, pp_rank=pp_rank_of_stage(schedule, i, pp), modules=tuple(names))
+        StageSection(index=i, pp_rank=schedule.rules.rank_of(i, pp), modules=tuple(names))
         for i, names in enumerate(modules)
     )
 

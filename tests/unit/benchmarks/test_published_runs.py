@@ -14,7 +14,8 @@ from benchmarks.published.pricing import RunPricer, choice_of
 from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
 from costmodels.recipe import load_recipe
-from planner.parallelism import Recompute, ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Recompute
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {

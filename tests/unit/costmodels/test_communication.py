@@ -12,7 +12,7 @@ from costmodels.communication import (
     num_domains_spanned,
     tiers_used,
 )
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from tests.unit.costmodels.toy_cluster import NIC, NVLINK, at_scale, make_cluster, make_tiers, quantity
 
 KINDS = list(CollectiveKind)

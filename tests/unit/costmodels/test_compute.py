@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.compute import op_time_s, peak_flops_per_s, roofline
-from costmodels.workload import OpClass, OpWorkload
+from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.schema import DeviceProfile
 from tests.unit.costmodels.toy_cluster import BANDWIDTH, PEAK_BF16, make_device, quantity
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.action import Action
 from costmodels.pipeline import simulate
-from costmodels.schedule import SCHEDULES, SPLIT_SCHEDULES, V_SCHEDULES, build_schedule, validate_schedule
+from costmodels.vocabulary.action import Action
+from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
 seconds = st.floats(min_value=0.001, max_value=10)
 
@@ -15,14 +15,14 @@ seconds = st.floats(min_value=0.001, max_value=10)
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 2), (4, 8), (8, 8), (16, 64)])
 def test_equal_stages_meet_the_closed_form(name: str, p: int, m: int) -> None:
-    timeline = simulate(build_schedule(name, p, 1, m), [1.0] * p, [2.0] * p, 0.0)
+    timeline = simulate(ScheduleName(name).rules.actions(p, 1, m), [1.0] * p, [2.0] * p, 0.0)
     assert timeline.makespan_s == pytest.approx((m + p - 1) * 3.0)
     assert timeline.busy_s == pytest.approx([m * 3.0] * p)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 4, 32)])
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m: int) -> None:
-    schedule = build_schedule("Interleaved1F1B", p, v, m)
+    schedule = ScheduleName("Interleaved1F1B").rules.actions(p, v, m)
     timeline = simulate(schedule, [1.0 / v] * (p * v), [2.0 / v] * (p * v), 0.0)
     assert timeline.makespan_s == pytest.approx(m * 3.0 + (p - 1) * 3.0 / v)
 
@@ -32,7 +32,7 @@ def test_splitting_backward_passes_fills_the_bubble(p: int, m: int) -> None:
     def idle(name: str, v: int) -> list[float]:
         """Seconds each rank waits between its first and its last action; F, I and W take one second."""
         each = [1.0 / v] * (p * v)
-        timeline = simulate(build_schedule(name, p, v, m), each, [2.0 / v] * (p * v), 0.0, (each, each))
+        timeline = simulate(ScheduleName(name).rules.actions(p, v, m), each, [2.0 / v] * (p * v), 0.0, (each, each))
         assert timeline.busy_s == pytest.approx([3.0 * m] * p)
         return [rank[-1].end_s - rank[0].start_s - 3.0 * m for rank in timeline.ranks]
 
@@ -51,17 +51,17 @@ def test_a_split_backward_takes_the_seconds_of_its_halves() -> None:
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     forward = [1.0, 1.0, 4.0, 1.0]
-    timeline = simulate(build_schedule("1F1B", 4, 1, 100), forward, [0.0] * 4, 0.0)
+    timeline = simulate(ScheduleName("1F1B").rules.actions(4, 1, 100), forward, [0.0] * 4, 0.0)
     assert timeline.makespan_s == pytest.approx(100 * 4 + 1 + 1 + 1)
 
 
 def test_sends_delay_the_first_microbatch_once_per_hop_and_direction() -> None:
-    timeline = simulate(build_schedule("GPipe", 4, 1, 1), [1.0] * 4, [1.0] * 4, 0.25)
+    timeline = simulate(ScheduleName("GPipe").rules.actions(4, 1, 1), [1.0] * 4, [1.0] * 4, 0.25)
     assert timeline.makespan_s == pytest.approx(8 + 6 * 0.25)
 
 
 def test_sends_that_block_keep_their_sender() -> None:
-    schedule = build_schedule("GPipe", 2, 1, 3)
+    schedule = ScheduleName("GPipe").rules.actions(2, 1, 3)
     free = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25)
     held = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25, sends_block=True)
     assert free.makespan_s == pytest.approx(8 + 2 * 0.25)  # each way once
@@ -79,9 +79,9 @@ def test_stages_of_one_rank_need_no_send() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[str, int, int, int]:
-    name = draw(st.sampled_from(SCHEDULES))
+    name = draw(st.sampled_from(list(SCHEDULES)))
     p = draw(st.integers(1, 5))
-    v = 2 if name in V_SCHEDULES else draw(st.integers(2, 3)) if name.startswith("Interleaved") else 1
+    v = 2 if "V" in name else draw(st.integers(2, 3)) if name.startswith("Interleaved") else 1
     m = p * draw(st.integers(2 if name == "DualPipeV" else 1, 4))
     return name, p, v, m
 
@@ -89,10 +89,10 @@ def problems(draw: st.DrawFn) -> tuple[str, int, int, int]:
 @given(problem=problems(), data=st.data(), send_s=st.floats(0, 5))
 def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.DataObject, send_s: float) -> None:
     name, p, v, m = problem
-    assert not validate_schedule(name, p, v, m)
+    assert not ScheduleName(name).rules.violations(p, v, m)
     forward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
     backward = data.draw(st.lists(seconds, min_size=p * v, max_size=p * v))
-    schedule = build_schedule(name, p, v, m)
+    schedule = ScheduleName(name).rules.actions(p, v, m)
     split = ([0.4 * b for b in backward], [0.6 * b for b in backward])
     timeline = simulate(schedule, forward, backward, send_s, split)
 
@@ -102,7 +102,7 @@ def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.
     assert timeline.makespan_s >= max(work) - 1e-9
     rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
     hops = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(p * v - 1))
-    through = 0.4 if name in SPLIT_SCHEDULES else 1.0
+    through = 0.4 if ScheduleName(name).rules.splits_backward else 1.0
     assert timeline.makespan_s >= sum(forward) + through * sum(backward) + 2 * hops * send_s - 1e-9
 
     end = {timed.action: timed.end_s for rank in timeline.ranks for timed in rank}
@@ -142,7 +142,7 @@ def test_an_order_that_never_completes_is_refused() -> None:
 
 
 def test_lists_that_do_not_fit_together_are_refused() -> None:
-    schedule = build_schedule("1F1B", 2, 1, 2)
+    schedule = ScheduleName("1F1B").rules.actions(2, 1, 2)
     with pytest.raises(ValueError, match="2 stages have a forward time but 1 a backward time"):
         simulate(schedule, [1.0] * 2, [1.0], 0.0)
     with pytest.raises(ValueError, match="runs stage 1, but times are given for 1 stages"):
@@ -156,7 +156,7 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
 
 
 def test_large_pipelines_are_quick() -> None:
-    schedule = build_schedule("1F1B", 64, 1, 512)
+    schedule = ScheduleName("1F1B").rules.actions(64, 1, 512)
     begun = time.process_time()
     simulate(schedule, [1.0] * 64, [2.0] * 64, 0.01)
     assert time.process_time() - begun < 0.5

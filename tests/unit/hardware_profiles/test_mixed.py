@@ -8,7 +8,7 @@ import pytest
 
 from costmodels.communication import collective_time_s
 from costmodels.compute import op_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
 from hardware_profiles.catalog import HardwareProfileError, load_profile
 from hardware_profiles.mixed import cluster_for, is_mixed, mixed_cluster
 from hardware_profiles.schema import ClusterSpec

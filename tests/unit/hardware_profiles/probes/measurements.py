@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping
 
 from costmodels.communication import collective_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.probes.communication import KINDS, placements_of
 from hardware_profiles.probes.measurement import (
     ClusterMeasurement,

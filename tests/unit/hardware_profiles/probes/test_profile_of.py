@@ -8,7 +8,7 @@ import pytest
 
 from costmodels.communication import collective_time_s
 from costmodels.compute import op_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
 from hardware_profiles.catalog import load_profile, parse_profile
 from hardware_profiles.probes.measurement import ClusterMeasurement, PairTiming, devices_per_host
 from hardware_profiles.probes.network_fit import steps_and_share, tiers_of

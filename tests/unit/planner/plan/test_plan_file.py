@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import Problem
 from planner.errors import PlanError
-from planner.parallelism import Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.checks import contradictions
 from planner.plan.plan_file import plan_json, read_plan, write_plan
 from planner.plan.schema import (
@@ -276,24 +277,24 @@ CONTRADICTIONS = [
         "dp_shard=4 cp=1 tp=1 makes 8 ranks, but num_devices is 16",
     ),
     (put("training", "global_batch_size", value=17), "training.global_batch_size: 17 is not dp * num_microbatches"),
-    (put("zero_stage", value=0), "zero_stage: 0 shards nothing, but mesh.dp_shard is 4"),
+    (put("zero_stage", value=0), "zero_stage: ZeRO stage 0 shards nothing, but dp_shard is 4"),
     (put(*STAGES, 1, "index", value=5), "pipeline.stages: must be stages 0 to 1 in order (pp=2, virtual_stages=1)"),
     (put(*STAGES, value=[]), "pipeline.stages: must be stages 0 to 1 in order"),
     (put(*STAGES, 1, "pp_rank", value=0), "pipeline.stages: stage i must run on pp_rank i mod 2"),
     (put(*STAGES, 1, "modules", value=["layers.0"]), "pipeline.stages: module layers.0 stands in 2 stages"),
     (
         put("pipeline", "schedule", value="Interleaved1F1B"),
-        "virtual_stages: 1 does not go with Interleaved1F1B",
+        "pipeline.schedule: Interleaved1F1B needs at least 2 virtual stages a rank, got 1",
     ),
     (
         put("pipeline", "schedule", value="ZBVZeroBubble"),
-        "virtual_stages: 1 does not go with ZBVZeroBubble",
+        "pipeline.schedule: ZBVZeroBubble has 2 stages a rank, got 1 virtual stages",
     ),
     (
         put("placements", "sequence_parallel", value=True),
         "sequence_parallel: needs tp > 1, but mesh.tp is 1",
     ),
-    (put("mesh", "ep", value=3), "mesh.ep: 3 does not divide dp_shard * cp = 4"),
+    (put("mesh", "ep", value=3), "mesh: ep 3 does not divide dp_shard * cp = 4"),
 ]
 
 
@@ -314,7 +315,9 @@ def edited(**changes: object) -> Plan:
 
 def test_too_few_micro_batches_for_a_schedule_are_a_contradiction() -> None:
     few = edited(num_microbatches=1, micro_batch_size=4)
-    assert contradictions(few) == ["pipeline.num_microbatches: 1F1B needs at least pp=2, got 1"]
+    assert contradictions(few) == [
+        "pipeline.schedule: 1F1B needs at least as many micro-batches as stages, got 1 for 2"
+    ]
     assert contradictions(edited(num_microbatches=1, micro_batch_size=4, schedule=ScheduleName.GPIPE)) == []
 
 
@@ -323,8 +326,8 @@ def test_what_does_not_go_with_split_backward_passes_is_a_contradiction() -> Non
     assert contradictions(plan) == []
     rule = RecomputeRule(mode=Recompute.FULL, modules=("layers.0",))
     assert contradictions(plan.model_copy(update={"zero_stage": 3, "recompute": (rule,)})) == [
-        "zero_stage: InterleavedZeroBubble splits backward passes, so it is 0 or 1, got 3",
-        "recompute: InterleavedZeroBubble splits backward passes, so nothing can be recomputed",
+        "pipeline.schedule: InterleavedZeroBubble splits backward passes, so the ZeRO stage is 0 or 1, got 3",
+        "pipeline.schedule: InterleavedZeroBubble splits backward passes, so nothing can be recomputed, got full",
     ]
 
 
@@ -342,7 +345,9 @@ def test_stages_in_a_v_come_back_to_the_first_rank() -> None:
     few = edited(
         schedule=ScheduleName.DUAL_PIPE_V, virtual_stages=2, stages=stages, num_microbatches=2, micro_batch_size=2
     )
-    assert contradictions(few) == ["pipeline.num_microbatches: DualPipeV needs at least 2 * pp=4, got 2"]
+    assert contradictions(few) == [
+        "pipeline.schedule: DualPipeV needs at least as many micro-batches as stages, got 2 for 4"
+    ]
 
 
 def test_virtual_stages_need_a_pipeline() -> None:

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from costmodels.communication import collective_time_s
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import Quantity
 from planner.api import Problem
-from planner.parallelism import MeshShape, Recompute, ScheduleName
+from planner.parallelism import Recompute
 from planner.pricing.expert_parallel import exchange, on_one_rank
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
@@ -54,7 +56,7 @@ def problem() -> Problem:
 
 
 def choice_of(ep: int, zero: int) -> Choice:
-    mesh = MeshShape(dp_shard=NUM_DEVICES, ep=ep)
+    mesh = Mesh(dp_shard=NUM_DEVICES, ep=ep)
     return Choice(mesh, zero, 1, 64 // NUM_DEVICES, ScheduleName.ONE_F_ONE_B, 1, Recompute.NONE, False)
 
 

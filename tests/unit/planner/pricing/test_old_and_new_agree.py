@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from costmodels.recipe import AttentionKernel, attention_kernel, load_recipe
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.placement import UnitPlacement, alternatives
 from planner.axes.traced import representatives
-from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.cost_table import CostTable
 from planner.pricing.expert_parallel import on_one_rank
 from planner.pricing.placements import Decision, decide, placement_problem
@@ -198,17 +200,17 @@ def test_costs_of_deepseek() -> None:
 
 
 MESHES = [
-    MeshShape(dp_shard=64),
-    MeshShape(dp_replicate=64),
-    MeshShape(dp_replicate=4, dp_shard=16),
-    MeshShape(pp=2, dp_replicate=2, dp_shard=8, cp=2),
-    MeshShape(dp_replicate=2, dp_shard=4, tp=8),
-    MeshShape(dp_shard=8, cp=4, tp=2, ep=8),
-    MeshShape(dp_replicate=2, dp_shard=16, tp=2, ep=8),
-    MeshShape(dp_replicate=4, dp_shard=2, cp=8, ep=8),
-    MeshShape(dp_replicate=8, cp=8, ep=4),
-    MeshShape(dp_shard=64, ep=8),
-    MeshShape(pp=8, tp=8),
+    Mesh(dp_shard=64),
+    Mesh(dp_replicate=64),
+    Mesh(dp_replicate=4, dp_shard=16),
+    Mesh(pp=2, dp_replicate=2, dp_shard=8, cp=2),
+    Mesh(dp_replicate=2, dp_shard=4, tp=8),
+    Mesh(dp_shard=8, cp=4, tp=2, ep=8),
+    Mesh(dp_replicate=2, dp_shard=16, tp=2, ep=8),
+    Mesh(dp_replicate=4, dp_shard=2, cp=8, ep=8),
+    Mesh(dp_replicate=8, cp=8, ep=4),
+    Mesh(dp_shard=64, ep=8),
+    Mesh(pp=8, tp=8),
 ]
 
 

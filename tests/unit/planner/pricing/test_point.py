@@ -5,10 +5,10 @@ from dataclasses import astuple
 
 import pytest
 
-from costmodels.schedule import build_schedule, peak_in_flight
-from planner.parallelism import Recompute, ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
+from planner.parallelism import Recompute
 from planner.pricing.point import Point
-from planner.pricing.stages import even_starts, in_flight, in_flight_by_stage
+from planner.pricing.stages import even_starts
 from planner.problems import rank_memory_bytes
 from planner.space.search_space import Choice, Pins
 from tests.planning import problem_of
@@ -82,10 +82,10 @@ def test_the_price_is_that_of_the_simulated_schedule(model: str, num_devices: in
 @pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B])
 @pytest.mark.parametrize(("num_ranks", "m"), [(1, 8), (2, 2), (4, 4), (4, 32), (8, 9)])
 def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: ScheduleName, num_ranks: int, m: int) -> None:
-    actions = build_schedule(schedule.value, num_ranks, 1, m)
+    actions = schedule.rules.actions(num_ranks, 1, m)
     held = tuple(round(peak_in_flight(actions[rank], {rank: 1.0})) for rank in range(num_ranks))
     # Without a pipeline each micro-batch's backward follows its forward, whatever the schedule is called.
-    assert in_flight(schedule, num_ranks, m) == (held if num_ranks > 1 else (1,))
+    assert schedule.rules.in_flight(num_ranks, m) == (held if num_ranks > 1 else (1,))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: ScheduleNam
     ],
 )
 def test_stages_in_flight_are_those_at_the_peak(schedule: ScheduleName, num_ranks: int, virtual: int, m: int) -> None:
-    actions = build_schedule(schedule.value, num_ranks, virtual, m)
-    counts, waits = in_flight_by_stage(schedule, num_ranks, virtual, m)
+    actions = schedule.rules.actions(num_ranks, virtual, m)
+    counts, waits = schedule.rules.in_flight_by_stage(num_ranks, virtual, m)
     assert all(wait <= count for wait, count in zip(waits, counts, strict=True))
-    assert schedule.splits_backward or not any(waits)
+    assert schedule.rules.splits_backward or not any(waits)
     for rank in range(num_ranks):
         stages = {action.stage for action in actions[rank]}
         assert sum(counts[s] for s in stages) == peak_in_flight(actions[rank], dict.fromkeys(stages, 1.0))
@@ -121,7 +121,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
         costs = [[point._costs[problem.table.units.kinds[u]] for u in units] for units in _stages(starts)]
         kept = {stage: sum(c.kept_bytes for c in units) for stage, units in enumerate(costs)}
         waiting = {stage: sum(c.waiting_bytes for c in units) for stage, units in enumerate(costs)}
-        actions = build_schedule(choice.schedule.value, 4, choice.virtual_stages, 64)
+        actions = choice.schedule.rules.actions(4, choice.virtual_stages, 64)
         for rank, ledger in enumerate(point.ledgers(starts)):
             expected = peak_in_flight(actions[rank], kept, waiting)
             assert ledger.bytes_of("activations") == pytest.approx(expected), choice
@@ -134,7 +134,7 @@ def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
 def test_memory_of_the_stage_program_covers_the_ledger() -> None:
     """What the solver may cut fits when it is priced: the program never counts less than the ledger."""
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
-    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.schedule.is_cut_freely]
+    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.schedule.rules.has_one_stage]
     for choice in random.Random(2).sample(choices, 60):
         point = Point(problem.table, choice)
         starts = point.even_starts()

@@ -14,13 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from costmodels.memory import MemoryLedger, Phase, RankMemory
 from costmodels.recipe import Recipe, load_recipe
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
-from planner.parallelism import MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.cost_table import CostTable
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
@@ -35,7 +37,7 @@ CONFIG = FamilyConfig(
     mlp=MlpType.GELU, tied=False,
 )  # fmt: skip
 FSDP = Choice(
-    mesh=MeshShape(1, 1, 8, 1, 1, 1),
+    mesh=Mesh(1, 1, 8, 1, 1, 1),
     zero_stage=3,
     micro_batch_size=4,
     num_microbatches=1,
@@ -128,7 +130,7 @@ def test_the_loss_holds_its_copies_of_the_logits(graph: ModelGraph) -> None:
 
 
 def test_inputs_of_asynchronous_collectives_wait_as_long_as_launches_queue(graph: ModelGraph) -> None:
-    split = FSDP._replace(mesh=MeshShape(1, 1, 1, 1, 2, 1), zero_stage=0, sequence_parallel=True)
+    split = FSDP._replace(mesh=Mesh(1, 1, 1, 1, 2, 1), zero_stage=0, sequence_parallel=True)
     whole = 4 * CONFIG.seq_len * CONFIG.hidden * 2
     (memory,) = memory_of(graph, split, load_recipe("nanotron"))
     assert memory.peak.bytes_of("waiting_collectives") == pytest.approx(3 * CONFIG.layers * whole)
@@ -148,7 +150,7 @@ def test_nanotron_gathers_updated_parameters_through_copies(graph: ModelGraph) -
 @pytest.mark.parametrize("tp", [1, 2])
 def test_recomputing_never_takes_more(graph: ModelGraph, tp: int) -> None:
     for micro_batch in (1, 2, 8):
-        choice = FSDP._replace(mesh=MeshShape(1, 1, 8 // tp, 1, tp, 1), micro_batch_size=micro_batch)
+        choice = FSDP._replace(mesh=Mesh(1, 1, 8 // tp, 1, tp, 1), micro_batch_size=micro_batch)
         none, selective, full = (
             memory_of(graph, choice._replace(recompute=mode))[0].peak.total_bytes
             for mode in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)

@@ -6,8 +6,10 @@ import pytest
 
 from costmodels.communication import collective_time_s
 from costmodels.recipe import Recipe, attention_kernel, load_recipe
-from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from planner.parallelism import MeshShape, Recompute, ScheduleName
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
+from planner.parallelism import Recompute
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, representatives, shard_units
@@ -47,7 +49,7 @@ def price(recipe: Recipe, choice: Choice) -> Priced:
 
 
 def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Choice:
-    mesh = MeshShape(pp, dp if zero_stage == 0 else 1, dp if zero_stage else 1, 1, tp, 1)
+    mesh = Mesh(pp, dp if zero_stage == 0 else 1, dp if zero_stage else 1, 1, tp, 1)
     return Choice(
         mesh=mesh,
         zero_stage=zero_stage,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from costmodels.workload import CollectiveKind
+from costmodels.vocabulary.workload import CollectiveKind
 from planner.api import Problem
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize

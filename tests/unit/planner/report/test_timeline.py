@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from costmodels.schedule import build_schedule
-from planner.parallelism import ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.pricing.point import Point
 from planner.render_schedule import show_timeline
 from planner.report.timeline import StepTimeline, Work, step_timeline
@@ -53,7 +52,7 @@ def test_every_rank_is_drawn_doing_what_its_schedule_lists(schedule: ScheduleNam
         choice = point.choice
         drawn = step_timeline(point, point.even_starts())
         if choice.mesh.pp > 1:
-            listed = build_schedule(schedule.value, choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
+            listed = schedule.rules.actions(choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
             assert tuple(tuple(s.action for s in rank.actions if s.action) for rank in drawn.ranks) == listed
         for rank in drawn.ranks:
             assert rank.actions[-1].work is Work.OPTIMIZER

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from planner.parallelism import ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.pricing.point import Point
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds, pipeline_coefficient
@@ -26,7 +26,7 @@ PROBLEMS = [
     *(
         ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=schedule)})
         for schedule in ScheduleName
-        if schedule.splits_backward
+        if schedule.rules.splits_backward
     ),
 ]
 

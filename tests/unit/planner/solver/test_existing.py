@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import Problem, Request, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
-from planner.parallelism import Recompute, Replicate, ScheduleName, Shard
+from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
 from planner.pricing.point import Point
 from planner.solver import existing

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
 from planner.api import Problem
-from planner.parallelism import Recompute, ScheduleName
+from planner.parallelism import Recompute
 from planner.pricing.point import Point
 from planner.problems import StageProblem, StageSolution
 from planner.solver.base import UnprovedError

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.schedule import validate_schedule
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.parallelism import MeshAxis, MeshShape, Optimizer, Precision, Recompute, ScheduleName
+from planner.parallelism import Optimizer, Precision, Recompute
 from planner.space.search_space import Choice, Limits, Pins, Training, build_space, divisors, pin_violations
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
@@ -75,15 +76,11 @@ def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -
         mesh.tp <= limits.devices_per_node or pins.tp == mesh.tp,
         mesh.cp == 1 or (limits.context_splits and training.seq_len % mesh.cp == 0),
         mesh.pp * choice.virtual_stages <= limits.num_pipeline_units,
-        not pipelined or not validate_schedule(choice.schedule.value, mesh.pp, choice.virtual_stages, m),
-        # torch allows other numbers of micro-batches; whole rounds are what the cost model assumes
-        not choice.schedule.value.startswith("Interleaved") or m % mesh.pp == 0,
-        # fewer would not fill the pipeline
-        not choice.schedule.is_v or m >= 2 * mesh.pp,
-        choice.schedule is not ScheduleName.ZB_2P or (pins.schedule is ScheduleName.ZB_2P and m >= mesh.pp),
-        not choice.schedule.splits_backward or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
+        not pipelined or not choice.schedule.rules.violations(mesh.pp, choice.virtual_stages, m),
+        choice.schedule is not ScheduleName.ZB_2P or pins.schedule is ScheduleName.ZB_2P,
+        not choice.schedule.rules.splits_backward or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
         pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
-        pipelined or choice.schedule.is_cut_freely,
+        pipelined or choice.schedule.rules.has_one_stage,
         (choice.zero_stage == 0) == (mesh.dp_shard == 1),
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
@@ -108,7 +105,7 @@ def all_choices(training: Training, limits: Limits) -> list[Choice]:
     """Every combination of every value that any choice could have, sensible or not."""
     n = limits.num_devices
     meshes = [
-        MeshShape(pp, replicate, n // (pp * replicate * cp * tp), cp, tp, ep)
+        Mesh(pp, replicate, n // (pp * replicate * cp * tp), cp, tp, ep)
         for pp, replicate, cp, tp, ep in product(*[divisors(n)] * 4, divisors(limits.num_experts))
         if n % (pp * replicate * cp * tp) == 0
     ]
@@ -187,14 +184,6 @@ def test_one_data_parallel_rank_takes_any_zero_stage_for_none() -> None:
     limits = replace(LIMITS, num_devices=2)
     choices = build_space(TRAINING, Pins(zero=3, tp=2), limits).choices
     assert {c.zero_stage for c in choices} == {0}
-
-
-def test_mesh_strides_are_those_of_the_order_of_axes() -> None:
-    mesh = MeshShape(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
-    strides = [mesh.stride(axis) for axis in MeshAxis]
-    assert strides == [3 * 5 * 7 * 11, 5 * 7 * 11, 7 * 11, 11, 1]
-    assert mesh.world_size == 2 * strides[0]
-    assert mesh.dp == 15
 
 
 # -- contradictions ---------------------------------------------------------------------------------

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class OpClass(StrEnum):
-    """Operators that share an efficiency."""
-
-    GEMM = "gemm"
-    GROUPED_GEMM = "grouped_gemm"
-    ATTENTION = "attention"
-    CONVOLUTION = "convolution"
-    MEMORY_BOUND = "memory_bound"
+from hardware_profiles.vocabulary import CollectiveKind, OpClass
 
 
 @dataclass(frozen=True)
@@ -24,16 +15,6 @@ class OpWorkload:
     flops: float
     num_bytes: float
     num_kernels: int = 1
-
-
-class CollectiveKind(StrEnum):
-    """Communication operators."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    SEND_RECV = "send_recv"
 
 
 @dataclass(frozen=True)

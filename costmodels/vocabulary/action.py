@@ -1,4 +1,4 @@
-"""What a pipeline rank does on one micro-batch, and the list of it: the vocabulary of schedules.
+"""What a pipeline rank does on one micro-batch, and the lists of it, one a rank.
 
 A backward pass is one action B, or two: I makes the gradient that goes to the stage before, W those of the weights,
 which nobody waits for (Qi et al., "Zero bubble pipeline parallelism", 2024). Letters are torch's.
@@ -23,4 +23,4 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Schedule = tuple[tuple[Action, ...], ...]
+ActionLists = tuple[tuple[Action, ...], ...]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from costmodels.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
+from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
 
 
 class _Recorder:

@@ -1,0 +1,114 @@
+"""The device mesh: its axes, the groups of ranks that communicate over it, and what ZeRO's stages divide over them.
+
+Ranks are numbered along the axes, outermost first, so a group of ranks that differ along some axes and agree in all
+others is a number of ranks and the distance between neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum, StrEnum
+from math import prod
+
+from costmodels.vocabulary.workload import GroupPlacement
+
+
+class MeshAxis(StrEnum):
+    """Axes of the device mesh, outermost first: neighbouring ranks differ in ``tp``."""
+
+    PP = "pp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    TP = "tp"
+
+
+class Group(Enum):
+    """Ranks that communicate with each other; the value says what they have in common or divide."""
+
+    TENSOR = "the operators of a block"
+    CONTEXT = "the positions of a sequence"
+    EXPERT = "the experts of a layer; the inner part of dp_shard and cp"
+    SHARD = "the shards of dense parameters, gradients and optimiser states"
+    EXPERT_SHARD = "the same of experts' parameters"
+    REPLICATE = "replicas of the same shards"
+    ALL_DATA = "all gradients of the same dense parameters"
+    EXPERT_DATA = "all gradients of the same experts' parameters"
+    PIPELINE = "the stages of a pipeline"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the device mesh. ``ep`` lies inside ``dp_shard * cp`` and adds no ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, which equals the number of devices."""
+        return prod(self.degree(axis) for axis in MeshAxis)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: how many different micro-batches are in work at once."""
+        return self.dp_replicate * self.dp_shard
+
+    def degree(self, axis: MeshAxis) -> int:
+        """Number of ranks along ``axis``."""
+        return int(getattr(self, axis.value))
+
+    def violations(self) -> tuple[str, ...]:
+        """Every rule of the mesh that its degrees break, as sentences."""
+        found = [f"{name} must be at least 1, got {degree}" for name, degree in asdict(self).items() if degree < 1]
+        inside = self.dp_shard * self.cp
+        if not found and inside % self.ep:
+            found.append(f"ep {self.ep} does not divide dp_shard * cp = {inside}")
+        return tuple(found)
+
+    def group(self, group: Group) -> GroupPlacement:
+        """Where the ranks of one group of this kind sit."""
+        inside = self.dp_shard * self.cp
+        match group:
+            case Group.TENSOR:
+                return GroupPlacement(self.tp, 1)
+            case Group.CONTEXT:
+                return GroupPlacement(self.cp, self.tp)
+            case Group.EXPERT:
+                return GroupPlacement(self.ep, self.tp)
+            case Group.SHARD:
+                return GroupPlacement(inside, self.tp)
+            case Group.EXPERT_SHARD:
+                return GroupPlacement(inside // self.ep, self.tp * self.ep)
+            case Group.REPLICATE:
+                return GroupPlacement(self.dp_replicate, self.tp * inside)
+            case Group.ALL_DATA:
+                return GroupPlacement(self.dp_replicate * inside, self.tp)
+            case Group.EXPERT_DATA:
+                return GroupPlacement(self.dp_replicate * inside // self.ep, self.tp * self.ep)
+            case Group.PIPELINE:
+                return GroupPlacement(self.pp, self.world_size // self.pp)
+
+
+@dataclass(frozen=True)
+class ZeroStage:
+    """What a stage of ZeRO (Rajbhandari et al., 2020) divides over the ranks of ``Group.SHARD``."""
+
+    number: int
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+    def violations(self, mesh: Mesh) -> tuple[str, ...]:
+        """Rules of ``mesh`` with this stage that are broken, as sentences."""
+        if self.shards_optimizer or mesh.dp_shard == 1:
+            return ()
+        return (f"ZeRO stage 0 shards nothing, but dp_shard is {mesh.dp_shard}",)
+
+
+ZERO_STAGES = tuple(ZeroStage(number, number >= 1, number >= 2, number >= 3) for number in range(4))
+"""By number."""

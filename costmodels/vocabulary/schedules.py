@@ -1,0 +1,298 @@
+"""Pipeline schedules, one record each: how many stages a rank holds, which numbers are legal, what every rank runs.
+
+Space, plan checks, pricing and executor ask these records; a new schedule is its actions and a line in ``SCHEDULES``.
+Actions stand in the order in which torch.distributed.pipelining runs them.
+
+Rank r holds stages r, r + p, r + 2p, ... (chunk c of rank r is stage c·p + r); under the last two schedules it holds
+two in the shape of a V (``v_shaped``). With p ranks, m micro-batches and v stages a rank:
+
+    GPipe            F(0) .. F(m-1), B(0) .. B(m-1)
+    1F1B             min(m, p - r) forwards, then one backward and one forward in turn, then the backwards left
+    Interleaved1F1B  groups of q micro-batches pass through a rank's v stages in turn, q = m / max(1, m // p);
+                     min(v·m, (v-1)·q + 2·(p-1-r)) forwards, then forward and backward in turn, then the rest
+    InterleavedZeroBubble
+                     the same with p-1-r in place of 2·(p-1-r), I in place of B, and each W once r more Is are done;
+                     with v = 1 it is ZB-H1, the ZB-1P of the paper with all actions equally long
+    ZB-2P            ZB-H2: v = 1, 2·(p-1-r) forwards more than one, W 2·r later: no bubble, at twice the activations
+    ZBVZeroBubble, DualPipeV
+
+Sources: Huang et al., "GPipe" (2019); Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (1F1B, 2021)
+and "Efficient large-scale language model training on GPU clusters using Megatron-LM" (interleaving, 2021); Qi et al.,
+"Zero bubble pipeline parallelism" (2024). Those of torch are held against its own lists in tests/contracts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from costmodels.vocabulary.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    ActionLists,
+    Kind,
+)
+from costmodels.vocabulary.v_shaped import dual_pipe_v, zero_bubble_v
+
+# Rounds of micro-batches after which every rank has seen its peak of activations and the busiest works steadily.
+STEADY_ROUNDS = 4
+
+# What an action adds to the micro-batches in flight, and to those that wait for their weight gradients.
+_HELD: Mapping[Kind, int] = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
+_WAITING: Mapping[Kind, int] = {FORWARD: 0, BACKWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}
+
+
+class ScheduleName(StrEnum):
+    """Pipeline schedules, named as torch.distributed.pipelining names them."""
+
+    GPIPE = "GPipe"
+    ONE_F_ONE_B = "1F1B"
+    INTERLEAVED_1F1B = "Interleaved1F1B"
+    INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
+    ZBV_ZERO_BUBBLE = "ZBVZeroBubble"
+    DUAL_PIPE_V = "DualPipeV"
+    ZB_2P = "ZB-2P"  # of Qi et al. (2024)
+
+    @property
+    def rules(self) -> Schedule:
+        """The schedule of this name."""
+        return SCHEDULES[self]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pipeline schedule. p pipeline ranks hold v stages each and run m micro-batches in a step."""
+
+    name: ScheduleName
+    actions_of_rank: Callable[[int, int, int, int], tuple[Action, ...]]  # of (rank, p, v, m), which must be legal
+    min_stages: int = 1  # a rank
+    max_stages: int | None = 1  # a rank; None: any number
+    least_microbatches_per_rank: int = 0  # times p: fewest micro-batches
+    runs_in_rounds: bool = False  # micro-batches pass through a rank's stages in rounds of equal size
+    splits_backward: bool = False  # gradients of inputs and of weights are made at different times
+    is_v: bool = False  # a rank holds two stages, one towards the last rank and one back from it
+    in_torch: bool = True  # torch.distributed.pipelining has it, so it is searched and executed; otherwise only priced
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether each rank holds just one stage, and whole backward passes: the solver chooses its size."""
+        return self.max_stages == 1 and not self.splits_backward
+
+    def violations(self, p: int, v: int, m: int) -> tuple[str, ...]:
+        """Every rule of the schedule that these numbers break, as sentences; empty if it can run."""
+        numbers = (("number of pipeline ranks", p), ("virtual stages", v), ("number of micro-batches", m))
+        found = [f"{label} must be at least 1, got {number}" for label, number in numbers if number < 1]
+        if found:
+            return tuple(found)
+        if self.max_stages is not None and not self.min_stages <= v <= self.max_stages:
+            number = "one stage" if self.max_stages == 1 else f"{self.max_stages} stages"
+            found.append(f"{self.name} has {number} a rank, got {v} virtual stages")
+        elif v < self.min_stages:
+            found.append(f"{self.name} needs at least {self.min_stages} virtual stages a rank, got {v}")
+        least = self.least_microbatches_per_rank * p
+        if m < least:
+            found.append(f"{self.name} needs at least as many micro-batches as stages, got {m} for {least}")
+        if self.runs_in_rounds and m % max(1, m // p):
+            found.append(
+                f"{self.name} needs micro-batches that divide into {m // p} rounds (micro-batches // ranks = "
+                f"{m} // {p}), got {m}"
+            )
+        return tuple(found)
+
+    def conflicts(self, *, zero_stage: int | None, recomputation: Collection[str]) -> tuple[str, ...]:
+        """What does not go with gradients of weights made apart from those of inputs, as sentences.
+
+        torch would gather resharded parameters and repeat recomputed blocks once for every group of weights.
+        ``zero_stage`` None: not known yet. ``recomputation``: names of the modes in use that recompute anything.
+        """
+        found: list[str] = []
+        if self.splits_backward and zero_stage is not None and zero_stage > 1:
+            found.append(f"{self.name} splits backward passes, so the ZeRO stage is 0 or 1, got {zero_stage}")
+        if self.splits_backward and recomputation:
+            modes = ", ".join(recomputation)
+            found.append(f"{self.name} splits backward passes, so nothing can be recomputed, got {modes}")
+        return tuple(found)
+
+    def rank_of(self, stage: int, p: int) -> int:
+        """The pipeline rank that holds ``stage``: in turn, or down and up again in a V."""
+        return 2 * p - 1 - stage if self.is_v and stage >= p else stage % p
+
+    def actions(self, p: int, v: int, m: int) -> ActionLists:
+        """The actions of every rank; ValueError with all rules that the numbers break."""
+        return _actions(self.name, p, v, m)
+
+    def microbatches_a_round(self, p: int, m: int) -> int:
+        """After so many more micro-batches a long schedule repeats itself."""
+        return m // max(1, m // p) if self.runs_in_rounds else p
+
+    def shortened(self, p: int, m: int, rounds: int = STEADY_ROUNDS) -> int:
+        """The number of micro-batches of the same schedule with at most so many rounds."""
+        # Rounds stay of equal size: with m = r q and m // p = r, every r' <= r has r' q // p = r'.
+        return m - max(0, m // p - rounds) * self.microbatches_a_round(p, m)
+
+    def in_flight(self, p: int, m: int) -> tuple[int, ...]:
+        """Micro-batches in flight at once on each rank, with one stage a rank and whole backward passes."""
+        if self.name is ScheduleName.GPIPE and p > 1:  # without a pipeline each micro-batch is finished at once
+            return (m,) * p
+        return tuple(min(m, p - rank) for rank in range(p))
+
+    def in_flight_by_stage(self, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Micro-batches in flight at each stage at the moment its rank holds most of them.
+
+        And how many of those wait for the second half of a split backward pass.
+        """
+        return _in_flight_by_stage(self.name, p, v, m)
+
+
+def _gpipe(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    return _with_warmup(rank, m, m)
+
+
+def _one_f_one_b(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    return _with_warmup(rank, m, min(m, p - rank))
+
+
+def _interleaved_1f1b(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    return _interleaved(rank, (p, v, m), 2 * (p - 1 - rank), None)
+
+
+def _interleaved_zero_bubble(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    return _interleaved(rank, (p, v, m), p - 1 - rank, rank)
+
+
+def _zb_2p(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
+    return _interleaved(rank, (p, v, m), 2 * (p - 1 - rank), 2 * rank)
+
+
+SCHEDULES: Mapping[ScheduleName, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule(ScheduleName.ONE_F_ONE_B, _one_f_one_b, least_microbatches_per_rank=1),
+        Schedule(ScheduleName.GPIPE, _gpipe),
+        Schedule(ScheduleName.INTERLEAVED_1F1B, _interleaved_1f1b, min_stages=2, max_stages=None, runs_in_rounds=True),
+        Schedule(
+            ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+            _interleaved_zero_bubble,
+            max_stages=None,
+            runs_in_rounds=True,
+            splits_backward=True,
+        ),
+        Schedule(
+            ScheduleName.ZBV_ZERO_BUBBLE,
+            lambda rank, p, v, m: zero_bubble_v(rank, p, m),
+            min_stages=2,
+            max_stages=2,
+            splits_backward=True,
+            is_v=True,
+        ),
+        Schedule(
+            ScheduleName.DUAL_PIPE_V,
+            lambda rank, p, v, m: dual_pipe_v(rank, p, m),
+            min_stages=2,
+            max_stages=2,
+            least_microbatches_per_rank=2,
+            splits_backward=True,
+            is_v=True,
+        ),
+        Schedule(ScheduleName.ZB_2P, _zb_2p, splits_backward=True, in_torch=False),
+    )
+}
+"""Every schedule there is, the plainest first."""
+
+
+@lru_cache(maxsize=256)
+def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
+    rules = SCHEDULES[name]
+    found = rules.violations(p, v, m)
+    if found:
+        raise ValueError("; ".join(found))
+    return tuple(rules.actions_of_rank(rank, p, v, m) for rank in range(p))
+
+
+@lru_cache(maxsize=1024)
+def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    counts, waits = ([0] * (p * v) for _ in range(2))
+    for actions in _actions(name, p, v, m):
+        held: Counter[int] = Counter()
+        waiting: Counter[int] = Counter()
+        most = now = 0
+        for kind, stage, _ in actions:
+            now += _HELD[kind]
+            held[stage] += _HELD[kind]
+            waiting[stage] += _WAITING[kind]
+            if now > most:
+                most = now
+                for each in held:
+                    counts[each], waits[each] = held[each], waiting[each]
+    return tuple(counts), tuple(waits)
+
+
+def peak_in_flight(
+    actions_of_rank: Sequence[Action],
+    activation_bytes_by_stage: Mapping[int, float],
+    waiting_bytes_by_stage: Mapping[int, float] | None = None,
+) -> float:
+    """Largest sum of activations that a rank holds at once: from the forward of a micro-batch to its last backward.
+
+    ``activation_bytes_by_stage``: bytes one micro-batch keeps in a stage (or 1.0, to count micro-batches), until its
+    B or W. ``waiting_bytes_by_stage``: what it holds more from I to W, or less where this is negative.
+    """
+    waiting = waiting_bytes_by_stage or {}
+    split = {(stage, microbatch) for kind, stage, microbatch in actions_of_rank if kind == INPUT_GRADIENT}
+    held = 0.0
+    peak = 0.0
+    for kind, stage, microbatch in actions_of_rank:
+        if kind == FORWARD:
+            held += activation_bytes_by_stage[stage]
+        elif kind == INPUT_GRADIENT:
+            held += waiting.get(stage, 0.0)
+        else:
+            extra = waiting.get(stage, 0.0) if (stage, microbatch) in split else 0.0
+            held -= activation_bytes_by_stage[stage] + extra
+        peak = max(peak, held)
+    return peak
+
+
+def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
+    actions = [Action(FORWARD, stage, microbatch) for microbatch in range(num_warmup)]
+    for microbatch in range(num_microbatches):
+        actions.append(Action(BACKWARD, stage, microbatch))
+        if num_warmup + microbatch < num_microbatches:
+            actions.append(Action(FORWARD, stage, num_warmup + microbatch))
+    return tuple(actions)
+
+
+def _interleaved(rank: int, shape: tuple[int, int, int], more_forwards: int, delay: int | None) -> tuple[Action, ...]:
+    """Forwards ahead, then one forward and one backward in turn; ``shape`` is (ranks, stages a rank, micro-batches).
+
+    ``more_forwards``: those ahead of what the other stages of the rank need. ``delay``: how many input gradients a
+    weight gradient lets pass; None: backward passes are whole.
+    """
+    num_ranks, virtual_stages, num_microbatches = shape
+    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
+    total = virtual_stages * num_microbatches
+    num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)
+
+    def nth(kind: Kind, position: int) -> Action:
+        one_round, within = divmod(position, per_round * virtual_stages)
+        chunk, index = divmod(within, per_round)
+        if kind != FORWARD:
+            chunk = virtual_stages - 1 - chunk
+        return Action(kind, chunk * num_ranks + rank, one_round * per_round + index)
+
+    actions = [nth(FORWARD, position) for position in range(num_warmup)]
+    for position in range(total):
+        if num_warmup + position < total:
+            actions.append(nth(FORWARD, num_warmup + position))
+        actions.append(nth(BACKWARD if delay is None else INPUT_GRADIENT, position))
+        if delay is not None and position >= delay:
+            actions.append(nth(WEIGHT_GRADIENT, position - delay))
+    if delay is not None:
+        actions += [nth(WEIGHT_GRADIENT, position) for position in range(max(0, total - delay), total)]
+    return tuple(actions)

@@ -1,0 +1,26 @@
+"""The words that profiles, cost models and graphs share: classes of operators, collectives and precisions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class OpClass(StrEnum):
+    """Operators that share an efficiency."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MEMORY_BOUND = "memory_bound"
+    VIEW = "view"  # moves no bytes: reshapes, slices, tuple elements; no profile has an efficiency for it
+
+
+class CollectiveKind(StrEnum):
+    """Communication operators."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND_RECV = "send_recv"
