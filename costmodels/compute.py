@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.schema import DeviceProfile, DTypeName, Efficiency, OpClassName
 
@@ -23,6 +26,7 @@ DTYPE_NAMES: dict[str, DTypeName] = {
     "fp16": "fp16",
     "fp8": "fp8",
 }
+FloatArray = npt.NDArray[np.float64]
 # Only matrix products run in 8 bits; softmax, norms and the products inside attention stay in 16.
 DTYPES_OUTSIDE_GEMM: dict[str, tuple[DTypeName, ...]] = {"fp8": ("bf16", "fp16")}
 _CLASS_NAMES: dict[OpClass, OpClassName] = {
@@ -48,6 +52,11 @@ class Roofline:
         """Seconds of ``num_kernels`` equal kernels that do ``flops`` and move ``num_bytes`` together."""
         arithmetic_s = (flops + num_kernels * self.half_size_flops) * self.seconds_per_flop if flops > 0 else 0.0
         return self.launch_s * num_kernels + max(arithmetic_s, num_bytes * self.seconds_per_byte)
+
+    def times_s(self, flops: FloatArray, num_bytes: FloatArray, num_kernels: FloatArray | int = 1) -> FloatArray:
+        """``time_s`` of many workloads at once; arrays broadcast."""
+        arithmetic_s = np.where(flops > 0, (flops + num_kernels * self.half_size_flops) * self.seconds_per_flop, 0.0)
+        return self.launch_s * num_kernels + np.maximum(arithmetic_s, num_bytes * self.seconds_per_byte)
 
 
 def peak_flops_per_s(device: DeviceProfile, dtype: str) -> float:

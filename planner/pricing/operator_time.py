@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 
 from costmodels.compute import op_time_s
-from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.workload import OpClass as PricedClass
 from costmodels.vocabulary.workload import OpWorkload
-from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass
-
-
-@dataclass(frozen=True)
-class PricingTarget:
-    """What is priced, on what, and how the framework runs it."""
-
-    graph: ModelGraph
-    cluster: ClusterSpec
-    precision: str
-    recipe: Recipe = field(default_factory=load_recipe)
-    attention: AttentionKernel | None = None  # None: the recipe's flash kernel
-    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
-    dispatches_once_a_node: bool = False
-
-    @property
-    def attention_kernel(self) -> AttentionKernel:
-        """How attention runs."""
-        return self.attention or attention_kernel(self.recipe.flash_kernel)
+from planner.pricing.target import PricingTarget
 
 
 def node_time_s(node: Node, target: PricingTarget, *, fraction: float, scale: float, backward: bool) -> float:

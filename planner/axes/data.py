@@ -1,0 +1,158 @@
+"""Data parallelism with ZeRO: ranks train on different sequences, and hold, gather and reduce parameters together.
+
+    ZeRO 0     gradients are all-reduced over all ranks that hold the same parameters
+    ZeRO 1-3   gradients are reduce-scattered over a group of shards, and the shard all-reduced over the replicas of
+               that group; parameters are gathered over the group of shards
+    ZeRO 1 of frameworks that reduce to all: as ZeRO 0, and updated parameters are gathered
+
+Ranks of context parallelism hold the same parameters, so they count with those of data parallelism. An expert's
+parameters lie on 1 / ep of these ranks. Where experts are not divided, all of a unit moves in one collective.
+
+Source: Rajbhandari et al., "ZeRO" (2020).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from costmodels.memory import COMPUTE_BYTES
+from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh, ZeroStage
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
+from planner.axes.base import Asked, Axis, Complexity, undivided
+from planner.axes.framework import Framework
+from planner.axes.lowered import Collective, Hides, Role, StateKind
+from planner.layout.layout import Layout
+from planner.space.search_space import MAX_MICRO_BATCH_SIZE, divisors
+from planner.table.keys import DataKey
+from planner.table.labels import Pass, Term
+
+_DENSE, _FROZEN, _EXPERT = StateKind.DENSE.value, StateKind.FROZEN.value, StateKind.EXPERT.value
+
+
+class DataFields(NamedTuple):
+    """What collectives of states depend on: ranks of context parallelism count with those of data parallelism."""
+
+    num_replicas: int
+    num_shards: int
+    tp: int
+    ep: int
+    zero: ZeroStage
+
+    @property
+    def mesh(self) -> Mesh:
+        """Degrees with the same groups of states."""
+        return Mesh(dp_replicate=self.num_replicas, dp_shard=self.num_shards, tp=self.tp, ep=self.ep)
+
+
+class DataAxis(Axis[DataFields]):
+    """Two degrees, replicas of groups of shards, and the stage of ZeRO."""
+
+    name: ClassVar[str] = "dp"
+
+    def degrees(self, asked: Asked, left: int) -> list[int]:
+        """All that is left, where it divides the batch."""
+        if asked.pins.dp not in (None, left) or asked.training.global_batch_size % left:
+            return []
+        return [left]
+
+    def violations(self, asked: Asked) -> list[str]:
+        """Of the batch, and of ZeRO's stages."""
+        training, pins, limits = asked
+        batch, micro, dp = training.global_batch_size, pins.micro_batch, pins.dp or 1
+        found = undivided("dp", pins.dp, limits.num_devices)
+        if pins.dp and batch % pins.dp:
+            found.append(f"dp={pins.dp} does not divide the global batch of {batch} sequences")
+        if micro is not None and (micro < 1 or batch % (micro * dp)):
+            found.append(f"micro-batch {micro} * dp {dp} does not divide the global batch of {batch} sequences")
+        if pins.zero is not None and pins.zero not in range(4):
+            found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
+        return found
+
+    def state_fields(self, key: DataKey) -> DataFields:
+        """Groups of ranks, and what ZeRO divides."""
+        zero = ZERO_STAGES[key.zero_stage]
+        return DataFields(key.dp_replicate, key.dp_shard * key.cp, key.tensor.tp, key.ep, zero)
+
+    def state_collectives(self, own: DataFields, framework: Framework) -> tuple[Collective, ...]:
+        """Gathers of parameters and reductions of gradients; those of experts apart where they lie on fewer ranks."""
+        if own.ep == 1:
+            return _moves(own, (_DENSE, _EXPERT), (_FROZEN,), framework)
+        return *_moves(own, (_DENSE,), (_FROZEN,), framework), *_moves(own, (_EXPERT,), (), framework)
+
+    def complexity(self, layout: Layout) -> Complexity:
+        """ZeRO 3 is FSDP's own; replicas of shards are an axis more."""
+        replicas = layout.mesh.dp_replicate
+        return Complexity(num_axes=int(replicas > 1), zero_stage=3 - layout.zero_stage, num_replicas=replicas)
+
+
+DATA = DataAxis()
+
+
+def replica_options(asked: Asked, dp: int) -> list[int]:
+    """Numbers of replicas into which ``dp`` ranks can be divided."""
+    return [d for d in divisors(dp) if asked.pins.dp_replicate in (None, d)]
+
+
+def zero_stages(asked: Asked, dp: int, dp_shard: int) -> list[int]:
+    """Sharding needs ranks to shard over."""
+    pin = asked.pins.zero
+    if dp == 1 and pin is not None:
+        return [0]  # with one data-parallel rank every stage is the same
+    return [stage for stage in ([0] if dp_shard == 1 else [1, 2, 3]) if pin in (None, stage)]
+
+
+def micro_batches(asked: Asked, dp: int) -> list[tuple[int, int]]:
+    """Sizes of a micro-batch, and how many a rank then has."""
+    per_rank, pin = asked.training.global_batch_size // dp, asked.pins.micro_batch
+    sizes = [pin] if pin else divisors(per_rank)
+    return [
+        (size, per_rank // size) for size in sizes if per_rank % size == 0 and (size <= MAX_MICRO_BATCH_SIZE or pin)
+    ]
+
+
+def _moves(
+    own: DataFields, trained: tuple[int, ...], frozen: tuple[int, ...], framework: Framework
+) -> tuple[Collective, ...]:
+    """Of parameters that lie on the same ranks."""
+    mesh, zero, is_dense = own.mesh, own.zero, _DENSE in trained
+    everywhere = mesh.group(Group.ALL_DATA if is_dense else Group.EXPERT_DATA)
+    if not zero.shards_optimizer:
+        return (_reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework),)
+    shards, replicas = mesh.group(Group.SHARD if is_dense else Group.EXPERT_SHARD), mesh.group(Group.REPLICATE)
+    gather = Collective(
+        CollectiveKind.ALL_GATHER,
+        shards,
+        Term.DATA,
+        Pass.FORWARD,
+        Role.GATHER,
+        of=(*trained, *frozen),
+        times=COMPUTE_BYTES[framework.precision],
+        hides=Hides.UNIT if zero.shards_parameters else Hides.FIRST_FORWARD,
+        rate=framework.recipe.data_parallel_rate.value,
+    )
+    if not zero.shards_gradients and framework.recipe.state.reduces_to_all:
+        return gather, _reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework)
+    scatter = _reduction(CollectiveKind.REDUCE_SCATTER, shards, trained, zero, framework)
+    across = _reduction(CollectiveKind.ALL_REDUCE, replicas, trained, zero, framework, 1 / shards.num_ranks)
+    return gather, scatter, across
+
+
+def _reduction(
+    kind: CollectiveKind,
+    group: GroupPlacement,
+    of: tuple[int, ...],
+    zero: ZeroStage,
+    framework: Framework,
+    share: float = 1.0,
+) -> Collective:
+    return Collective(
+        kind,
+        group,
+        Term.DATA,
+        Pass.BACKWARD,
+        Role.REDUCE,
+        of=of,
+        times=framework.recipe.state.reduction_bytes.value * share,
+        hides=Hides.UNIT if zero.shards_gradients else Hides.LAST_BACKWARD,
+        rate=framework.recipe.data_parallel_rate.value,
+    )

@@ -1,0 +1,85 @@
+"""Recomputation: what a block keeps from forward to backward, and what it runs again instead.
+
+Not a field of any key: every mode is lowered, so that blocks may differ in theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.workload import OpClass
+from planner.axes.base import Asked, Axis, Complexity
+from planner.axes.framework import Framework
+from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role
+from planner.axes.placement import UnitPlacement
+from planner.layout.layout import Layout
+from planner.parallelism import Recompute
+from planner.table.keys import WorkKey
+
+_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
+_COMPLEXITY = {mode: place for place, mode in enumerate(Recompute)}
+
+
+class RecomputeAxis(Axis[tuple[()]]):
+    """Activation checkpointing of blocks."""
+
+    name: ClassVar[str] = "recompute"
+
+    def work_fields(self, key: WorkKey) -> tuple[()]:
+        """Every mode at once."""
+        return ()
+
+    def work(self, work: RankWork, own: tuple[()], placement: UnitPlacement, framework: Framework) -> RankWork:
+        """What lies outside the blocks is kept under every mode."""
+        if work.unit.recomputations:
+            return work
+        modes = tuple(recomputation(work.unit, mode, framework.recipe.selective) for mode in Recompute)
+        return replace(work, unit=replace(work.unit, recomputations=modes))
+
+    def complexity(self, layout: Layout) -> Complexity:
+        """Less is simpler."""
+        return Complexity(recomputation=_COMPLEXITY[layout.recompute])
+
+
+RECOMPUTE = RecomputeAxis()
+
+
+def modes(asked: Asked, schedule: ScheduleName) -> list[Recompute]:
+    """Modes that go with ``schedule``: a split backward pass would recompute again for every group of weights."""
+    pin = asked.pins.recompute
+    if schedule.rules.splits_backward:
+        return [Recompute.NONE] if pin in (None, Recompute.NONE) else []
+    return [pin] if pin else list(Recompute)
+
+
+def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputation:
+    """What ``mode`` does to one unit, where ``selective`` is what the framework's selective recomputation is."""
+    everything = frozenset(kernel.id for kernel in unit.kernels)
+    if mode is Recompute.NONE or not unit.is_block:
+        extras = everything - ({unit.loss.kernel} if unit.loss else frozenset())
+        return Recomputation(unit.saved, extras, keeps_logits=True, kernels=frozenset())
+    if mode is Recompute.FULL or selective == "blocks":
+        return Recomputation(unit.entering, frozenset(), False, everything, roles=frozenset(Role), waits_for_host=True)
+    # Selective recomputation repeats kernels alone: not the wait for the host, nor tensor-parallel collectives.
+    attention = frozenset(kernel.id for kernel in unit.kernels if kernel.op_class is OpClass.ATTENTION)
+    if selective == "attention":
+        return Recomputation(unit.saved, everything - attention, keeps_logits=False, kernels=attention)
+    products = _kept_products(unit, selective)
+    return Recomputation(
+        kept=unit.entering | {kernel.storage for kernel in products},
+        kept_extras_of=attention,
+        keeps_logits=False,
+        kernels=everything - {kernel.id for kernel in products},
+        roles=frozenset({Role.DISPATCH}),  # rows go to their experts once more: inputs of products are made again
+    )
+
+
+def _kept_products(unit: RankUnit, selective: str) -> list[Kernel]:
+    """Operators whose outputs selective recomputation keeps."""
+    products = [kernel for kernel in unit.kernels if kernel.op_class in _PRODUCTS]
+    if selective != "alternate_products":
+        return products
+    attention = [kernel for kernel in products if kernel.op_class is OpClass.ATTENTION]
+    return attention + [kernel for kernel in products if kernel.op_class is not OpClass.ATTENTION][::2]

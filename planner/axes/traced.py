@@ -1,0 +1,170 @@
+"""A unit of the traced model as the passes start with it: whole, on one device, for one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from costmodels.vocabulary.workload import OpClass as PricedClass
+from planner.axes.lowered import (
+    ExpertRows,
+    Kernel,
+    Loss,
+    RankStates,
+    RankUnit,
+    RankWork,
+    State,
+    StateKind,
+    Tensor,
+    Work,
+)
+from planner.graph.experts import expert_parameters, expert_work
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
+from planner.graph.op_call import FLOATING, ITEM_BYTES
+
+# Operators that turn logits into a loss, and those that only change a tensor's dtype.
+LOSSES = {"cross_entropy_loss"}
+CASTS = {"to", "_to_copy", "float"}
+
+
+def representatives(graph: ModelGraph) -> list[Unit]:
+    """The first unit of each kind, in order of appearance."""
+    seen: dict[int, Unit] = {}
+    for unit in graph.units:
+        seen.setdefault(unit.kind, unit)
+    return list(seen.values())
+
+
+def whole_work(graph: ModelGraph, unit: Unit) -> RankWork:
+    """The work of ``unit``, nothing split."""
+    nodes = [graph.nodes[i] for i in unit.nodes]
+    inside = set(unit.nodes)
+    entering = {
+        graph.nodes[o].storage
+        for node in nodes
+        for o in node.operands
+        if isinstance(o, int) and o not in inside and is_floating(graph.nodes[o])
+    }
+    kernels = tuple(kernel_of(graph, node) for node in nodes)
+    known = {*inside, *entering, *unit.boundary}
+    known.update(i for kernel in kernels for i in (*kernel.inputs, *kernel.saves, kernel.storage))
+    experts = _experts(graph, unit)
+    if experts is not None:
+        known.update(experts.dispatched)
+    return RankWork(
+        RankUnit(
+            kernels=kernels,
+            tensors=tensors_of(graph, known),
+            entering=frozenset(entering),
+            boundary=dict.fromkeys(unit.boundary, 1.0),
+            is_block=unit.is_block,
+            loss=_loss(graph, nodes),
+            experts=experts,
+        )
+    )
+
+
+def whole_states(graph: ModelGraph) -> list[RankStates]:
+    """The parameters of one unit of each kind, nothing split."""
+    of_experts = expert_parameters(graph)
+
+    def state(fqn: str, kind: StateKind | None = None) -> State:
+        parameter = graph.parameter_of[fqn]
+        trained = StateKind.EXPERT if fqn in of_experts else StateKind.DENSE
+        found = kind or (trained if parameter.trainable else StateKind.FROZEN)
+        return State(parameter.names, found, float(parameter.num_elements))
+
+    return [
+        RankStates(
+            (
+                *(state(fqn) for fqn in unit.parameters),
+                *(state(fqn, StateKind.TIED) for fqn in unit.tied_parameters),
+            )
+        )
+        for unit in representatives(graph)
+    ]
+
+
+def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
+    """The operator ``node`` for one sequence."""
+    per_sequence = 1 / graph.batch_size if node.batch_dependent else 1.0
+    # A parameter is read for the input's gradient, and its own gradient is written.
+    forward = _work(node.flops, node.bytes_read + node.bytes_written, node.param_bytes_read, node.num_kernels)
+    backward = _work(node.backward_flops, node.backward_bytes, 2 * node.param_bytes_read, node.num_backward_kernels)
+    is_attention = node.op_class is OpClass.ATTENTION
+    is_view = node.op_class is OpClass.VIEW
+    return Kernel(
+        id=node.id,
+        operator=op_name(node.op),
+        op_class=PricedClass.MEMORY_BOUND if is_view else PricedClass(node.op_class.value),
+        is_view=is_view,
+        forward=_of_sequence(forward, per_sequence),
+        backward=_of_sequence(backward, per_sequence),
+        weight_gradient_flops=node.weight_gradient_flops * per_sequence,
+        scores=_num_scores(node, graph) * per_sequence if is_attention else 0.0,
+        norm_elements=prod(node.shape) * per_sequence if _is_norm(node) else 0.0,
+        inputs=tuple(o for o in node.operands if isinstance(o, int)),
+        keys_and_values=tuple(o for o in node.operands[1:3] if isinstance(o, int)) if is_attention else (),
+        storage=node.storage,
+        saves=tuple(dict.fromkeys(graph.nodes[i].storage for i in node.saves)),
+        saved_extra_bytes=node.saved_extra_bytes * per_sequence,
+        follows_batch=node.batch_dependent,
+    )
+
+
+def tensors_of(graph: ModelGraph, ids: Iterable[int]) -> dict[int, Tensor]:
+    """The outputs of these operators, whole."""
+    return {i: _tensor(graph.nodes[i], graph.batch_size) for i in sorted(ids)}
+
+
+def is_floating(node: Node) -> bool:
+    """Whether the output is a floating-point tensor."""
+    return node.dtype in FLOATING
+
+
+def _tensor(node: Node, batch_size: int) -> Tensor:
+    size = prod(node.shape) * ITEM_BYTES[node.dtype] / (batch_size if node.batch_dependent else 1)
+    return Tensor(node.id, size, size, size, ITEM_BYTES[node.dtype], is_floating(node), node.batch_dependent)
+
+
+def _work(flops: float, moved_bytes: float, parameter_bytes: float, launches: int) -> Work:
+    of_parameters = min(parameter_bytes, moved_bytes)
+    return Work(flops, moved_bytes - of_parameters, of_parameters, launches)
+
+
+def _of_sequence(work: Work, per_sequence: float) -> Work:
+    """Parameters are read whole however small the micro-batch is."""
+    return Work(work.flops * per_sequence, work.moved_bytes * per_sequence, work.weight_bytes, work.launches)
+
+
+def _is_norm(node: Node) -> bool:
+    """Whether the operator is a layer norm or an RMS norm."""
+    return "rms_norm" in node.op or "layer_norm" in node.op
+
+
+def _num_scores(node: Node, graph: ModelGraph) -> float:
+    """Elements of the score matrix of an attention operator: batch · heads · queries · keys."""
+    keys = next((graph.nodes[o].shape[-2] for o in node.operands[1:2] if isinstance(o, int)), node.shape[-2])
+    return prod(node.shape[:-1]) * keys
+
+
+def _loss(graph: ModelGraph, nodes: list[Node]) -> Loss | None:
+    """The loss, and the casts and views before it: a framework's facts count their gradients as the logits'."""
+    loss = next((node for node in nodes if op_name(node.op) in LOSSES), None)
+    if loss is None:
+        return None
+    copies: set[int] = set()
+    node: Node | None = loss
+    while node is not None and (node is loss or node.op_class is OpClass.VIEW or op_name(node.op) in CASTS):
+        copies.add(node.id)
+        node = next((graph.nodes[o] for o in node.operands if isinstance(o, int)), None)
+    logits = next(o for o in loss.operands if isinstance(o, int))
+    return Loss(loss.id, logits, frozenset(copies))
+
+
+def _experts(graph: ModelGraph, unit: Unit) -> ExpertRows | None:
+    work = expert_work(graph, unit)
+    if work is None:
+        return None
+    rows = graph.nodes[work.dispatched[0]].shape[0] / (graph.batch_size * graph.seq_len)
+    return ExpertRows(frozenset(work.inside), work.dispatched, work.combined, rows)

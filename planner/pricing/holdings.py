@@ -1,0 +1,191 @@
+"""Memory of one unit for one micro-batch on one rank: kept by autograd, at work beside that, or lost to caching.
+
+The caching allocator returns nothing: what was freed and cannot be used again counts as reserved. Two things make
+that large. Inputs of asynchronous collectives wait for the device, which the host is ahead of by as many launches as
+the driver queues; and the loss frees copies of its logits that the next, wider ones do not fit into.
+
+All of it is a number of bytes and a number for each sequence that the rank works on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cached_property
+
+import numpy as np
+
+from costmodels.vocabulary.workload import OpClass
+from planner.axes.framework import Framework
+from planner.axes.lowered import Kernel, RankUnit, Recomputation, Tensor
+from planner.layout.columns import Array
+from planner.pricing.kernels import is_plain_attention, kernels_issued
+from planner.pricing.split_work import is_deferred
+from planner.table.labels import Holding, Pass
+
+# Precisions and products of Transformer Engine.
+EIGHT_BIT = {"fp8"}
+EIGHT_BIT_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM}
+# Kernels that the CUDA driver queues before a launch blocks: no farther can the host be ahead of the device.
+LAUNCH_QUEUE = 1024
+
+HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
+
+
+def holdings(unit: RankUnit, framework: Framework) -> Array:
+    """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank."""
+    held = _Held(unit, framework)
+    modes = [held.under(mode) for mode in unit.recomputations]
+    return np.array([[mode[holding] for holding in Holding] for mode in modes])
+
+
+class _Held:
+    """Arrays of two numbers: fixed bytes, and bytes for each sequence."""
+
+    def __init__(self, unit: RankUnit, framework: Framework) -> None:
+        self._unit, self._framework = unit, framework
+        self._facts = framework.recipe.memory
+        self._kernels = {kernel.id: kernel for kernel in unit.kernels}
+
+    def under(self, mode: Recomputation) -> dict[Holding, Array]:
+        """Every holding; only what is kept, and what is therefore made again, depends on the mode."""
+        kept = self._kept(mode)
+        again = self._kept_without_recomputation - kept
+        return {Holding.KEPT: kept, Holding.WORKING: again + self._at_work, **self._others}
+
+    def _kept(self, mode: Recomputation) -> Array:
+        kept = self._storages(mode.kept) + self._extras(self._kernels[i] for i in mode.kept_extras_of)
+        if mode.keeps_logits:
+            kept = kept + self._logits(self._facts.logit_kept_bytes.value)
+        return kept
+
+    @cached_property
+    def _kept_without_recomputation(self) -> Array:
+        return self._kept(self._unit.recomputations[0])
+
+    @cached_property
+    def _others(self) -> dict[Holding, Array]:
+        facts, unit = self._facts, self._unit
+        # Whole inputs of a block that cross between blocks in parts.
+        whole = _per_sequence(sum(unit.tensors[i].whole_bytes for i in unit.gathered))
+        num_launches = sum(kernels_issued(kernel, self._framework, run) for kernel in unit.kernels for run in Pass)
+        waiting = facts.waiting_tensors.value * whole
+        stranded = max(0.0, facts.logit_reserved_bytes.value - facts.logit_peak_bytes.value)
+        return {
+            Holding.LOSS: self._loss,
+            Holding.BUFFER: facts.gather_buffers.value * whole,
+            Holding.COLLECTIVE: waiting,
+            Holding.QUEUED: LAUNCH_QUEUE / max(1, num_launches) * waiting,
+            Holding.STRANDED: self._logits(stranded),
+            Holding.BOUNDARY: _summed(
+                unit.tensors[i].bytes * share * _way(unit.tensors[i].follows_batch)
+                for i, share in unit.boundary.items()
+            ),
+            Holding.WAITING: self._waiting,
+        }
+
+    @cached_property
+    def _loss(self) -> Array:
+        """Copies of the logits besides what is kept of them, at the loss's peak."""
+        return self._logits(self._facts.logit_peak_bytes.value - self._facts.logit_kept_bytes.value)
+
+    @cached_property
+    def _at_work(self) -> Array:
+        """While the unit's backward runs, or its loss forward if that takes more; both follow the micro-batch."""
+        return _per_sequence(max(float(self._loss[1]), self._largest_gradient()))
+
+    def _largest_gradient(self) -> float:
+        """Gradient of the largest output, or scores, together with the gradients of what it was made from."""
+        per_score = self._framework.attention.gradient_score_bytes.value
+        largest = per_score * max((kernel.scores for kernel in self._unit.kernels), default=0.0)
+        counted = self._unit.loss.copies if self._unit.loss else frozenset[int]()
+        tensors = self._unit.tensors
+        for kernel in self._unit.kernels:
+            if not kernel.is_view and kernel.id not in counted and _has_gradient(tensors[kernel.id]):
+                made_from = sum(tensors[i].bytes for i in kernel.inputs if _has_gradient(tensors[i]))
+                largest = max(largest, tensors[kernel.id].bytes + made_from)
+        return largest
+
+    @cached_property
+    def _waiting(self) -> Array:
+        """Gradients that are held until a split backward pass makes those of weights, less what goes early."""
+        deferred = [kernel for kernel in self._unit.kernels if is_deferred(kernel, self._framework)]
+        tensors = self._unit.tensors
+        held = _summed(tensors[kernel.id].bytes * _way(kernel.follows_batch) for kernel in deferred)
+        return held - self._freed_early(deferred)
+
+    def _freed_early(self, deferred: list[Kernel]) -> Array:
+        """Of what is kept without recomputation, what goes with the first half of a split backward pass."""
+        if not self._framework.recipe.split_retains_graph:
+            return self._kept_without_recomputation - self._storages(_saved_by(deferred))
+        if self._unit.boundary:  # later units hold on to this one
+            return _per_sequence(0.0)
+        last = deferred[-1].id if deferred else -1
+        behind = [kernel for kernel in self._unit.kernels if kernel.id > last]
+        staying = _saved_by(kernel for kernel in self._unit.kernels if kernel.id <= last)
+        return self._storages(_saved_by(behind) - staying) + self._extras(behind)
+
+    def _logits(self, bytes_each: float) -> Array:
+        """Bytes of each of the elements that the loss takes on this rank."""
+        if self._unit.loss is None:
+            return _per_sequence(0.0)
+        logits = self._unit.tensors[self._unit.loss.logits]
+        size = logits.whole_bytes if self._facts.gathers_logits else logits.bytes
+        return _per_sequence(bytes_each * size / logits.item_bytes)
+
+    def _storages(self, ids: Collection[int]) -> Array:
+        """What does not follow the batch is a table that all micro-batches share: it is not counted."""
+        tensors = (self._unit.tensors[i] for i in ids)
+        return _per_sequence(sum(t.kept_bytes * self._share_in_precision(t) for t in tensors if t.follows_batch))
+
+    def _share_in_precision(self, tensor: Tensor) -> float:
+        """Of a tensor that products take in 8 bits: a copy of its own in these, and itself if others keep it too."""
+        if self._framework.precision not in EIGHT_BIT or not self._framework.recipe.eight_bit_inputs:
+            return 1.0
+        by_products, by_others = self._savers.get(tensor.id, (False, True))
+        return by_others + 1 / tensor.item_bytes if by_products else 1.0
+
+    @cached_property
+    def _savers(self) -> dict[int, tuple[bool, bool]]:
+        """For each tensor that is saved: whether products save it, and whether other operators do."""
+        found: dict[int, tuple[bool, bool]] = {}
+        for kernel in self._unit.kernels:
+            is_product = kernel.op_class in EIGHT_BIT_PRODUCTS
+            for tensor in kernel.saves:
+                by_products, by_others = found.get(tensor, (False, False))
+                found[tensor] = (by_products or is_product, by_others or not is_product)
+        return found
+
+    def _extras(self, kernels: Iterable[Kernel]) -> Array:
+        """Bytes kept besides tensors of the graph."""
+        return _summed(self._extra_bytes(kernel) * _way(kernel.follows_batch) for kernel in kernels)
+
+    def _extra_bytes(self, kernel: Kernel) -> float:
+        """Of attention that is not fused, its scores."""
+        recipe, attention = self._framework.recipe, self._framework.attention
+        if is_plain_attention(kernel, self._framework):
+            dropped = attention.dropout_saved_bytes.value if recipe.dropout == 0 else 0.0
+            return (attention.saved_score_bytes.value - dropped) * kernel.scores
+        return kernel.saved_extra_bytes + recipe.norm_saved_bytes.value * kernel.norm_elements
+
+
+def _saved_by(kernels: Iterable[Kernel]) -> set[int]:
+    return {tensor for kernel in kernels for tensor in kernel.saves}
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating and tensor.follows_batch
+
+
+_FIXED, _GROWING = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+
+
+def _way(follows_batch: bool) -> Array:
+    return _GROWING if follows_batch else _FIXED
+
+
+def _per_sequence(num_bytes: float) -> Array:
+    return num_bytes * _GROWING
+
+
+def _summed(parts: Iterable[Array]) -> Array:
+    return sum(parts, np.zeros(2))

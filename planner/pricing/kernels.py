@@ -1,0 +1,118 @@
+"""Times of a unit's kernels on one rank, for many sizes of its part of a micro-batch at once.
+
+A kernel takes what its class's roofline says of its FLOPs and bytes, under what the framework's recipe says of its
+kernels. Parameters are read whole however small the micro-batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.vocabulary.workload import OpClass
+from planner.axes.framework import Framework
+from planner.axes.lowered import Kernel, Work
+from planner.layout.columns import Array
+from planner.pricing.machine import Machine
+from planner.table.labels import Pass
+
+
+class KernelTimes(NamedTuple):
+    """Seconds, [sizes, kernels]."""
+
+    forward_s: Array
+    backward_s: Array
+
+
+def kernel_times(kernels: Sequence[Kernel], sizes: Array, machine: Machine, framework: Framework) -> KernelTimes:
+    """Times of ``kernels`` for ``sizes`` sequences each."""
+    return KernelTimes(*(_times_s(kernels, sizes, machine, framework, run) for run in Pass))
+
+
+def kernels_issued(kernel: Kernel, framework: Framework, run: Pass) -> int:
+    """Kernels that the host issues for an operator."""
+    if is_plain_attention(kernel, framework):
+        return framework.attention.num_kernels * (1 if run is Pass.FORWARD else 2)
+    return work_of(kernel, run).launches
+
+
+def is_plain_attention(kernel: Kernel, framework: Framework) -> bool:
+    """Whether the operator is attention with its scores in memory."""
+    return kernel.op_class is OpClass.ATTENTION and not framework.attention.is_fused
+
+
+def work_of(kernel: Kernel, run: Pass) -> Work:
+    """What the kernel does in one pass."""
+    return kernel.forward if run is Pass.FORWARD else kernel.backward
+
+
+class _Loads(NamedTuple):
+    """FLOPs and bytes of some kernels, [sizes, kernels]."""
+
+    flops: Array
+    num_bytes: Array
+
+
+def _times_s(kernels: Sequence[Kernel], sizes: Array, machine: Machine, framework: Framework, run: Pass) -> Array:
+    works = [work_of(kernel, run) for kernel in kernels]
+    flops, moved, weights, follows = np.array(
+        [
+            (work.flops, work.moved_bytes, work.weight_bytes, kernel.follows_batch)
+            for work, kernel in zip(works, kernels, strict=True)
+        ]
+    ).T
+    grown = np.where(follows, sizes[:, None], 1.0)
+    loads = _Loads(flops * grown, moved * grown + weights)
+    found = np.zeros_like(grown)
+    for op_class in dict.fromkeys(kernel.op_class for kernel in kernels):
+        places = [place for place, kernel in enumerate(kernels) if kernel.op_class is op_class]
+        own = [kernels[place] for place in places]
+        own_loads = _Loads(loads.flops[:, places], loads.num_bytes[:, places])
+        if op_class is OpClass.MEMORY_BOUND:
+            found[:, places] = _memory_bound_s(own, own_loads, machine, framework)
+        elif op_class is OpClass.ATTENTION and not framework.attention.is_fused:
+            scores = np.array([kernel.scores for kernel in own]) * grown[:, places]
+            found[:, places] = _plain_attention_s(scores, own_loads, machine, framework, run)
+        else:
+            found[:, places] = _product_s(own, own_loads, machine, framework, run)
+    return np.where((loads.flops == 0) & (loads.num_bytes == 0), 0.0, found)
+
+
+def _memory_bound_s(kernels: Sequence[Kernel], loads: _Loads, machine: Machine, framework: Framework) -> Array:
+    recipe = framework.recipe
+    passes = np.array([recipe.norm_traffic.value if kernel.norm_elements else 1.0 for kernel in kernels])
+    moved = loads.num_bytes * recipe.memory_traffic.value * passes
+    return machine.roofline(OpClass.MEMORY_BOUND, framework.precision).times_s(np.zeros_like(moved), moved)
+
+
+def _product_s(kernels: Sequence[Kernel], loads: _Loads, machine: Machine, framework: Framework, run: Pass) -> Array:
+    op_class = kernels[0].op_class
+    rate = framework.attention.rate if op_class is OpClass.ATTENTION else framework.recipe.product_rate
+    # Backward, the input's gradient and the weight's are a kernel each.
+    num_kernels = np.array(
+        [
+            2 if run is Pass.BACKWARD and 0 < kernel.weight_gradient_flops < kernel.backward.flops else 1
+            for kernel in kernels
+        ]
+    )
+    line = machine.roofline(op_class, framework.precision)
+    return line.times_s(loads.flops / rate.value, loads.num_bytes, num_kernels)
+
+
+def _plain_attention_s(scores: Array, loads: _Loads, machine: Machine, framework: Framework, run: Pass) -> Array:
+    """Two batched products forward, four backward, and the kernels that pass over the scores between them."""
+    kernel = framework.attention
+    if run is Pass.FORWARD:
+        products, passes, per_score = 2, kernel.num_kernels - 2, kernel.score_bytes_forward.value
+    else:
+        products, passes, per_score = 4, kernel.num_kernels * 2 - 4, kernel.score_bytes_backward.value
+    by_products = machine.roofline(OpClass.GEMM, framework.precision)
+    between = machine.roofline(OpClass.MEMORY_BOUND, framework.precision)
+    # Each product writes or reads 16-bit scores once; the rest is moved by the passes between.
+    in_products_s = by_products.times_s(
+        loads.flops / framework.recipe.product_rate.value, 2 * products * scores + loads.num_bytes, products
+    )
+    moved = max(0.0, per_score - 2 * products) * scores
+    return in_products_s + between.times_s(np.zeros_like(moved), moved, max(1, passes))

@@ -1,0 +1,57 @@
+"""A cluster as prices ask it: rooflines of its devices, times of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from costmodels.communication import Line, collective_lines, collective_times_s, dispatch_parts
+from costmodels.compute import Roofline, roofline
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
+from hardware_profiles.schema import ClusterSpec
+from planner.axes.lowered import Collective
+from planner.layout.columns import Array
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster. Rooflines and lines of collectives are worked out once each."""
+
+    cluster: ClusterSpec
+    _rooflines: dict[tuple[OpClass, str], Roofline] = field(
+        default_factory=dict[tuple[OpClass, str], Roofline], repr=False, compare=False
+    )
+    _lines: dict[tuple[CollectiveKind, GroupPlacement], tuple[Line, ...]] = field(
+        default_factory=dict[tuple[CollectiveKind, GroupPlacement], tuple[Line, ...]], repr=False, compare=False
+    )
+
+    @property
+    def has_several_nodes(self) -> bool:
+        """Whether the job spans nodes."""
+        return self.cluster.num_devices > self.cluster.devices_per_node
+
+    def roofline(self, op_class: OpClass, precision: str) -> Roofline:
+        """The roofline of one class of operators."""
+        key = (op_class, precision)
+        if key not in self._rooflines:
+            self._rooflines[key] = roofline(self.cluster.profile.device, op_class, precision)
+        return self._rooflines[key]
+
+    def lines(self, kind: CollectiveKind, group: GroupPlacement) -> tuple[Line, ...]:
+        """Latency and seconds per byte of every algorithm of a collective."""
+        key = (kind, group)
+        if key not in self._lines:
+            self._lines[key] = collective_lines(kind, group, self.cluster)
+        return self._lines[key]
+
+    def collective_s(self, collective: Collective, num_bytes: Array) -> Array:
+        """Seconds of a collective of so many bytes that compute cannot hide, at each size."""
+        moved = num_bytes / collective.rate
+        if collective.copies is None:
+            seconds = collective_times_s(self.lines(collective.kind, collective.group), moved)
+        else:
+            parts = dispatch_parts(collective.group, collective.copies, self.cluster)
+            ways = [collective_times_s(self.lines(collective.kind, ranks), share * moved) for ranks, share in parts]
+            seconds = np.maximum.reduce(ways)
+        return (1 - collective.hidden_share) * collective.repeats * seconds

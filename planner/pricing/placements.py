@@ -1,0 +1,102 @@
+"""The integer program of placing a unit's operators, and the decisions for all units of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from planner.axes.framework import Framework
+from planner.axes.lowered import Collective, Kernel
+from planner.axes.placement import Alternatives, Collectives, UnitPlacement, alternatives, decision
+from planner.axes.traced import representatives
+from planner.graph.model_graph import ModelGraph
+from planner.parallelism import Placement
+from planner.pricing.kernels import kernel_times
+from planner.pricing.machine import Machine
+from planner.problems import PlacementProblem, PlacementSolution
+from planner.table.keys import TensorSplit
+
+Decision = tuple[UnitPlacement, ...]  # one a unit kind, in order of appearance
+Solve = Callable[[PlacementProblem], PlacementSolution | None]
+
+_NS = 1e9
+
+
+def placement_problem(ways: Alternatives, machine: Machine, framework: Framework) -> PlacementProblem:
+    """The program in numbers: nanoseconds of one sequence.
+
+    Of all collectives' time nothing is hidden, and links sustain what the profile says: what a recipe says of either
+    is not known to belong to one placement rather than another.
+    """
+    prices = _Prices(ways, machine, framework)
+    return PlacementProblem(
+        tuple(
+            tuple(prices.of(way.collectives) + prices.of_kernel(way.kernel) for way in operator.alternatives)
+            for operator in ways.operators
+        ),
+        tuple(
+            (
+                edge.source,
+                edge.target,
+                tuple(tuple(None if moved is None else prices.of(moved) for moved in row) for row in edge.collectives),
+            )
+            for edge in ways.edges
+        ),
+    )
+
+
+def decide(
+    graph: ModelGraph,
+    split: TensorSplit,
+    fixed: Mapping[str, Placement],
+    machine: Machine,
+    framework: Framework,
+    solve: Solve,
+) -> Decision | None:
+    """Solves the placement program of every unit kind; None where one has no solution.
+
+    Goes from the last kind to the first, so that the head decides for an embedding tied to it.
+    ``fixed``: placements of parameters, by any FQN, that are decided already.
+    """
+    decided = dict(fixed)
+    found: list[UnitPlacement] = []
+    for unit in reversed(representatives(graph)):
+        ways = alternatives(graph, unit, split, decided)
+        solution = solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
+        if solution is None:
+            return None
+        placement = decision(ways, solution)
+        found.append(placement)
+        for fqn, own in placement.parameters.items():
+            parameter = graph.parameter_of[fqn]
+            if parameter.aliases:
+                decided.update(dict.fromkeys(parameter.names, own))
+    return tuple(reversed(found))
+
+
+class _Prices:
+    """Prices of kernels and collectives, each worked out once."""
+
+    def __init__(self, ways: Alternatives, machine: Machine, framework: Framework) -> None:
+        self._machine, self._tensors = machine, ways.tensors
+        kernels = {id(way.kernel): way.kernel for each in ways.operators for way in each.alternatives if way.kernel}
+        times = kernel_times(list(kernels.values()), np.ones(1), machine, framework)
+        both_s = times.forward_s[0] + times.backward_s[0]
+        self._kernels_ns = {key: round(seconds * _NS) for key, seconds in zip(kernels, both_s.tolist(), strict=True)}
+        self._seconds: dict[Collective, float] = {}
+
+    def of_kernel(self, kernel: Kernel | None) -> int:
+        """Forward and backward together."""
+        return 0 if kernel is None else self._kernels_ns[id(kernel)]
+
+    def of(self, collectives: Collectives) -> int:
+        """One behind the other."""
+        return round(sum(self._collective_s(each) for each in collectives) * _NS)
+
+    def _collective_s(self, collective: Collective) -> float:
+        alike = collective
+        if alike not in self._seconds:
+            num_bytes = np.array([collective.num_bytes(self._tensors)])
+            self._seconds[alike] = float(self._machine.collective_s(collective, num_bytes)[0])
+        return self._seconds[alike]

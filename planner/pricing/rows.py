@@ -1,0 +1,88 @@
+"""All rows of a cost table's arrays: every unit kind under every key."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from planner.axes.framework import Framework
+from planner.axes.lowered import RankStates
+from planner.axes.registry import (
+    Own,
+    WorkLowering,
+    collective_fields,
+    lowered_states,
+    state_collectives,
+    state_fields,
+    work_fields,
+)
+from planner.axes.tensor import TENSOR
+from planner.axes.traced import representatives, whole_states, whole_work
+from planner.graph.model_graph import ModelGraph
+from planner.layout.columns import Array
+from planner.parallelism import Recompute
+from planner.pricing.machine import Machine
+from planner.pricing.placements import Decision
+from planner.pricing.states import Data, StatePricer, counted, elements_of
+from planner.pricing.work import Case, WorkPrices, price_work
+from planner.table.keys import DataKey, TensorSplit, WorkKey
+from planner.table.labels import Holding, Time
+
+Decisions = Mapping[TensorSplit, Decision]
+
+
+def work_rows(
+    graph: ModelGraph, decisions: Decisions, keys: Sequence[WorkKey], machine: Machine, framework: Framework
+) -> WorkPrices:
+    """Seconds [keys, modes, kinds, ``Time``] and bytes [keys, modes, kinds, ``Holding``]."""
+    kinds = representatives(graph)
+    shape = (len(keys), len(Recompute), len(kinds))
+    rows = WorkPrices(np.empty((*shape, len(Time))), np.empty((*shape, len(Holding))))
+    alike: defaultdict[tuple[TensorSplit, Own], list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        alike[key.tensor, work_fields(key)].append(row)
+    for column, unit in enumerate(kinds):
+        cases: defaultdict[int, list[tuple[int, Case]]] = defaultdict(list)
+        lowering = WorkLowering(whole_work(graph, unit), framework)
+        for (split, own), places in alike.items():
+            work = lowering.under(own, decisions[split][column])
+            cases[id(work.unit)] += [(row, Case(work, keys[row].micro_batch_size)) for row in places]
+        for found in cases.values():
+            places = [row for row, _ in found]
+            prices = price_work([case for _, case in found], machine, framework)
+            rows.time_s[places, :, column] = prices.time_s
+            rows.num_bytes[places, :, column] = prices.num_bytes
+    return rows
+
+
+def element_rows(graph: ModelGraph, decisions: Decisions, splits: Sequence[TensorSplit]) -> Array:
+    """[splits, kinds, ``Element``]: parameters on one tensor-parallel rank."""
+    whole = whole_states(graph)
+
+    def on_one_rank(split: TensorSplit) -> list[RankStates]:
+        return [TENSOR.states(states, split, at) for states, at in zip(whole, decisions[split], strict=True)]
+
+    return np.array([counted(elements_of(on_one_rank(split))) for split in splits])
+
+
+def data_rows(
+    graph: ModelGraph, decisions: Decisions, keys: Sequence[DataKey], machine: Machine, framework: Framework
+) -> Array:
+    """Seconds [keys, kinds, ``Data``]."""
+    whole = whole_states(graph)
+    pricers: dict[tuple[TensorSplit, Own], StatePricer] = {}
+    found: dict[tuple[TensorSplit, Own, Own], Array] = {}
+    rows = np.empty((len(keys), len(whole), len(Data)))
+    for row, key in enumerate(keys):
+        own, moved = state_fields(key), collective_fields(key)
+        place = key.tensor, own, moved
+        if place not in found:
+            if (key.tensor, own) not in pricers:
+                placed = zip(whole, decisions[key.tensor], strict=True)
+                states = [lowered_states(each, own, placement) for each, placement in placed]
+                pricers[key.tensor, own] = StatePricer(elements_of(states), machine, framework)
+            found[place] = pricers[key.tensor, own].times(state_collectives(moved, framework))
+        rows[row] = found[place]
+    return rows

@@ -1,0 +1,71 @@
+"""Gathering a unit's parameters and reducing its gradients over the data-parallel ranks, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from costmodels.vocabulary.workload import OpClass
+from planner.axes.framework import Framework
+from planner.axes.lowered import Collective, RankStates, Role, StateKind
+from planner.layout.columns import Array
+from planner.pricing.machine import Machine
+
+_STATES = tuple(StateKind)
+
+
+class Data(Enum):
+    """What is stored of one unit's states, in seconds; nothing is hidden yet."""
+
+    GATHER = "its parameters, whole on every rank"
+    REDUCE = "its gradients, summed where they belong"
+    ACCUMULATE = "one micro-batch's gradients added to those before it"
+
+
+class Element(Enum):
+    """What is counted of a unit's parameters on one tensor-parallel rank."""
+
+    TRAINABLE = "all that are trained, experts among them"
+    FROZEN = "the others"
+    TIED = "used here but owned by an earlier unit: a pipeline that parts them holds a copy"
+    EXPERT = "of the trainable ones, those that expert parallelism divides"
+
+
+def elements_of(states: Sequence[RankStates]) -> Array:
+    """[units, ``StateKind``]."""
+    return np.array([[each.elements(kind) for kind in _STATES] for each in states])
+
+
+def counted(elements: Array) -> Array:
+    """[units, ``Element``] of ``elements_of`` units."""
+    dense, frozen, tied, expert = elements.T
+    return np.stack([dense + expert, frozen, tied, expert], axis=1)
+
+
+class StatePricer:
+    """Prices of moving the states of some units, ``elements_of`` which are given; collectives that keys share once."""
+
+    def __init__(self, elements: Array, machine: Machine, framework: Framework) -> None:
+        self._elements, self._machine = elements, machine
+        line = machine.roofline(OpClass.MEMORY_BOUND, framework.precision)
+        trained = elements[:, [StateKind.DENSE.value, StateKind.EXPERT.value]].sum(axis=1)
+        self._accumulate_s = trained * framework.recipe.accumulation_bytes.value * line.seconds_per_byte
+        self._seconds: dict[Collective, Array] = {}
+
+    def times(self, collectives: Sequence[Collective]) -> Array:
+        """[units, ``Data``]."""
+        found = np.zeros((len(self._elements), len(Data)))
+        for collective in collectives:
+            found[:, 0 if collective.role is Role.GATHER else 1] += self._collective_s(collective)
+        found[:, 2] = self._accumulate_s
+        return found
+
+    def _collective_s(self, collective: Collective) -> Array:
+        """Nothing at all of units that have no such states."""
+        if collective not in self._seconds:
+            num_bytes = self._elements[:, list(collective.of)].sum(axis=1) * collective.times
+            seconds = self._machine.collective_s(collective, num_bytes)
+            self._seconds[collective] = np.where(num_bytes > 0, seconds, 0.0)
+        return self._seconds[collective]

@@ -1,0 +1,40 @@
+"""What is priced, on what, and how the framework runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
+from hardware_profiles.schema import ClusterSpec
+from planner.axes.framework import Framework
+from planner.graph.model_graph import ModelGraph
+from planner.pricing.machine import Machine
+
+
+@dataclass(frozen=True)
+class PricingTarget:
+    """A model on a cluster in a framework."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    precision: str
+    recipe: Recipe = field(default_factory=load_recipe)
+    attention: AttentionKernel | None = None  # None: the recipe's flash kernel
+    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
+    dispatches_once_a_node: bool = False
+
+    @property
+    def attention_kernel(self) -> AttentionKernel:
+        """How attention runs."""
+        return self.attention or attention_kernel(self.recipe.flash_kernel)
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The cluster, as prices ask it."""
+        return Machine(self.cluster)
+
+    @cached_property
+    def framework(self) -> Framework:
+        """The recipe with what this run chooses besides."""
+        return Framework(self.recipe, self.precision, self.attention_kernel, self.dispatches_once_a_node)
