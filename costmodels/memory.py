@@ -1,4 +1,4 @@
-"""Device memory of training state per parameter, and the ledger of everything a rank holds.
+"""Device memory of training state per parameter.
 
 Bytes per parameter under FSDP2 (``fully_shard``), d = ranks that shard; the master copy is what the optimiser updates:
 
@@ -22,48 +22,14 @@ Sources: Rajbhandari et al., "ZeRO" (2020), for what each stage divides; Narayan
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
-
+from costmodels.ledger import StateBytes
 from costmodels.recipe import StateFacts
-from hardware_profiles.schema import SoftwareProfile
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
 # torch.optim: two fp32 moments; SGD without momentum keeps nothing.
 MOMENT_BYTES = {"adamw": 8, "adam": 8, "sgd": 0}
-
-Rows = tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes on one rank; ``optimizer`` holds the fp32 master copy and, from the first step on, the moments."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    moments: float = 0.0  # of ``optimizer``
-
-    @property
-    def before_first_step(self) -> StateBytes:
-        """The same before the optimiser has made its moments."""
-        return replace(self, optimizer=self.optimizer - self.moments, moments=0.0)
-
-    def plus(self, other: StateBytes) -> StateBytes:
-        """Both together."""
-        return StateBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.moments + other.moments,
-        )
-
-    @property
-    def total(self) -> float:
-        """All three together."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and all are given by name
@@ -114,99 +80,3 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
         optimizer=(num_elements * MASTER_BYTES + num_trainable * moments) / shards,
         moments=num_trainable * moments / shards,
     )
-
-
-class Phase(StrEnum):
-    """When a rank's memory is looked at; ``backward`` is any moment of it."""
-
-    INITIALISATION = "initialisation"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-    CHECKPOINT = "checkpoint"
-
-
-# Terms that are neither tensors that some line of code allocates (specified) nor seen on machines: fitted to runs.
-FITTED_TERMS = frozenset({"allocator_reserve", "waiting_collectives"})
-MEASURED_TERMS = frozenset({"communicators", "context"})
-# Terms that are allocated once and stay: they leave no gaps. All other tensors come and go in every step.
-LASTING_TERMS = frozenset({"parameters", "gradients", "optimizer"})
-# Terms that PyTorch counts as reserved and not as allocated, and those that its allocator does not see.
-RESERVED_TERMS = frozenset({"waiting_collectives", "stranded_copies", "allocator_reserve"})
-UNALLOCATED_TERMS = MEASURED_TERMS
-
-
-def tag_of(term: str) -> str:
-    """How the bytes of ``term`` are known: specified, fitted or measured."""
-    return "fitted" if term in FITTED_TERMS else "measured" if term in MEASURED_TERMS else "specified"
-
-
-@dataclass(frozen=True)
-class MemoryLedger:
-    """What one rank holds at one moment: one row a term, in bytes, in the order they were added."""
-
-    rows: Rows = ()
-
-    @property
-    def total_bytes(self) -> float:
-        """Sum of all rows: what the device has to have."""
-        return sum(num_bytes for _, num_bytes in self.rows)
-
-    @property
-    def reserved_bytes(self) -> float:
-        """What the caching allocator holds."""
-        return sum(num_bytes for name, num_bytes in self.rows if name not in UNALLOCATED_TERMS)
-
-    @property
-    def allocated_bytes(self) -> float:
-        """What lies in tensors."""
-        unseen = UNALLOCATED_TERMS | RESERVED_TERMS
-        return sum(num_bytes for name, num_bytes in self.rows if name not in unseen)
-
-    def bytes_of(self, name: str) -> float:
-        """The row ``name``; 0 if there is none."""
-        return sum(num_bytes for row, num_bytes in self.rows if row == name)
-
-    def plus(self, name: str, num_bytes: float) -> MemoryLedger:
-        """This ledger and one more row. ValueError if the row exists or is negative."""
-        if num_bytes < 0:
-            raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
-        if any(row == name for row, _ in self.rows):
-            raise ValueError(f"the ledger already has a row {name}")
-        return MemoryLedger((*self.rows, (name, num_bytes)))
-
-    def with_reserve(
-        self, software: SoftwareProfile, num_communicators: float, *, waiting: float = 0.0, stranded: float = 0.0
-    ) -> MemoryLedger:
-        """This ledger and what the software takes besides tensors.
-
-        ``waiting`` and ``stranded``: bytes that were freed, yet cannot be reused now: those that collectives are not
-        done with, and those too small for what is allocated next. ``allocator_reserve`` is a share of the tensors that
-        come and go in a step (other fragmentation of the caching allocator); ``communicators`` and ``context`` are
-        allocated outside it.
-        """
-        passing = sum(num_bytes for name, num_bytes in self.rows if name not in LASTING_TERMS)
-        reserve = passing * software.allocator_reserve_fraction.value
-        return (
-            self.plus("waiting_collectives", waiting)
-            .plus("stranded_copies", stranded)
-            .plus("allocator_reserve", reserve)
-            .plus("communicators", num_communicators * software.communicator_bytes.value)
-            .plus("context", software.context_bytes.value)
-        )
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of one rank in every phase of training."""
-
-    phases: tuple[tuple[Phase, MemoryLedger], ...]
-
-    @property
-    def peak(self) -> MemoryLedger:
-        """The ledger of the phase that needs most of the device."""
-        return max((ledger for _, ledger in self.phases), key=lambda ledger: ledger.total_bytes)
-
-    def ledger(self, phase: Phase) -> MemoryLedger:
-        """The ledger of ``phase``."""
-        return dict(self.phases)[phase]

@@ -58,6 +58,21 @@ class Mesh:
         """Data-parallel degree: how many different micro-batches are in work at once."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO divides dense states over: those that shard data, and those of context, which agree."""
+        return self.dp_shard * self.cp
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether there is more than one data-parallel rank."""
+        return self.dp > 1
+
+    @property
+    def experts_are_replicated(self) -> bool:
+        """Whether more than one data-parallel rank holds the same experts."""
+        return self.dp > 1 and self.dp * self.cp > self.ep
+
     def degree(self, axis: MeshAxis) -> int:
         """Number of ranks along ``axis``."""
         return int(getattr(self, axis.value))
@@ -65,14 +80,14 @@ class Mesh:
     def violations(self) -> tuple[str, ...]:
         """Every rule of the mesh that its degrees break, as sentences."""
         found = [f"{name} must be at least 1, got {degree}" for name, degree in asdict(self).items() if degree < 1]
-        inside = self.dp_shard * self.cp
+        inside = self.num_shards
         if not found and inside % self.ep:
             found.append(f"ep {self.ep} does not divide dp_shard * cp = {inside}")
         return tuple(found)
 
     def group(self, group: Group) -> GroupPlacement:
         """Where the ranks of one group of this kind sit."""
-        inside = self.dp_shard * self.cp
+        inside = self.num_shards
         match group:
             case Group.TENSOR:
                 return GroupPlacement(self.tp, 1)

@@ -5,10 +5,11 @@ A column holds the distinct values of a field and, for every record, which of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, get_type_hints, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,25 +17,27 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 Positions = NDArray[np.intp]
 T = TypeVar("T", bound=NamedTuple)
+K = TypeVar("K", bound=NamedTuple)
 
 
 @dataclass(frozen=True)
 class _Column:
     values: tuple[object, ...]
-    codes: NDArray[np.int32]  # place in ``values`` of each record's value
+    codes: NDArray[np.integer]  # place in ``values`` of each record's value, in the smallest type that holds them
 
     @staticmethod
-    def of(values: Iterable[object], codes: NDArray[np.int32] | None = None) -> _Column:
+    def of(values: Iterable[object], codes: NDArray[np.integer] | None = None) -> _Column:
         """``values``, of which some may be equal, of the records with ``codes``; without codes one of each."""
         known: dict[object, int] = {}
-        places = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int32)
+        places = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
+        places = places.astype(np.min_scalar_type(len(known)))
         return _Column(tuple(known), places if codes is None else places[codes])
 
     @staticmethod
     def joined(parts: Sequence[_Column]) -> _Column:
         """All columns, one below the other."""
         starts = np.cumsum([0, *(len(part.values) for part in parts)], dtype=np.int32)
-        codes = [part.codes + start for part, start in zip(parts, starts[:-1], strict=True)]
+        codes = [part.codes.astype(np.int32) + start for part, start in zip(parts, starts[:-1], strict=True)]
         return _Column.of((value for part in parts for value in part.values), np.concatenate(codes))
 
 
@@ -89,28 +92,75 @@ class Columns(Sequence[T]):
         column = self._columns[name]
         return np.array(column.values, dtype=np.float64)[column.codes]
 
-    def distinct(self, *names: str) -> tuple[Positions, Positions]:
-        """Position of a record with each combination of the fields, and which combination every record has.
+    def by(self, key: type[K]) -> tuple[list[K], Positions]:
+        """The combinations of the fields of ``key`` that there are, and which of them every record has.
 
-        A field may be an attribute of another: ``mesh.tp``.
+        A field is one of the records', or an attribute of one of their fields' values: ``tp`` of a mesh. Fields that
+        are keys themselves are taken apart.
         """
-        combined = np.zeros(len(self), dtype=np.int64)
-        for name in names:
-            column = self._column(name)
-            combined = combined * max(1, len(column.values)) + column.codes
-        _, first, which = np.unique(combined, return_index=True, return_inverse=True)
-        return first, which
+        columns = [self._column(name) for name in leaves_of(key)]
+        combined, which = _combinations(columns, len(self))
+        codes: list[Positions] = []
+        for column in reversed(columns):
+            combined, code = np.divmod(combined, max(1, len(column.values)))
+            codes.append(code)
+        rows = zip(
+            *([c.values[i] for i in code] for c, code in zip(columns, reversed(codes), strict=True)), strict=True
+        )
+        return [_nested(key, iter(row)) for row in rows], which
 
-    def each(self, function: Callable[[T], ArrayLike], *names: str) -> Array:
-        """``function`` of every record, called once for each combination of the fields it depends on, ``names``."""
-        first, which = self.distinct(*names)
-        return np.array([function(self[i]) for i in first])[which]
+    def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
+        """``function`` of every record's ``key``, called once for each that there is."""
+        keys, which = self.by(key)
+        return np.array([function(each) for each in keys])[which]
 
-    def where(self, condition: Callable[[T], bool], *names: str) -> Columns[T]:
-        """The records that meet a condition on the fields ``names``."""
-        return self.take(self.each(condition, *names).astype(bool))
+    def where(self, key: type[K], condition: Callable[[K], bool]) -> Columns[T]:
+        """The records whose ``key`` meets a condition."""
+        return self.take(self.each(key, condition).astype(bool))
 
     def _column(self, name: str) -> _Column:
-        field, _, attribute = name.partition(".")
+        """The field ``name``, or the attribute of that name of the one field whose values have it."""
+        if name in self._columns:
+            return self._columns[name]
+        field = next((own for own, hint in _hints(self._kind).items() if hasattr(hint, name)), None)
+        if field is None:
+            raise AttributeError(f"neither {self._kind.__name__} nor the values of its fields have {name}")
         column = self._columns[field]
-        return _Column.of(map(attrgetter(attribute), column.values), column.codes) if attribute else column
+        return _Column.of(map(attrgetter(name), column.values), column.codes)
+
+
+# Up to so many combinations are marked in an array; more are sorted.
+MOST_MARKED = 2**24
+
+
+def _combinations(columns: Sequence[_Column], num_records: int) -> tuple[Positions, Positions]:
+    """The combinations of values that occur, numbered with the last column fastest, and which every record has."""
+    combined, total = np.zeros(num_records, dtype=np.int64), 1
+    for column in columns:
+        combined = combined * max(1, len(column.values)) + column.codes
+        total *= max(1, len(column.values))
+    if total > MOST_MARKED:
+        return np.unique(combined, return_inverse=True)
+    occurs = np.zeros(total, dtype=bool)
+    occurs[combined] = True
+    return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[combined]
+
+
+@lru_cache(maxsize=64)
+def _hints(kind: type[tuple[object, ...]]) -> Mapping[str, type]:
+    return get_type_hints(kind)
+
+
+@lru_cache(maxsize=64)
+def leaves_of(key: type[tuple[object, ...]]) -> tuple[str, ...]:
+    """The names of a key's fields, those of fields that are keys themselves in their place."""
+    found: list[str] = []
+    for name, hint in _hints(key).items():
+        found += leaves_of(hint) if hasattr(hint, "_fields") else [name]
+    return tuple(found)
+
+
+def _nested(key: type[K], values: Iterator[object]) -> K:
+    """A key from the values of its leaves in order."""
+    hints = _hints(key).values()
+    return key._make(_nested(hint, values) if hasattr(hint, "_fields") else next(values) for hint in hints)

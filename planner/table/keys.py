@@ -1,12 +1,15 @@
 """What a row of the cost table depends on: the fields of a layout that its price may read, and no others.
 
-A function that fills a row is given the key, never the layout: a field that is left out of a key is a type error and
-an AttributeError, not a silent price. Names of fields are those of ``Layout`` and of its mesh.
+A function that fills or reads a row is given the key, never the layout: a field that is left out of a key is a type
+error and an AttributeError, not a silent price. Names of fields are those of ``Layout`` and of its mesh.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Offload
 
 
 class TensorSplit(NamedTuple):
@@ -31,6 +34,32 @@ class DataKey(NamedTuple):
     tensor: TensorSplit
     ep: int
     dp_replicate: int
-    dp_shard: int
-    cp: int
+    num_shards: int
     zero_stage: int
+
+
+class StateKey(NamedTuple):
+    """States of parameters on one rank."""
+
+    zero_stage: int
+    num_shards: int
+    ep: int
+    is_replicated: bool  # more than one data-parallel rank
+    experts_are_replicated: bool
+    offload: Offload
+
+
+class SendKey(NamedTuple):
+    """What one pipeline rank sends to the next, over which links."""
+
+    pp: int
+    groups: tuple[str, ...]
+
+
+class PipelineKey(NamedTuple):
+    """The pipeline's schedule."""
+
+    schedule: ScheduleName
+    pp: int
+    virtual_stages: int
+    num_microbatches: int

@@ -1,0 +1,47 @@
+"""Communication that compute does not hide.
+
+    hidden  = min(communication, fraction · compute)
+    exposed = communication - hidden + slowdown · hidden
+
+Communication kernels take multiprocessors and memory bandwidth, so compute beside them runs (1 + slowdown) times as
+long; overlap is never perfect, so only a fraction of the compute can hide anything. The form follows Li et al.,
+"PyTorch Distributed" (VLDB 2020), whose bucketed reduction overlaps the backward pass, and the measured slowdown of
+overlapped kernels in Lee et al., "Characterizing compute-communication overlap in GPU-accelerated distributed deep
+learning" (2025).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Overlap(NamedTuple):
+    """How well a machine's software hides communication; both from its profile."""
+
+    fraction: float  # of compute, behind which communication can hide
+    slowdown: float  # compute takes (1 + this) times as long while communication runs
+
+
+@overload
+def exposed_s(communication_s: float, compute_s: float, overlap: Overlap) -> float: ...
+
+
+@overload
+def exposed_s(communication_s: FloatArray, compute_s: FloatArray | float, overlap: Overlap) -> FloatArray: ...
+
+
+def exposed_s(
+    communication_s: FloatArray | float, compute_s: FloatArray | float, overlap: Overlap
+) -> FloatArray | float:
+    """Seconds that communication adds to the step beside ``compute_s`` of compute; arrays broadcast.
+
+    Never above ``communication_s``: whoever overlaps at a loss can still run one after the other.
+    """
+    hidden = np.minimum(communication_s, overlap.fraction * np.asarray(compute_s))
+    exposed = np.asarray(communication_s - hidden * max(0.0, 1.0 - overlap.slowdown))
+    return exposed if exposed.ndim else float(exposed)

@@ -1,0 +1,41 @@
+"""How a pipeline is cut into stages without a solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
+    """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
+
+    The rule of pipelines of several stages a rank: they must be alike, or every round waits for the longest.
+    """
+    blocks = [u for u, block in enumerate(is_block) if block]
+    each, left_over = divmod(len(blocks), num_stages)
+    sizes = [each + (num_stages - 1 - left_over <= k < num_stages - 1) for k in range(num_stages)]
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size)
+    return (0, *(blocks[k] for k in starts[1:]))
+
+
+def spread_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
+    """As ``even_starts``, with the embedding and the head each counted as a block of its own."""
+    blocks = [u for u, block in enumerate(is_block) if block]
+    each = (len(blocks) + 2) // num_stages
+    return (0, *(min(blocks[0] - 1 + each * k, len(is_block) - 1) for k in range(1, num_stages)))
+
+
+def weighted_starts(weights: Sequence[float], num_stages: int, head_weight: float) -> tuple[int, ...]:
+    """First units of stages filled in order until each reaches its share of ``weights``; the last may stay empty.
+
+    As nanotron fills them (nanotron/models/base.py, build_model): the unit that passes a stage's share is its last. The
+    first unit, the embedding, has no weight; the last, the head, counts by ``head_weight`` of its own.
+    """
+    weights = [0.0, *weights[1:-1], head_weight * weights[-1]]
+    total, passed, starts = sum(weights), 0.0, [0]
+    for unit, weight in enumerate(weights):
+        passed += weight
+        if passed > total * len(starts) / num_stages and len(starts) < num_stages:
+            starts.append(unit + 1)
+    return (*starts, *[len(weights)] * (num_stages - len(starts)))

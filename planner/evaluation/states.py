@@ -1,0 +1,34 @@
+"""Elements that a rank works with and updates, and the bytes of their states."""
+
+from __future__ import annotations
+
+from costmodels.ledger import StateBytes
+from costmodels.vocabulary.mesh import ZERO_STAGES
+from planner.layout.columns import Array
+from planner.layout.layout import Layout
+from planner.table.cost_table import KindOfElement
+
+
+def held_elements(elements: float, experts: float, ep: int) -> float:
+    """Of ``elements`` with all ``experts`` among them, those that one of ``ep`` ranks works with."""
+    return elements - experts * (1 - 1 / ep)
+
+
+def num_updated(layout: Layout, trainable: float, experts: float) -> float:
+    """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
+
+    ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
+    """
+    if ZERO_STAGES[layout.zero_stage].shards_optimizer:
+        return trainable / layout.mesh.num_shards
+    return held_elements(trainable, experts, layout.mesh.ep)
+
+
+def state_bytes(row: Array, trainable: float, frozen: float, experts: float) -> StateBytes:
+    """Bytes of states that one rank holds for so many elements of a tp rank; ``row``: of the table's ``state_bytes``.
+
+    ``experts``: of the trainable ones, those that expert parallelism divides.
+    """
+    kinds = KindOfElement
+    total = (trainable - experts) * row[kinds.DENSE] + frozen * row[kinds.FROZEN] + experts * row[kinds.EXPERT]
+    return StateBytes(*total.tolist())

@@ -1,0 +1,156 @@
+"""One micro-batch through every unit kind of many layouts, with what compute hides of it taken away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.overlap import exposed_s
+from costmodels.vocabulary.mesh import ZERO_STAGES
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import Data, Pass, Term, Time
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.layout import Layout
+from planner.parallelism import Recompute
+from planner.table.cost_table import CostTable
+from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
+
+_TIMES = {time: place for place, time in enumerate(Time)}
+_DATA = {data: place for place, data in enumerate(Data)}
+_MODES = {mode: place for place, mode in enumerate(Recompute)}
+_SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
+
+
+class _ModeKey(NamedTuple):
+    recompute: Recompute
+
+
+class _ScheduleKey(NamedTuple):
+    schedule: ScheduleName
+
+
+@dataclass(frozen=True)
+class LayoutRows:
+    """Where the prices of many layouts stand in a table's arrays, and what of each decides how they are put together.
+
+    One entry a layout.
+    """
+
+    work: Positions
+    mode: Positions
+    data: Positions
+    split: Positions
+    state: Positions
+    zero_stage: Positions
+    num_microbatches: Array
+    splits_backward: NDArray[np.bool]
+
+    @staticmethod
+    def of(table: CostTable, layouts: Columns[Layout]) -> LayoutRows:
+        """The rows of ``layouts``; KeyError for a layout that ``table`` has no prices of."""
+        work, work_of = layouts.by(WorkKey)
+        data, data_of = layouts.by(DataKey)
+        splits, split_of = layouts.by(TensorSplit)
+        states, state_of = layouts.by(StateKey)
+        return LayoutRows(
+            work=table.work_rows(work)[work_of],
+            mode=layouts.each(_ModeKey, lambda key: _MODES[key.recompute]).astype(np.intp),
+            data=table.data_rows(data)[data_of],
+            split=table.split_rows(splits)[split_of],
+            state=table.state_rows(states)[state_of],
+            zero_stage=layouts.numbers("zero_stage").astype(np.intp),
+            num_microbatches=layouts.numbers("num_microbatches"),
+            splits_backward=layouts.each(_ScheduleKey, lambda key: key.schedule.rules.splits_backward).astype(bool),
+        )
+
+    def take(self, places: Positions) -> LayoutRows:
+        """Those of some of the layouts."""
+        return LayoutRows(*(getattr(self, field.name)[places] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of one micro-batch through each unit kind, [layouts, kinds, ...].
+
+    ``time_s``: by ``Time``, where COMPUTE_BACKWARD holds besides what the layout adds to it: adding up gradients, and
+    kernels that run twice in split backward passes. ``data_s``: communication of data parallelism that stays exposed,
+    forward and backward. ``weight_s``: part of the backward pass that a schedule which splits it runs later.
+    """
+
+    time_s: Array
+    data_s: Array
+    weight_s: Array
+
+    def term_s(self, term: Term, run: Pass) -> Array:
+        """One term of one pass, [layouts, kinds]."""
+        if term is Term.DATA:
+            return self.data_s[..., 0 if run is Pass.FORWARD else 1]
+        places = [_TIMES[time] for time in Time if time.term is term and time.runs_in is run]
+        return self.time_s[..., places].sum(axis=-1)
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """The forward pass, everything included."""
+        return self._of_pass(Pass.FORWARD, but=()) + self.data_s[..., 0]
+
+    @cached_property
+    def backward_s(self) -> Array:
+        """The backward pass, everything included."""
+        return self._of_pass(Pass.BACKWARD, but=()) + self.data_s[..., 1]
+
+    @property
+    def exposed_forward_s(self) -> Array:
+        """What compute does not hide of all communication in forward."""
+        return self._of_pass(Pass.FORWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self.data_s[..., 0]
+
+    @property
+    def exposed_backward_s(self) -> Array:
+        """What compute does not hide of all communication in backward."""
+        return self._of_pass(Pass.BACKWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self.data_s[..., 1]
+
+    @property
+    def compute_forward_s(self) -> Array:
+        """Compute alone, forward: what communication hides behind."""
+        return self.time_s[..., _TIMES[Time.COMPUTE_FORWARD]]
+
+    @property
+    def compute_backward_s(self) -> Array:
+        """Compute alone, backward, with what is recomputed."""
+        return self.time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] + self.time_s[..., _TIMES[Time.RECOMPUTE]]
+
+    def _of_pass(self, run: Pass, but: tuple[Term, ...]) -> Array:
+        places = [_TIMES[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
+        return self.time_s[..., places].sum(axis=-1)
+
+
+def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
+    """Times of ``rows`` on the devices at place ``device``.
+
+    ZeRO 3 gathers parameters in forward and again in backward; from ZeRO 2 on gradients are reduced in every
+    micro-batch, and before it they are added up.
+    """
+    time_s = table.time_s[device][rows.work, rows.mode]
+    data = data_times(table, rows, device)
+    zero = rows.zero_stage[:, None]
+    adds_up = ~_SHARDS_GRADIENTS[zero] & (rows.num_microbatches[:, None] > 1)
+    accumulation = np.where(adds_up, data[..., _DATA[Data.ACCUMULATE]], 0.0)
+    twice = np.where(rows.splits_backward[:, None], time_s[..., _TIMES[Time.SPLIT_EXTRA]], 0.0)
+    time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] += accumulation + twice
+    in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., _DATA[Data.GATHER]], 0.0)
+    in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., _DATA[Data.REDUCE]], 0.0)
+    overlap = table.cluster.devices[device].overlap
+    forward = time_s[..., _TIMES[Time.COMPUTE_FORWARD]]
+    backward = time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] + time_s[..., _TIMES[Time.RECOMPUTE]]
+    exposed = [exposed_s(in_forward, forward, overlap), exposed_s(in_backward, backward, overlap)]
+    weight_s = time_s[..., _TIMES[Time.WEIGHT_GRADIENT]] + accumulation + twice
+    return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s)
+
+
+def data_times(table: CostTable, rows: LayoutRows, device: int) -> Array:
+    """Gathers, reductions and sums of gradients once each, nothing hidden, [layouts, kinds, Data]."""
+    return table.data_s[device][rows.data]

@@ -1,0 +1,105 @@
+"""What the search needs to know of cluster, framework and training besides the arrays: numbers, read once each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from costmodels.ledger import SoftwareBytes
+from costmodels.overlap import Overlap
+from planner.parallelism import Offload
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """The units of the model in order."""
+
+    kinds: tuple[int, ...]  # place on the arrays' axis of kinds, for each unit
+    names: tuple[str, ...]
+    is_block: tuple[bool, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many units there are of each kind."""
+        return tuple(self.kinds.count(kind) for kind in range(max(self.kinds) + 1))
+
+
+class Line(NamedTuple):
+    """A time that grows with a number: nothing for nothing, otherwise latency and so much for each."""
+
+    latency_s: float
+    s_per_item: float
+
+    def time_s(self, number: float) -> float:
+        """Seconds of so many."""
+        return self.latency_s + number * self.s_per_item if number > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The devices of one group, or all of a cluster, which count as the weakest where they differ."""
+
+    name: str
+    num_devices: int
+    memory_bytes: float
+    overlap: Overlap
+    update: Line  # an optimiser step on the device, by elements
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One node, where states are offloaded to it; seconds are by elements of one of its devices, all at work."""
+
+    offload: Offload
+    update: Line
+    download: Line  # gradients to the host
+    ram_bytes: float
+    nvme_bytes: float
+    gradient_bytes: float  # of one element, as it arrives
+    parameter_bytes: float  # of one element, updated, on its way back
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """Where the ranks are."""
+
+    name: str
+    num_devices: int
+    devices_per_node: int
+    devices: tuple[DeviceFacts, ...]  # the first: all, as the weakest; then each group of unlike devices
+    software: SoftwareBytes
+    hosts: tuple[HostFacts, ...] = ()  # for each place that states can be offloaded to
+
+    def place_of(self, group: str) -> int:
+        """Place in ``devices``, and on the arrays' axis of devices, of a group of unlike devices."""
+        return next(place for place, device in enumerate(self.devices) if place > 0 and device.name == group)
+
+    def host(self, offload: Offload) -> HostFacts:
+        """The node for states that are offloaded so; ValueError where that has no price."""
+        found = next((host for host in self.hosts if host.offload is offload), None)
+        if found is None:
+            raise ValueError(f"{self.name} has no price for offload {offload}")
+        return found
+
+
+@dataclass(frozen=True)
+class FrameworkFacts:
+    """How the framework runs what the arrays hold the prices of; the words are ``costmodels.recipe.Recipe``'s."""
+
+    name: str
+    overlaps_reduction: bool
+    overlaps_gather: bool
+    sends_block: bool
+    partition: Literal["even", "weighted"]
+    head_weight: float  # of its elements, where stages are filled by weight
+    plain_reserve: float  # of the allocator's reserve, what is left where no axis mixes the lifetimes of tensors
+    units_in_transit: int  # gathered or reduced at once
+    keeps_gradients: bool
+    reduces_in_place: bool
+    reduction_bytes: float
+    extra_communicators: float
+    gathered_update_bytes: float
+    gathered_update_shard_bytes: float
+    overflow_s_per_byte: float | None
+    item_bytes: int  # of one gathered parameter
+    tie_share: float  # how much slower than the fastest a simpler plan may be predicted
