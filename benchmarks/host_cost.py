@@ -33,11 +33,11 @@ from planner.api import Problem, Request, find_plan, load_cluster, load_graph, t
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.graph.model_graph import Unit
+from planner.layout.layout import Pins
 from planner.model_file import load_model, resolve_model
 from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.table_builder import representatives
 from planner.pricing.unit_costs import issued_by_host
-from planner.space.search_space import Pins
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,6 +17,8 @@ from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.tracing import TraceRequest
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Offload, Optimizer, Placement, Precision, Preference
 from planner.plan.schema import Plan, SearchSection
@@ -34,9 +36,8 @@ from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, search
-from planner.space.columns import Columns
 from planner.space.device_groups import over_groups
-from planner.space.search_space import Choice, Limits, Pins, SearchSpace, Training, build_space, divisors
+from planner.space.search_space import SearchSpace, build_space, divisors
 
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
@@ -88,11 +89,11 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     training = training_of(request, cluster.num_devices, graph.seq_len, notes)
     problem = Problem.build(graph, cluster, training, request.pins)
     outcome = search(
-        problem.table, problem.space.choices, problem.solver, time_limit_s=request.time_limit_s, progress=progress
+        problem.table, problem.space.layouts, problem.solver, time_limit_s=request.time_limit_s, progress=progress
     )
     if outcome.best is None:
         raise no_plan(problem, outcome)
-    baseline = search(problem.table, problem.baseline_choices, problem.solver)
+    baseline = search(problem.table, problem.baseline_layouts, problem.solver)
     outcome = problem.preferred(outcome, baseline, request.prefer)
     return Answer(problem.plan(outcome, baseline, request.num_runners_up), tuple(notes), outcome.interrupted)
 
@@ -103,7 +104,7 @@ class Problem:
 
     target: PricingTarget
     space: SearchSpace
-    baseline_choices: Columns[Choice]
+    baseline_layouts: Columns[Layout]
     shardings: Mapping[ShardKey, Sharding]
     table: CostTable
     solver: StageSolver
@@ -123,9 +124,9 @@ class Problem:
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
         if cluster.mixed is not None:
-            pipelines = over_groups(space.choices, cluster.mixed.groups)
-            space = replace(space, choices=Columns.joined([space.choices, pipelines]))
-        table = build_table(target, training, shardings, Columns.joined([space.choices, baseline]))
+            pipelines = over_groups(space.layouts, cluster.mixed.groups)
+            space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
+        table = build_table(target, training, shardings, Columns.joined([space.layouts, baseline]))
         return Problem(target, space, baseline, shardings, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
@@ -140,7 +141,7 @@ class Problem:
         found = simplest(self.table, outcome, limit_s, self.solver)
         if found is None:
             return outcome
-        others = [priced for priced in outcome.ranking if priced.choice != found.choice]
+        others = [priced for priced in outcome.ranking if priced.layout != found.layout]
         return replace(
             outcome, best=found, ranking=tuple(sorted([*others, found], key=lambda priced: priced.step_time_s))
         )
@@ -149,10 +150,10 @@ class Problem:
         """The plan of the best point, with the runners-up and the plain FSDP baseline beside it."""
         assert outcome.best is not None
         best = self.reprice(outcome.best)
-        runners = [p for p in outcome.ranking if p.choice != best.choice][:num_runners_up]
+        runners = [p for p in outcome.ranking if p.layout != best.layout][:num_runners_up]
         reference = self.closest_baseline(baseline)
         is_proved = outcome.is_exhausted and all(s.is_proved for kinds in self.shardings.values() for s in kinds)
-        fastest = best if outcome.ranking[0].choice == best.choice else self.reprice(outcome.ranking[0])
+        fastest = best if outcome.ranking[0].layout == best.layout else self.reprice(outcome.ranking[0])
         bound = min(best.step_time_s, fastest.step_time_s if is_proved else outcome.bound_s)
         band = self.table.recipe.error_band
         return self.describe(best).model_copy(
@@ -173,7 +174,7 @@ class Problem:
 
     def reprice(self, priced: Priced) -> Priced:
         """The same point with every micro-batch simulated."""
-        return Point(self.table, priced.choice).price(priced.starts, exact=True)
+        return Point(self.table, priced.layout).price(priced.starts, exact=True)
 
     def closest_baseline(self, baseline: Outcome) -> Priced | None:
         """The best plain FSDP plan, or where none fits the one that lacks least memory."""
@@ -183,21 +184,21 @@ class Problem:
 
     def describe(self, priced: Priced) -> Plan:
         """``priced`` as a Plan without a search section."""
-        graph, table, choice = self.target.graph, self.table, priced.choice
-        sharding = self.shardings[choice.mesh.tp, choice.sequence_parallel]
+        graph, table, layout = self.target.graph, self.table, priced.layout
+        sharding = self.shardings[layout.mesh.tp, layout.sequence_parallel]
         return Plan(
             model=decode.model_section(graph),
             hardware=table.cluster.profile.name,
             num_devices=table.cluster.num_devices,
             training=decode.training_section(table),
-            mesh=decode.mesh_section(choice),
-            zero_stage=choice.zero_stage,
+            mesh=decode.mesh_section(layout),
+            zero_stage=layout.zero_stage,
             pipeline=decode.pipeline_section(priced, graph, table),
-            placements=decode.placement_section(choice, graph, sharding, table.units.kinds),
-            recompute=decode.recompute_rules(choice, graph),
-            offload=choice.offload,
+            placements=decode.placement_section(layout, graph, sharding, table.units.kinds),
+            recompute=decode.recompute_rules(layout, graph),
+            offload=layout.offload,
             prediction=decode.prediction_section(priced, table, graph.num_params),
-            warnings=decode.execution_warnings(choice, table, graph),
+            warnings=decode.execution_warnings(layout, table, graph),
         )
 
 
@@ -293,13 +294,13 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, shardings: Mapping[ShardK
     )
 
 
-def baseline_space(training: Training, limits: Limits) -> Columns[Choice]:
+def baseline_space(training: Training, limits: Limits) -> Columns[Layout]:
     """Plain FSDP over all devices, whatever the user pinned; empty where the batch does not divide."""
     n = limits.num_devices
     if training.global_batch_size % n or n == 1:
-        return Columns.of(Choice, ())
+        return Columns.of(Layout, ())
     pins = Pins(tp=1, pp=1, cp=1, ep=1, dp=n, dp_replicate=1, zero=3)
-    return build_space(training, pins, limits).choices
+    return build_space(training, pins, limits).layouts
 
 
 def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitError:
@@ -307,7 +308,7 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     if not outcome.is_exhausted:
         return TimeLimitError(
             f"no plan was found in time ({outcome.num_visited} of {outcome.num_candidates} layouts tried)",
-            hint="raise --time-limit, or pin a choice such as --tp 8",
+            hint="raise --time-limit, or pin a layout such as --tp 8",
         )
     assert outcome.closest is not None
     point = Point(problem.table, outcome.closest)
@@ -349,7 +350,7 @@ def something_fits(graph: ModelGraph, cluster: ClusterSpec, training: Training, 
         problem = Problem.build(graph, cluster, training, pins)
     except (HardwareError, InputError):
         return False
-    return search(problem.table, problem.space.choices, problem.solver, stop_at_first=True).best is not None
+    return search(problem.table, problem.space.layouts, problem.solver, stop_at_first=True).best is not None
 
 
 @dataclass(frozen=True)
@@ -366,28 +367,28 @@ def point_of(plan: Plan, hardware: str | None, num_devices: int | None) -> Plann
     """``plan`` on its own or on other hardware; PlanError where it cannot be priced."""
     notes: list[str] = []
     section = plan.training
-    choice = existing.choice_of(plan, num_devices or plan.num_devices)
-    cluster = load_cluster(hardware or plan.hardware, choice.mesh.world_size, notes)
-    if choice.groups and not existing.lies_on(choice, cluster):
+    layout = existing.layout_of(plan, num_devices or plan.num_devices)
+    cluster = load_cluster(hardware or plan.hardware, layout.mesh.world_size, notes)
+    if layout.groups and not existing.lies_on(layout, cluster):
         notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")
-        choice = choice._replace(groups=())
+        layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
-    check_offload(cluster, choice.offload)
+    check_offload(cluster, layout.offload)
     graph = load_graph(plan.model.source, section.seq_len, section.precision)
     if graph.digest != plan.model.digest:
         notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
     existing.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = PricingTarget(graph, cluster, section.precision.value)
-    key = (choice.mesh.tp, choice.sequence_parallel)
+    key = (layout.mesh.tp, layout.sequence_parallel)
     sharding = shard_units(target, key, existing.parameter_placements(plan, graph), CpSatSolver().solve_placement)
     if sharding is None:
         raise PlanError(
-            f"placements: those of this plan cannot run with tp={choice.mesh.tp} on {graph.source}",
+            f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",
             hint="search for a new plan: planner search MODEL -o plan.json",
         )
-    table = build_table(target, training, {key: sharding}, (choice,))
-    return PlannedPoint(Point(table, choice), existing.starts_of(plan, graph), graph, tuple(notes))
+    table = build_table(target, training, {key: sharding}, (layout,))
+    return PlannedPoint(Point(table, layout), existing.starts_of(plan, graph), graph, tuple(notes))
 
 
 def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None = None) -> Answer:
@@ -401,7 +402,7 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
     update = {
         "hardware": table.cluster.profile.name,
         "num_devices": table.cluster.num_devices,
-        "mesh": decode.mesh_section(priced.choice),
+        "mesh": decode.mesh_section(priced.layout),
         "pipeline": decode.pipeline_section(priced, planned.graph, table),
         "prediction": decode.prediction_section(priced, table, planned.graph.num_params),
         "search": None,

@@ -7,9 +7,9 @@ from hardware_profiles.schema import ClusterSpec
 from planner.api import Problem
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
+from planner.layout.layout import Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.parallelism import Optimizer, Precision
-from planner.space.search_space import Pins, Training
 
 BATCH_SIZE = 2  # as planner.api traces
 NO_PINS = Pins()

@@ -14,6 +14,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
+from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.parallelism import Optimizer, Precision
@@ -21,7 +22,6 @@ from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, shard_units
 from planner.solver.cp_sat import CpSatSolver
-from planner.space.search_space import Choice, Training
 
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
@@ -120,7 +120,7 @@ class RunPricer:
         return sharding
 
 
-def choice_of(run: Run) -> Choice:
+def choice_of(run: Run) -> Layout:
     """The fully pinned coarse point of ``run``."""
     layout = run.layout
     world = layout.dp * layout.tp * layout.pp * layout.cp
@@ -144,7 +144,7 @@ def choice_of(run: Run) -> Choice:
         schedule, problems = ScheduleName.GPIPE, ()  # fewer micro-batches than stages: all forwards come first anyway
     if problems:
         raise UnpriceableRunError("; ".join(problems))
-    return Choice(
+    return Layout(
         mesh=_mesh(run),
         zero_stage=_zero_stage(run),
         micro_batch_size=layout.micro_batch_size,

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from hardware_profiles.schema import ClusterSpec, DeviceGroup
 from planner.axes.base import Axis, Executed
-from planner.space.columns import Columns
-from planner.space.search_space import Choice
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout
 
 MAX_ORDERS = 24  # every order of four groups; of more, the first ones
 
@@ -36,23 +36,23 @@ class UnlikeDevicesAxis(Axis[None]):
 UNLIKE_DEVICES = UnlikeDevicesAxis()
 
 
-def over_groups(choices: Columns[Choice], groups: tuple[DeviceGroup, ...]) -> Columns[Choice]:
-    """Those of ``choices`` whose pipeline ranks each lie in one group, over every order of the groups.
+def over_groups(layouts: Columns[Layout], groups: tuple[DeviceGroup, ...]) -> Columns[Layout]:
+    """Those of ``layouts`` whose pipeline ranks each lie in one group, over every order of the groups.
 
     All ranks of a pipeline have the same number of devices, so each group must hold a whole number of them. Only
     schedules whose stages the solver cuts: equal stages would leave the faster group waiting.
     """
     counts = [group.cluster.num_devices for group in groups]
 
-    def fits(choice: Choice) -> bool:
-        pp, rules = choice.mesh.pp, choice.schedule.rules
+    def fits(layout: Layout) -> bool:
+        pp, rules = layout.mesh.pp, layout.schedule.rules
         return pp > 1 and rules.has_one_stage and all(count % (sum(counts) // pp) == 0 for count in counts)
 
     orders = islice(permutations(group.name for group in groups), MAX_ORDERS)
-    return choices.where(fits, "mesh.pp", "schedule").with_each("groups", list(orders))
+    return layouts.where(fits, "mesh.pp", "schedule").with_each("groups", list(orders))
 
 
-def group_of_ranks(layout: Choice, cluster: ClusterSpec) -> tuple[str | None, ...]:
+def group_of_ranks(layout: Layout, cluster: ClusterSpec) -> tuple[str | None, ...]:
     """The group of unlike devices of each pipeline rank; None where all count as alike."""
     pp = layout.mesh.pp
     if not layout.groups or cluster.mixed is None:

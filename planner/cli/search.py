@@ -98,7 +98,7 @@ def search(  # over 6 arguments: one for each option of the command line
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
     from planner.api import Request
-    from planner.space.search_space import Pins
+    from planner.layout.layout import Pins
 
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,

@@ -18,11 +18,11 @@ from costmodels.recipe import Recipe, load_recipe
 from costmodels.step import exposed_s, optimizer_step_s
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, SoftwareProfile
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.layout import Layout, Training
 from planner.parallelism import Offload, Recompute
 from planner.pricing.offloading import HostStates, host_states, host_work
 from planner.pricing.unit_costs import UnitCosts, UnitStates, held_elements
-from planner.space.columns import Array, Columns, Positions
-from planner.space.search_space import Choice, Training
 
 # What keys of costs depend on.
 KEY_FIELDS = ("mesh.tp", "mesh.cp", "mesh.ep", "sequence_parallel", "micro_batch_size", "recompute")
@@ -40,10 +40,10 @@ class CostKey:
     ep: int = 1
 
     @staticmethod
-    def of(choice: Choice) -> CostKey:
+    def of(layout: Layout) -> CostKey:
         """The key of a coarse point."""
-        mesh = choice.mesh
-        return CostKey(mesh.tp, choice.sequence_parallel, mesh.cp, choice.micro_batch_size, choice.recompute, mesh.ep)
+        mesh = layout.mesh
+        return CostKey(mesh.tp, layout.sequence_parallel, mesh.cp, layout.micro_batch_size, layout.recompute, mesh.ep)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class DataParallelTimes:
         )
 
     def take(self, rows: Positions) -> DataParallelTimes:
-        """Of a choice a row: these rows."""
+        """Of a layout a row: these rows."""
         return DataParallelTimes(self.gather_s[rows], self.reduce_s[rows], self.accumulate_s[rows])
 
 
@@ -155,36 +155,36 @@ class CostTable:
             self._stacked[name] = np.array([[getattr(c, name) for c in row] for row in self.costs.values()])
         return self._stacked[name]
 
-    def data_parallel_times(self, choice: Choice) -> DataParallelTimes:
-        """Times of each unit kind under the choice's mesh and ZeRO stage."""
-        key = (choice.mesh, min(choice.zero_stage, 2), choice.sequence_parallel)
+    def data_parallel_times(self, layout: Layout) -> DataParallelTimes:
+        """Times of each unit kind under the layout's mesh and ZeRO stage."""
+        key = (layout.mesh, min(layout.zero_stage, 2), layout.sequence_parallel)
         if key not in self._data:
-            self._data[key] = self._data_parallel_times(choice)
+            self._data[key] = self._data_parallel_times(layout)
         return self._data[key]
 
-    def _data_parallel_times(self, choice: Choice) -> DataParallelTimes:
-        ep, states = choice.mesh.ep, self.states[choice.mesh.tp, choice.sequence_parallel]
+    def _data_parallel_times(self, layout: Layout) -> DataParallelTimes:
+        ep, states = layout.mesh.ep, self.states[layout.mesh.tp, layout.sequence_parallel]
         total, trainable = np.array([s.total for s in states]), np.array([s.trainable for s in states])
         if ep == 1:
-            return self._times_over(choice, total, trainable)
+            return self._times_over(layout, total, trainable)
         experts = np.array([s.experts for s in states])
-        dense = self._times_over(choice, total - experts, trainable - experts)
-        own = self._times_over(choice, experts / ep, experts / ep, ep)
+        dense = self._times_over(layout, total - experts, trainable - experts)
+        own = self._times_over(layout, experts / ep, experts / ep, ep)
         return dense.plus(own)
 
-    def _times_over(self, choice: Choice, total: Array, trainable: Array, ep: int = 1) -> DataParallelTimes:
+    def _times_over(self, layout: Layout, total: Array, trainable: Array, ep: int = 1) -> DataParallelTimes:
         """Times for so many elements of each unit kind; ``ep``: over groups so many times smaller."""
-        mesh, device = choice.mesh, self.cluster.profile.device
+        mesh, device = layout.mesh, self.cluster.profile.device
         bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
         accumulate_s = trainable * self.recipe.accumulation_bytes.value / bandwidth
         total, trainable = total * self.item_bytes, trainable * self.recipe.state.reduction_bytes.value
-        if choice.zero_stage == 0:
+        if layout.zero_stage == 0:
             across = GroupPlacement(mesh.dp_replicate * mesh.cp // ep, mesh.tp * ep)
             reduce_s = self._line(CollectiveKind.ALL_REDUCE, across, trainable)
             return DataParallelTimes(np.zeros(len(total)), reduce_s, accumulate_s)
         inside = GroupPlacement(mesh.dp_shard * mesh.cp // ep, mesh.tp * ep)
         across = GroupPlacement(mesh.dp_replicate, mesh.tp * mesh.cp * mesh.dp_shard)
-        if choice.zero_stage == 1 and self.recipe.state.reduces_to_all:
+        if layout.zero_stage == 1 and self.recipe.state.reduces_to_all:
             everywhere = GroupPlacement(mesh.dp * mesh.cp // ep, mesh.tp * ep)
             reduce_s = self._line(CollectiveKind.ALL_REDUCE, everywhere, trainable)
         else:
@@ -203,30 +203,30 @@ class CostTable:
             self._lines[key] = collective_lines(kind, group, self.cluster)
         return self._lines[key]
 
-    def key_rows(self, choices: Columns[Choice]) -> Positions:
-        """Row of each choice in ``column``."""
+    def key_rows(self, layouts: Columns[Layout]) -> Positions:
+        """Row of each layout in ``column``."""
         if not self._index:
             self._index.update({key: i for i, key in enumerate(self.costs)})
-        first, which = choices.distinct(*KEY_FIELDS)
-        return np.array([self._index[CostKey.of(choices[i])] for i in first], dtype=np.intp)[which]
+        first, which = layouts.distinct(*KEY_FIELDS)
+        return np.array([self._index[CostKey.of(layouts[i])] for i in first], dtype=np.intp)[which]
 
-    def data_times(self, choices: Columns[Choice]) -> DataParallelTimes:
-        """``data_parallel_times`` of many choices, [choices, kinds]."""
-        first, which = choices.distinct("mesh", "zero_stage", "sequence_parallel")
-        times = [self.data_parallel_times(choices[i]) for i in first]
+    def data_times(self, layouts: Columns[Layout]) -> DataParallelTimes:
+        """``data_parallel_times`` of many layouts, [layouts, kinds]."""
+        first, which = layouts.distinct("mesh", "zero_stage", "sequence_parallel")
+        times = [self.data_parallel_times(layouts[i]) for i in first]
         names = (field.name for field in fields(DataParallelTimes))
         return DataParallelTimes(*(np.array([getattr(t, name) for t in times]) for name in names)).take(which)
 
-    def parts(self, choices: Columns[Choice], times: DataParallelTimes, rows: Positions) -> Parts:
+    def parts(self, layouts: Columns[Layout], times: DataParallelTimes, rows: Positions) -> Parts:
         """Time parts of many coarse points at once, from their ``data_times`` and their ``key_rows``."""
 
         def take(name: str) -> Array:
             return self.column(name)[rows]
 
-        zero = choices.numbers("zero_stage")[:, None]
-        adds_up = (zero < 2) & (choices.numbers("num_microbatches")[:, None] > 1)
+        zero = layouts.numbers("zero_stage")[:, None]
+        adds_up = (zero < 2) & (layouts.numbers("num_microbatches")[:, None] > 1)
         accumulation = np.where(adds_up, times.accumulate_s, 0.0)
-        splits = choices.each(lambda choice: choice.schedule.rules.splits_backward, "schedule")[:, None]
+        splits = layouts.each(lambda layout: layout.schedule.rules.splits_backward, "schedule")[:, None]
         twice = np.where(splits, take("split_extra_s"), 0.0)
         compute_backward = take("backward_s") + accumulation + twice
         forward, backward = take("forward_s"), compute_backward + take("recompute_s")
@@ -249,35 +249,35 @@ class CostTable:
             weight_s=take("weight_gradient_s") + accumulation + twice,
         )
 
-    def state_bytes(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> StateBytes:
+    def state_bytes(self, layout: Layout, trainable: float, frozen: float, experts: float = 0.0) -> StateBytes:
         """Bytes of states that one rank holds for so many elements of the tp rank's parameters.
 
         ``experts``: of the trainable ones, those that expert parallelism divides.
         """
-        ep = choice.mesh.ep
+        ep = layout.mesh.ep
         if ep == 1:
-            return self._state_bytes(choice, trainable, frozen)
-        dense = self._state_bytes(choice, trainable - experts, frozen)
-        return dense.plus(self._state_bytes(choice, experts / ep, 0.0, ep))
+            return self._state_bytes(layout, trainable, frozen)
+        dense = self._state_bytes(layout, trainable - experts, frozen)
+        return dense.plus(self._state_bytes(layout, experts / ep, 0.0, ep))
 
-    def _state_bytes(self, choice: Choice, trainable: float, frozen: float, ep: int = 1) -> StateBytes:
-        mesh = choice.mesh
+    def _state_bytes(self, layout: Layout, trainable: float, frozen: float, ep: int = 1) -> StateBytes:
+        mesh = layout.mesh
         return state_bytes(
             trainable,
             num_frozen=frozen,
             precision=self.training.precision.value,
             optimizer=self.training.optimizer.value,
-            zero_stage=choice.zero_stage,
-            num_shards=max(1, num_shards(choice) // ep),
+            zero_stage=layout.zero_stage,
+            num_shards=max(1, num_shards(layout) // ep),
             facts=self.recipe.state,
             is_replicated=mesh.dp > 1 and mesh.dp * mesh.cp > ep,
-            on_host=choice.offload is not Offload.NONE,
+            on_host=layout.offload is not Offload.NONE,
         )
 
-    def host_states(self, choice: Choice, trainable: float, frozen: float, experts: float = 0.0) -> HostStates:
+    def host_states(self, layout: Layout, trainable: float, frozen: float, experts: float = 0.0) -> HostStates:
         """What one rank that offloads keeps on its host for so many elements of the tp rank's parameters."""
-        kept = self.state_bytes(choice._replace(offload=Offload.NONE), trainable, frozen, experts).optimizer
-        return host_states(kept, num_updated(choice, trainable, experts), self.training, choice.offload)
+        kept = self.state_bytes(layout._replace(offload=Offload.NONE), trainable, frozen, experts).optimizer
+        return host_states(kept, num_updated(layout, trainable, experts), self.training, layout.offload)
 
     def download_s(self, num_elements: float, offload: Offload) -> float:
         """Seconds until so many elements' gradients are on the host, where all ranks of a node have as many."""
@@ -306,38 +306,38 @@ class CostTable:
         """Memory of one device."""
         return self.cluster.profile.device.memory_bytes.value
 
-    def of_ranks(self, choice: Choice) -> tuple[CostTable, ...]:
+    def of_ranks(self, layout: Layout) -> tuple[CostTable, ...]:
         """The table of each pipeline rank's devices."""
-        pp = choice.mesh.pp
-        if not choice.groups:
+        pp = layout.mesh.pp
+        if not layout.groups:
             return (self,) * pp
         each = self.cluster.num_devices // pp
-        tables = (self.groups[name] for name in choice.groups)
+        tables = (self.groups[name] for name in layout.groups)
         return tuple(table for table in tables for _ in range(table.cluster.num_devices // each))
 
-    def send_s(self, choice: Choice) -> tuple[float, ...]:
+    def send_s(self, layout: Layout) -> tuple[float, ...]:
         """One micro-batch's activations from each pipeline stage to the next."""
-        num_borders = choice.mesh.pp * choice.virtual_stages - 1
+        num_borders = layout.mesh.pp * layout.virtual_stages - 1
         if num_borders == 0:
             return ()
-        lines = self.send_lines(choice)
-        num_bytes = max(c.boundary_bytes for c in self.costs[CostKey.of(choice)])
+        lines = self.send_lines(layout)
+        num_bytes = max(c.boundary_bytes for c in self.costs[CostKey.of(layout)])
         ways = [latency_s + s_per_byte * num_bytes for latency_s, s_per_byte in lines]
-        return tuple(ways) if choice.groups else (ways[0],) * num_borders
+        return tuple(ways) if layout.groups else (ways[0],) * num_borders
 
-    def send_lines(self, choice: Choice) -> tuple[tuple[float, float], ...]:
+    def send_lines(self, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Latency and seconds per byte from each pipeline rank to the next."""
-        pp, mixed = choice.mesh.pp, self.cluster.mixed
+        pp, mixed = layout.mesh.pp, self.cluster.mixed
         if pp == 1:
             return ()
-        if not choice.groups or mixed is None:
+        if not layout.groups or mixed is None:
             return (self.send_line(pp),) * (pp - 1)
         each = self.cluster.num_devices // pp
         lines: list[tuple[float, float]] = []
-        for place, name in enumerate(choice.groups):
+        for place, name in enumerate(layout.groups):
             table = self.groups[name]
             if place > 0:
-                before = choice.groups[place - 1]
+                before = layout.groups[place - 1]
                 way = line_between(self.groups[before].cluster, table.cluster, mixed.link(before, name), each)
                 lines.append(way)
             num_ranks = table.cluster.num_devices // each
@@ -350,16 +350,16 @@ class CostTable:
         return line
 
 
-def num_shards(choice: Choice) -> int:
+def num_shards(layout: Layout) -> int:
     """Ranks over which ZeRO divides: those that shard data and, since their gradients agree, those of context."""
-    return choice.mesh.dp_shard * choice.mesh.cp if choice.zero_stage else 1
+    return layout.mesh.dp_shard * layout.mesh.cp if layout.zero_stage else 1
 
 
-def num_updated(choice: Choice, trainable: float, experts: float) -> float:
+def num_updated(layout: Layout, trainable: float, experts: float) -> float:
     """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
 
     ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
     """
-    if choice.zero_stage:
-        return trainable / num_shards(choice)
-    return held_elements(trainable, experts, choice.mesh.ep)
+    if layout.zero_stage:
+        return trainable / num_shards(layout)
+    return held_elements(trainable, experts, layout.mesh.ep)

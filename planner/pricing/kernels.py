@@ -14,8 +14,8 @@ import numpy as np
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, Work
+from planner.layout.columns import Array
 from planner.pricing.machine import Machine
-from planner.space.columns import Array
 from planner.table.labels import Pass
 
 

@@ -11,7 +11,7 @@ from costmodels.compute import Roofline, roofline
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.lowered import Collective
-from planner.space.columns import Array
+from planner.layout.columns import Array
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMEN
 from costmodels.offload import HostWork, missing_facts
 from costmodels.step import FP32_ACCESSES, FP32_BYTES
 from hardware_profiles.schema import ClusterSpec
+from planner.layout.layout import Training
 from planner.parallelism import Offload
-from planner.space.search_space import Training
 
 
 @dataclass(frozen=True)

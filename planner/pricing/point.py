@@ -14,14 +14,14 @@ from costmodels.pipeline import Timeline, simulate
 from costmodels.step import exposed_s
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout
 from planner.parallelism import Offload
 from planner.pricing.cost_table import CostKey, CostTable, DataParallelTimes, Parts, num_updated
 from planner.pricing.offloading import HostMemory, fullest_node
 from planner.pricing.rank_memory import RankMemoryModel
 from planner.pricing.stages import even_starts, spread_starts, weighted_starts
 from planner.problems import StageProblem, stage_sums
-from planner.space.columns import Columns
-from planner.space.search_space import Choice
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StageTimes(NamedTuple):
 class Priced:
     """A coarse point with its stages: what it costs. ``starts[k]`` is the first unit of stage k."""
 
-    choice: Choice
+    layout: Layout
     starts: tuple[int, ...]
     step_time_s: float
     breakdown: Breakdown
@@ -87,7 +87,7 @@ class Priced:
 
 
 class _Rank(NamedTuple):
-    """What one pipeline rank's devices take for the choice."""
+    """What one pipeline rank's devices take for the layout."""
 
     table: CostTable
     data: DataParallelTimes
@@ -95,13 +95,13 @@ class _Rank(NamedTuple):
     unit_times: StageTimes  # of every unit as a stage of its own
 
 
-def _ranks(table: CostTable, choice: Choice) -> tuple[_Rank, ...]:
-    tables, kinds = table.of_ranks(choice), list(table.units.kinds)
+def _ranks(table: CostTable, layout: Layout) -> tuple[_Rank, ...]:
+    tables, kinds = table.of_ranks(layout), list(table.units.kinds)
     found: dict[int, _Rank] = {}
     for each in tables:
         if id(each) not in found:
-            alone = Columns.of(Choice, [choice])
-            data = each.data_parallel_times(choice)
+            alone = Columns.of(Layout, [layout])
+            data = each.data_parallel_times(layout)
             parts = each.parts(alone, each.data_times(alone), each.key_rows(alone))
             rows = (tuple(array[0][kinds].tolist()) for array in (parts.forward_s, parts.backward_s, parts.weight_s))
             found[id(each)] = _Rank(each, data, parts, StageTimes(*rows))
@@ -111,19 +111,19 @@ def _ranks(table: CostTable, choice: Choice) -> tuple[_Rank, ...]:
 class Point:
     """A coarse point of ``table``; everything here is derived from the table's numbers."""
 
-    def __init__(self, table: CostTable, choice: Choice) -> None:
-        self.table, self.choice = table, choice
-        self._ranks = _ranks(table, choice)
-        self._costs = table.costs[CostKey.of(choice)]
-        self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
-        self._memory = RankMemoryModel(table, choice)
+    def __init__(self, table: CostTable, layout: Layout) -> None:
+        self.table, self.layout = table, layout
+        self._ranks = _ranks(table, layout)
+        self._costs = table.costs[CostKey.of(layout)]
+        self._states = table.states[layout.mesh.tp, layout.sequence_parallel]
+        self._memory = RankMemoryModel(table, layout)
 
     # -- the stage program --------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
-        return self.choice.mesh.pp * self.choice.virtual_stages
+        return self.layout.mesh.pp * self.layout.virtual_stages
 
     def even_starts(self) -> tuple[int, ...]:
         """Stages of equal numbers of blocks."""
@@ -144,11 +144,11 @@ class Point:
 
     def stage_problem(self) -> StageProblem:
         """The program that cuts the units into one stage a rank."""
-        table, choice = self.table, self.choice
+        table, layout = self.table, self.layout
         kinds = list(table.units.kinds)
         software = self._memory.software
         reserve = 1 + software.allocator_reserve_fraction.value
-        pp = choice.mesh.pp
+        pp = layout.mesh.pp
         by_kind = {k: self._memory.unit_states(kinds.index(k), tied_copy=pp > 1).total for k in set(kinds)}
         outside = MemoryLedger().with_reserve(software, self._memory.num_communicators).total_bytes
         transient = [self._memory.most_transient(self._likely_units(r)) for r in range(pp)]
@@ -157,14 +157,14 @@ class Point:
             backward_s=tuple(rank.unit_times.backward_s for rank in self._ranks),
             static_bytes=tuple(by_kind[k] for k in kinds),
             kept_bytes=tuple(self._costs[k].kept_bytes * reserve for k in kinds),
-            in_flight=choice.schedule.rules.in_flight(pp, choice.num_microbatches),
+            in_flight=layout.schedule.rules.in_flight(pp, layout.num_microbatches),
             room_bytes=tuple(
                 capacity - outside - t.tensors * reserve - t.cached
                 for capacity, t in zip(self.capacity_bytes, transient, strict=True)
             ),
-            num_microbatches=choice.num_microbatches,
-            send_s=table.send_s(choice),
-            windowed=choice.schedule is not ScheduleName.GPIPE,
+            num_microbatches=layout.num_microbatches,
+            send_s=table.send_s(layout),
+            windowed=layout.schedule is not ScheduleName.GPIPE,
         )
 
     @property
@@ -175,7 +175,7 @@ class Point:
     def _likely_units(self, rank: int) -> list[int]:
         """Units whose transient memory a rank must be ready for: the first or last unit only where it must lie."""
         last = len(self.table.units.kinds) - 1
-        pp = self.choice.mesh.pp
+        pp = self.layout.mesh.pp
         return [u for u in range(last + 1) if (u != 0 or rank == 0) and (u != last or rank == pp - 1)] or [0]
 
     # -- the price ------------------------------------------------------------------------------
@@ -187,9 +187,9 @@ class Point:
         states are extrapolated, and the time lost to sending counts as bubble.
         """
         times = self._stage_times(starts)
-        makespan = self._makespan_s(times, self.table.send_s(self.choice), exact=exact)
+        makespan = self._makespan_s(times, self.table.send_s(self.layout), exact=exact)
         send_on_path = makespan - self._makespan_s(times, 0.0, exact=True) if exact else 0.0
-        m = self.choice.num_microbatches
+        m = self.layout.num_microbatches
         busy = [m * seconds for seconds in self._work_of_ranks(times)]
         slowest = max(range(len(busy)), key=lambda r: busy[r])
         once = self.once_a_step(starts)
@@ -217,7 +217,7 @@ class Point:
             optimizer=optimizer,
         )
         step = makespan + overflow_s + data_once + optimizer
-        return Priced(self.choice, starts, step, breakdown, memory, self.capacity_bytes, self.host(starts))
+        return Priced(self.layout, starts, step, breakdown, memory, self.capacity_bytes, self.host(starts))
 
     def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
         """What one micro-batch waits for the allocator, where the framework is known to run on in too little memory."""
@@ -229,12 +229,12 @@ class Point:
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
-        choice, pp = self.choice, self.choice.mesh.pp
+        layout, pp = self.layout, self.layout.mesh.pp
         # Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called.
-        name = ScheduleName.ONE_F_ONE_B if pp == 1 else choice.schedule
-        schedule = name.rules.actions(pp, choice.virtual_stages, choice.num_microbatches)
+        name = ScheduleName.ONE_F_ONE_B if pp == 1 else layout.schedule
+        schedule = name.rules.actions(pp, layout.virtual_stages, layout.num_microbatches)
         times, sends_block = self._stage_times(starts), self.table.recipe.sends_block
-        return times.run(schedule, self.table.send_s(choice), sends_block=sends_block)
+        return times.run(schedule, self.table.send_s(layout), sends_block=sends_block)
 
     def exposed_s(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Communication that compute does not hide within the forward and the backward pass of each stage."""
@@ -267,19 +267,19 @@ class Point:
         )
 
     def _rank_of(self, stage: int) -> int:
-        return self.choice.schedule.rules.rank_of(stage, self.choice.mesh.pp)
+        return self.layout.schedule.rules.rank_of(stage, self.layout.mesh.pp)
 
     def _makespan_s(self, times: StageTimes, send_s: float | Sequence[float], *, exact: bool) -> float:
-        choice = self.choice
-        pp, m, rules = choice.mesh.pp, choice.num_microbatches, choice.schedule.rules
+        layout = self.layout
+        pp, m, rules = layout.mesh.pp, layout.num_microbatches, layout.schedule.rules
         if pp == 1:
             return m * (times.forward_s[0] + times.backward_s[0])
 
         def run(num_microbatches: int) -> float:
-            schedule = rules.actions(pp, choice.virtual_stages, num_microbatches)
+            schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
             timeline = times.run(schedule, send_s, sends_block=self.table.recipe.sends_block)
             # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
-            return timeline.longest_rank_s if choice.schedule is ScheduleName.ZB_2P else timeline.makespan_s
+            return timeline.longest_rank_s if layout.schedule is ScheduleName.ZB_2P else timeline.makespan_s
 
         # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
         each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
@@ -293,7 +293,7 @@ class Point:
 
     def _work_of_ranks(self, times: StageTimes) -> list[float]:
         """Seconds of each pipeline rank on one micro-batch."""
-        work = [0.0] * self.choice.mesh.pp
+        work = [0.0] * self.layout.mesh.pp
         for stage, seconds in enumerate(zip(times.forward_s, times.backward_s, strict=True)):
             work[self._rank_of(stage)] += sum(seconds)
         return work
@@ -303,7 +303,7 @@ class Point:
         return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def _stages_of_ranks(self, starts: tuple[int, ...]) -> list[list[range]]:
-        ranks: list[list[range]] = [[] for _ in range(self.choice.mesh.pp)]
+        ranks: list[list[range]] = [[] for _ in range(self.layout.mesh.pp)]
         for stage, units in enumerate(self._units_of_stages(starts)):
             ranks[self._rank_of(stage)].append(units)
         return ranks
@@ -315,13 +315,13 @@ class Point:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
         kinds = [self.table.units.kinds[u] for u in units]
         trainable, experts = (sum(getattr(self._states[k], name) for k in kinds) for name in ("trainable", "experts"))
-        held, offload = num_updated(self.choice, trainable, experts), self.choice.offload
+        held, offload = num_updated(self.layout, trainable, experts), self.layout.offload
         optimizer = rank.table.update_s(held, offload)
         if offload is not Offload.NONE:  # beside the reductions, on links of its own
             down_s = rank.table.download_s(held, offload)
             behind_s = float((rank.parts.compute_backward_s + rank.parts.recompute_s)[0][kinds].sum())
             optimizer += exposed_s(down_s, behind_s, rank.table.software)
-        return once_a_step_s(rank.table, self.choice, rank.data, rank.parts, kinds), optimizer
+        return once_a_step_s(rank.table, self.layout, rank.data, rank.parts, kinds), optimizer
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
         """The memory of every pipeline rank at its peak, row by row."""
@@ -338,10 +338,10 @@ class Point:
 
     def host(self, starts: tuple[int, ...]) -> HostMemory | None:
         """The fullest node's own memory; None where nothing is offloaded."""
-        if self.choice.offload is Offload.NONE:
+        if self.layout.offload is Offload.NONE:
             return None
         ranks = [self._memory.elements(stages) for stages in self._stages_of_ranks(starts)]
-        kept = [self.table.host_states(self.choice, *elements) for elements in ranks]
+        kept = [self.table.host_states(self.layout, *elements) for elements in ranks]
         return fullest_node(kept, self.table.cluster)
 
     def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
@@ -349,17 +349,17 @@ class Point:
 
         ``waiting``: what it keeps more, or less, from the first to the second half of a split backward pass.
         """
-        choice = self.choice
-        pp = choice.mesh.pp
-        rules, m = choice.schedule.rules, choice.num_microbatches
+        layout = self.layout
+        pp = layout.mesh.pp
+        rules, m = layout.schedule.rules, layout.num_microbatches
         if rules.has_one_stage:
             return [number * num_bytes for number, num_bytes in zip(rules.in_flight(pp, m), kept, strict=True)]
-        schedule = rules.actions(pp, choice.virtual_stages, rules.shortened(pp, m))
+        schedule = rules.actions(pp, layout.virtual_stages, rules.shortened(pp, m))
         by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
         return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
 
 
-def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, parts: Parts, kinds: list[int]) -> float:
+def once_a_step_s(table: CostTable, layout: Layout, data: DataParallelTimes, parts: Parts, kinds: list[int]) -> float:
     """Exposed seconds of the reductions and gathers that happen once a step on a rank that holds ``kinds``.
 
     Reduction hides behind the backward of the last micro-batch, except for the last bucket, and not at all where a
@@ -372,18 +372,18 @@ def once_a_step_s(table: CostTable, choice: Choice, data: DataParallelTimes, par
     reduce, gather = data.reduce_s[kinds], data.gather_s[kinds]
     exposed = 0.0
     recipe = table.recipe
-    if not recipe.overlaps_reduction or choice.schedule.rules.splits_backward:
+    if not recipe.overlaps_reduction or layout.schedule.rules.splits_backward:
         exposed += float(reduce.sum())
-    elif choice.zero_stage <= 1:
+    elif layout.zero_stage <= 1:
         behind = float((parts.compute_backward_s + parts.recompute_s)[0][kinds].sum())
         exposed += max(float(exposed_s(float(reduce.sum()), behind, software)), float(reduce[0]))
     else:
         exposed += float(reduce[0])
-    if choice.zero_stage in (1, 2) and not recipe.overlaps_gather:
+    if layout.zero_stage in (1, 2) and not recipe.overlaps_gather:
         exposed += float(gather.sum())
-    elif choice.zero_stage in (1, 2):
+    elif layout.zero_stage in (1, 2):
         behind = float(parts.compute_forward_s[0][kinds].sum())
         exposed += max(float(exposed_s(float(gather.sum()), behind, software)), float(gather[0]))
-    elif choice.zero_stage == 3:
+    elif layout.zero_stage == 3:
         exposed += float(gather[0])
     return exposed

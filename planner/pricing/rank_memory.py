@@ -8,9 +8,9 @@ from functools import cached_property
 
 from costmodels.memory import MemoryLedger, Phase, RankMemory, StateBytes
 from hardware_profiles.schema import SoftwareProfile
+from planner.layout.layout import Layout
 from planner.pricing.cost_table import CostKey, CostTable
 from planner.pricing.unit_costs import UnitCosts, held_elements
-from planner.space.search_space import Choice
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
@@ -21,9 +21,9 @@ UNITS_IN_TRANSIT = 2
 PLAIN_RESERVE = 0.25
 
 
-def reserve_fraction(table: CostTable, choice: Choice) -> float:
+def reserve_fraction(table: CostTable, layout: Layout) -> float:
     """Share of the tensors that come and go which the allocator loses to gaps between them."""
-    mesh = choice.mesh
+    mesh = layout.mesh
     mixes_lifetimes = mesh.pp * mesh.tp * mesh.cp * mesh.ep > 1
     return table.software.allocator_reserve_fraction.value * (1.0 if mixes_lifetimes else PLAIN_RESERVE)
 
@@ -54,15 +54,15 @@ class Transient:
 class RankMemoryModel:
     """Memory of the ranks of one coarse point."""
 
-    def __init__(self, table: CostTable, choice: Choice) -> None:
-        self._table, self._choice = table, choice
-        self._costs = table.costs[CostKey.of(choice)]
-        self._states = table.states[choice.mesh.tp, choice.sequence_parallel]
+    def __init__(self, table: CostTable, layout: Layout) -> None:
+        self._table, self._layout = table, layout
+        self._costs = table.costs[CostKey.of(layout)]
+        self._states = table.states[layout.mesh.tp, layout.sequence_parallel]
 
     @cached_property
     def num_communicators(self) -> float:
         """Process groups of more than one rank."""
-        mesh = self._choice.mesh
+        mesh = self._layout.mesh
         sharding = mesh.dp_shard * mesh.cp
         of_experts = (mesh.ep, sharding // mesh.ep) if mesh.ep > 1 else ()
         axes = sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, sharding, mesh.cp, mesh.tp, *of_experts))
@@ -73,22 +73,22 @@ class RankMemoryModel:
         """The software, its allocator's reserve as this point makes it."""
         software = self._table.software
         share = software.allocator_reserve_fraction
-        made = share.model_copy(update={"value": reserve_fraction(self._table, self._choice)})
+        made = share.model_copy(update={"value": reserve_fraction(self._table, self._layout)})
         return software.model_copy(update={"allocator_reserve_fraction": made})
 
     @property
     def holds_gradients(self) -> bool:
         """Whether gradients exist while all activations do: in buffers, or left by an earlier micro-batch."""
-        return self._table.recipe.memory.keeps_gradients or self._choice.num_microbatches > 1
+        return self._table.recipe.memory.keeps_gradients or self._layout.num_microbatches > 1
 
     def unit_states(self, unit: int, *, tied_copy: bool) -> StateBytes:
         """States of one unit."""
-        return self._table.state_bytes(self._choice, *self._elements(unit, tied_copy=tied_copy))
+        return self._table.state_bytes(self._layout, *self._elements(unit, tied_copy=tied_copy))
 
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
         trainable, frozen, experts = self.elements(stages)
-        states = self._table.state_bytes(self._choice, trainable, frozen, experts)
+        states = self._table.state_bytes(self._layout, trainable, frozen, experts)
         lasting = states.gradients if self._table.recipe.memory.keeps_gradients else 0.0
         transient = self.transient(stages)
         forward = self._ledger(
@@ -118,7 +118,7 @@ class RankMemoryModel:
 
     def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
         """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
-        pp = self._choice.mesh.pp
+        pp = self._layout.mesh.pp
         # A tied parameter is held twice where owner and user lie in different stages.
         found = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
         return sum(t for t, _, _ in found), sum(f for _, f, _ in found), sum(e for _, _, e in found)
@@ -162,7 +162,7 @@ class RankMemoryModel:
         units = [unit for stage in stages for unit in stage]
         costs = [self._unit_costs(unit) for unit in units]
         working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
-        table, zero_3 = self._table, self._choice.zero_stage == 3
+        table, zero_3 = self._table, self._layout.zero_stage == 3
         return Transient(
             working=working,
             loss=max((c.loss_bytes for c in costs), default=0.0),
@@ -178,7 +178,7 @@ class RankMemoryModel:
 
         Units behind the one at work have freed what they kept, and their gradients are being reduced.
         """
-        mesh, state = self._choice.mesh, self._table.recipe.state
+        mesh, state = self._layout.mesh, self._table.recipe.state
         per_element = 0.0 if state.reduces_in_place or mesh.dp * mesh.cp == 1 else state.reduction_bytes.value
         worst, freed = (0.0, 0.0), 0.0
         for place in reversed(range(len(stage))):
@@ -190,13 +190,13 @@ class RankMemoryModel:
 
     def _largest(self, units: Sequence[int]) -> float:
         """Elements of the largest of ``units`` when it is gathered."""
-        ep, states = self._choice.mesh.ep, (self._states[self._table.units.kinds[unit]] for unit in units)
+        ep, states = self._layout.mesh.ep, (self._states[self._table.units.kinds[unit]] for unit in units)
         return max((held_elements(each.total, each.experts, ep) for each in states), default=0.0)
 
     def most_transient(self, units: Sequence[int]) -> Transient:
         """No less than ``transient`` of any stages made of some of ``units``."""
         alone = self.transient([[unit] for unit in units])
-        mesh, state = self._choice.mesh, self._table.recipe.state
+        mesh, state = self._layout.mesh, self._table.recipe.state
         apart = mesh.dp * mesh.cp > 1 and not state.reduces_in_place
         reduced = UNITS_IN_TRANSIT * state.reduction_bytes.value * self._largest(units) * apart
         return replace(alone, reduced=reduced)
@@ -219,9 +219,9 @@ class RankMemoryModel:
 
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""
-        facts, choice = self._table.recipe.memory, self._choice
-        if choice.zero_stage != 1 or choice.mesh.dp == 1:
+        facts, layout = self._table.recipe.memory, self._layout
+        if layout.zero_stage != 1 or layout.mesh.dp == 1:
             return 0.0
         gathered, sent = facts.gathered_update_bytes.value, facts.gathered_update_shard_bytes.value
-        held = held_elements(trainable, experts, choice.mesh.ep)
-        return held * gathered + trainable * sent / choice.mesh.dp_shard
+        held = held_elements(trainable, experts, layout.mesh.ep)
+        return held * gathered + trainable * sent / layout.mesh.dp_shard

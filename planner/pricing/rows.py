@@ -21,12 +21,12 @@ from planner.axes.registry import (
 from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_states, whole_work
 from planner.graph.model_graph import ModelGraph
+from planner.layout.columns import Array
 from planner.parallelism import Recompute
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision
 from planner.pricing.states import Data, StatePricer, counted, elements_of
 from planner.pricing.work import Case, WorkPrices, price_work
-from planner.space.columns import Array
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from planner.table.labels import Holding, Time
 

@@ -20,7 +20,7 @@ import numpy as np
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel
-from planner.space.columns import Array
+from planner.layout.columns import Array
 
 
 class WeightGradients(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankStates, Role, StateKind
+from planner.layout.columns import Array
 from planner.pricing.machine import Machine
-from planner.space.columns import Array
 
 _STATES = tuple(StateKind)
 

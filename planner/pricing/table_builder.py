@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from planner.graph.experts import expert_work
 from planner.graph.model_graph import ModelGraph, Unit
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Training
 from planner.parallelism import Placement
 from planner.pricing.cost_table import KEY_FIELDS, CostKey, CostTable, UnitRow
 from planner.pricing.expert_parallel import on_one_rank
@@ -14,8 +16,6 @@ from planner.pricing.operator_time import PricingTarget
 from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
 from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale, unit_states
 from planner.problems import PlacementProblem, PlacementSolution
-from planner.space.columns import Columns
-from planner.space.search_space import Choice, Training
 
 ShardKey = tuple[int, bool]  # tensor-parallel degree, sequence parallelism
 Sharding = tuple[ShardedUnit, ...]  # one a unit kind, in the table's column order
@@ -71,19 +71,19 @@ def shard_units(
 
 
 def build_table(
-    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], choices: Sequence[Choice]
+    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], layouts: Sequence[Layout]
 ) -> CostTable:
-    """Prices every unit kind under every key that ``choices`` need, in a mixed cluster also on each group's devices."""
+    """Prices every unit kind under every key that ``layouts`` need, in a mixed cluster also on each group's devices."""
     graph = target.graph
     kinds = representatives(graph)
     mixed = target.cluster.mixed
-    choices = Columns.of(Choice, choices)
-    over_groups = choices.where(lambda choice: bool(choice.groups), "groups")
+    layouts = Columns.of(Layout, layouts)
+    over_groups = layouts.where(lambda layout: bool(layout.groups), "groups")
     return CostTable(
         training=training,
         cluster=target.cluster,
         units=unit_row(graph),
-        costs=_costs(target, kinds, shardings, choices),
+        costs=_costs(target, kinds, shardings, layouts),
         states={
             key: tuple(unit_states(graph, unit, sharded) for unit, sharded in zip(kinds, sharding, strict=True))
             for key, sharding in shardings.items()
@@ -98,12 +98,12 @@ def build_table(
 
 
 def _costs(
-    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], choices: Columns[Choice]
+    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], layouts: Columns[Layout]
 ) -> dict[CostKey, tuple[UnitCosts, ...]]:
-    """Every unit kind under every key of ``choices``; what keys have in common once, of units without experts for all
+    """Every unit kind under every key of ``layouts``; what keys have in common once, of units without experts for all
     ``ep``.
     """
-    keys = [CostKey.of(choices[i]) for i in choices.distinct(*KEY_FIELDS)[0]]
+    keys = [CostKey.of(layouts[i]) for i in layouts.distinct(*KEY_FIELDS)[0]]
     targets = {ep: on_one_rank(target, ep) for ep in {1, *(key.ep for key in keys)}}
     has_experts = [expert_work(target.graph, unit) is not None for unit in kinds]
     work: dict[tuple[object, ...], UnitWork] = {}

@@ -14,11 +14,11 @@ import numpy as np
 
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankUnit, RankWork, Recomputation
+from planner.layout.columns import Array, Positions
 from planner.pricing.holdings import HOLDINGS, holdings
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
 from planner.pricing.split_work import WeightGradients, weight_gradients
-from planner.space.columns import Array, Positions
 from planner.table.labels import Holding, Pass, Time
 
 TIMES = {time: place for place, time in enumerate(Time)}

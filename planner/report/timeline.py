@@ -76,10 +76,10 @@ def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
     """The step of ``point`` cut at ``starts``."""
     timeline = point.timeline(starts)
     exposed_s = point.exposed_s(starts)
-    sends_s = point.table.send_s(point.choice)
+    sends_s = point.table.send_s(point.layout)
     once = point.once_a_step(starts)
     # Ranks under ZB-2P do not wait for each other between steps: each is drawn by its own clock.
-    own_clock = point.choice.schedule is ScheduleName.ZB_2P
+    own_clock = point.layout.schedule is ScheduleName.ZB_2P
     pipeline_s = timeline.longest_rank_s if own_clock else timeline.makespan_s
     reduced_s = pipeline_s + max(data_s for data_s, _ in once)
     rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}
@@ -98,7 +98,7 @@ def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
                 sends=_sends(actions, rank_of_stage, sends_s),
             )
         )
-    return StepTimeline(point.choice.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
+    return StepTimeline(point.layout.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
 
 
 def _actions(timeline: Timeline, rank: int, zero_s: float) -> list[Span]:

@@ -17,7 +17,7 @@ def binding_text(table: CostTable, closest: Priced, space_text: str) -> str:
     """The rule and its values. ``space_text`` says of what ``closest`` is the smallest."""
     need, room = max(zip(closest.ledgers, closest.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
     host = closest.host
-    even = f"Even the smallest of {space_text} ({layout_text(closest.choice)}) needs"
+    even = f"Even the smallest of {space_text} ({layout_text(closest.layout)}) needs"
     if host is None or host.share < need.total_bytes / room:
         return (
             f"nothing fits: memory binds. {even} {need.total_bytes / GIB:.1f} GiB on its worst GPU, and "

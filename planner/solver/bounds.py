@@ -44,8 +44,8 @@ from planner.pricing.offloading import on_node
 from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts
 from planner.pricing.unit_costs import UnitStates
-from planner.space.columns import Array, Columns, Positions
-from planner.space.search_space import Choice
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.layout import Layout
 
 CHUNK = 20_000
 # Trainable and frozen elements, and of the trainable those of experts.
@@ -58,100 +58,100 @@ _ELEMENTS: tuple[Callable[[UnitStates], float], ...] = (
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds per coarse point, in the order of the choices given."""
+    """Lower bounds per coarse point, in the order of the layouts given."""
 
     step_time_s: Array
     memory_bytes: Array
     host_share: Array  # of a node's own memory; 0 where nothing is offloaded
 
 
-def bounds(table: CostTable, choices: Sequence[Choice]) -> Bounds:
-    """Bounds of every choice."""
-    found = Bounds(*(np.empty(len(choices)) for _ in range(3)))
-    listed = Columns.of(Choice, choices)
-    if not choices:
+def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
+    """Bounds of every layout."""
+    found = Bounds(*(np.empty(len(layouts)) for _ in range(3)))
+    listed = Columns.of(Layout, layouts)
+    if not layouts:
         return found
     rows = table.key_rows(listed)
-    first, layout = listed.distinct("mesh", "zero_stage", "sequence_parallel", "offload", "groups")
-    layouts = _Layouts(table, listed.take(first))
+    first, which = listed.distinct("mesh", "zero_stage", "sequence_parallel", "offload", "groups")
+    shared = _Shared(table, listed.take(first))
     _, alike = listed.distinct("schedule", "mesh.pp", "virtual_stages", "offload", "groups")
     for members in np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]):
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = _Group(table, listed.take(part), rows[part], (layouts, layout[part]))
+            group = _Group(table, listed.take(part), rows[part], (shared, which[part]))
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
-    found.host_share[:] = layouts.host_share[layout]
+    found.host_share[:] = shared.host_share[which]
     return found
 
 
-class _Layouts:
-    """What choices of one mesh, ZeRO stage, sequence parallelism and place of states have in common; a row each."""
+class _Shared:
+    """What layouts of one mesh, ZeRO stage, sequence parallelism and place of states have in common; a row each."""
 
-    def __init__(self, table: CostTable, choices: Columns[Choice]) -> None:
-        self._table, each = table, list(choices)
-        self.times = table.data_times(choices)
-        states = [table.states[choice.mesh.tp, choice.sequence_parallel] for choice in each]
+    def __init__(self, table: CostTable, layouts: Columns[Layout]) -> None:
+        self._table, each = table, list(layouts)
+        self.times = table.data_times(layouts)
+        states = [table.states[layout.mesh.tp, layout.sequence_parallel] for layout in each]
         kinds = [np.array([[take(s) for s in row] for row in states], dtype=np.float64) for take in _ELEMENTS]
-        self._elements = kinds  # of ``_ELEMENTS``, [layouts, kinds] each
+        self._elements = kinds  # of ``_ELEMENTS``, [shared, kinds] each
         whole = [(elements @ table.units.counts).tolist() for elements in kinds]
         self.update_s = np.array([self._update_s(*row) for row in zip(each, *whole, strict=True)])
         self.host_share = np.array([self._host_share(*row) for row in zip(each, *whole, strict=True)])
-        self.reserve = 1 + np.array([reserve_fraction(table, choice) for choice in each])
-        self._state_bytes = np.array([self._with_and_without_gradients(choice) for choice in each])
+        self.reserve = 1 + np.array([reserve_fraction(table, layout) for layout in each])
+        self._state_bytes = np.array([self._with_and_without_gradients(layout) for layout in each])
 
-    def static_bytes(self, layout: Positions, holds_gradients: NDArray[np.bool]) -> Array:
-        """States of each unit kind when backward begins, [choices, kinds]."""
-        found = self._state_bytes[layout, np.where(holds_gradients, 0, 1)]
-        parts = (found[:, i : i + 1] * elements[layout] for i, elements in enumerate(self._elements))
+    def static_bytes(self, which: Positions, holds_gradients: NDArray[np.bool]) -> Array:
+        """States of each unit kind when backward begins, [layouts, kinds]."""
+        found = self._state_bytes[which, np.where(holds_gradients, 0, 1)]
+        parts = (found[:, i : i + 1] * elements[which] for i, elements in enumerate(self._elements))
         return sum(parts, start=np.zeros(1))
 
-    def _with_and_without_gradients(self, choice: Choice) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _with_and_without_gradients(self, layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Bytes of one trainable and one frozen element, and what one of an expert has more than a trainable one.
 
         That is less than nothing.
         """
         one = self._table.state_bytes
-        trainable, frozen, expert = one(choice, 1.0, 0.0), one(choice, 0.0, 1.0), one(choice, 1.0, 0.0, 1.0)
+        trainable, frozen, expert = one(layout, 1.0, 0.0), one(layout, 0.0, 1.0), one(layout, 1.0, 0.0, 1.0)
         without = trainable.total - trainable.gradients
         return (
             (trainable.total, frozen.total, expert.total - trainable.total),
             (without, frozen.total, expert.total - expert.gradients - without),
         )
 
-    def _update_s(self, choice: Choice, trainable: float, _: float, experts: float) -> float:
+    def _update_s(self, layout: Layout, trainable: float, _: float, experts: float) -> float:
         """The optimiser step of all pipeline ranks together, on the fastest devices."""
-        tables = {id(table): table for table in self._table.of_ranks(choice)}.values()
-        held = num_updated(choice, trainable, experts)
-        return min(table.update_s(held, choice.offload) for table in tables)
+        tables = {id(table): table for table in self._table.of_ranks(layout)}.values()
+        held = num_updated(layout, trainable, experts)
+        return min(table.update_s(held, layout.offload) for table in tables)
 
-    def _host_share(self, choice: Choice, *elements: float) -> float:
+    def _host_share(self, layout: Layout, *elements: float) -> float:
         """What the mean node keeps off its devices, as a share of what it has."""
-        if choice.offload is Offload.NONE:
+        if layout.offload is Offload.NONE:
             return 0.0
         cluster = self._table.cluster
         devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
-        mean = self._table.host_states(choice, *elements).times(devices_a_node / choice.mesh.pp)
+        mean = self._table.host_states(layout, *elements).times(devices_a_node / layout.mesh.pp)
         return on_node(mean, cluster).share
 
 
 class _Group:
     """Choices of one schedule, pipeline degree, number of virtual stages, place of states and order of groups.
 
-    Arrays are [choices, kinds] or fewer.
+    Arrays are [layouts, kinds] or fewer.
     """
 
     def __init__(
-        self, table: CostTable, choices: Columns[Choice], rows: Positions, layouts: tuple[_Layouts, Positions]
+        self, table: CostTable, layouts: Columns[Layout], rows: Positions, shared: tuple[_Shared, Positions]
     ) -> None:
-        self._table, self._choices = table, choices
-        self._layouts, self._layout = layouts
-        first = choices[0]
+        self._table, self._layouts = table, layouts
+        self._shared, self._which = shared
+        first = layouts[0]
         self._schedule, self._pp, self._virtual = first.schedule, first.mesh.pp, first.virtual_stages
-        self._m = choices.numbers("num_microbatches")
+        self._m = layouts.numbers("num_microbatches")
         self._counts = table.units.counts
         self._rows = rows
-        parts = table.parts(choices, self._layouts.times.take(self._layout), rows)
+        parts = table.parts(layouts, self._shared.times.take(self._which), rows)
         self._forward, self._weight = parts.forward_s, parts.weight_s
         self._work = parts.forward_s + parts.backward_s
         self._tables = table.of_ranks(first)
@@ -167,7 +167,7 @@ class _Group:
 
     def step_time_s(self) -> Array:
         """Pipeline, plus what comes once a step on the mean rank."""
-        return self._pipeline_s() + self._layouts.update_s[self._layout] / self._pp
+        return self._pipeline_s() + self._shared.update_s[self._which] / self._pp
 
     def _pipeline_s(self) -> Array:
         total = self._work @ self._counts
@@ -175,11 +175,11 @@ class _Group:
             return self._m * total
         if not self._schedule.rules.has_one_stage:
             return self._evenly_cut_s()
-        if self._choices[0].groups:
+        if self._layouts[0].groups:
             return self._unlike_s()
         p, m, send = self._pp, self._m, self._send
-        coefficient = self._choices.each(
-            lambda choice: pipeline_coefficient(self._schedule, p, choice.num_microbatches), "num_microbatches"
+        coefficient = self._layouts.each(
+            lambda layout: pipeline_coefficient(self._schedule, p, layout.num_microbatches), "num_microbatches"
         )
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self._counts / p)
@@ -208,7 +208,7 @@ class _Group:
         found: dict[int, Array] = {}
         for table in self._tables:
             if id(table) not in found:
-                parts = table.parts(self._choices, table.data_times(self._choices), table.key_rows(self._choices))
+                parts = table.parts(self._layouts, table.data_times(self._layouts), table.key_rows(self._layouts))
                 found[id(table)] = parts.forward_s + parts.backward_s
         return [found[id(table)] for table in self._tables]
 
@@ -224,7 +224,7 @@ class _Group:
             parts.append(((1 / all_units - e * slope) / rate, (-1 - e * offset) / rate))
             slope, offset = slope + parts[-1][0], offset + parts[-1][1]
         t = (1 - offset) / slope
-        weights = np.maximum(1e-12, np.array([a * t + b for a, b in parts]))  # [ranks, choices]
+        weights = np.maximum(1e-12, np.array([a * t + b for a, b in parts]))  # [ranks, layouts]
         weights /= weights.sum(axis=0)
         before = np.cumsum(weights, axis=0) - weights
         factors = 1 + e * before + np.array(d) * weights
@@ -257,11 +257,11 @@ class _Group:
     def memory_bytes(self) -> Array:
         """The worst rank's states and activations, reserve included."""
         holds_gradients = (self._m > 1) | self._table.recipe.memory.keeps_gradients
-        static = self._layouts.static_bytes(self._layout, holds_gradients)
+        static = self._shared.static_bytes(self._which, holds_gradients)
         kept = self._table.column("kept_bytes")[self._rows]
         working = self._table.column("working_bytes")[self._rows].min(axis=1)
         outside = MemoryLedger().with_reserve(self._table.software, 0).total_bytes
-        reserve = self._layouts.reserve[self._layout]
+        reserve = self._shared.reserve[self._which]
         if self._schedule.rules.has_one_stage:
             tensors = self._weighted_bytes(static, kept * reserve[:, None])
         else:
@@ -273,21 +273,21 @@ class _Group:
         if self._schedule is ScheduleName.GPIPE and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
-            flying = self._choices.each(
-                lambda choice: self._schedule.rules.in_flight(self._pp, choice.num_microbatches), "num_microbatches"
+            flying = self._layouts.each(
+                lambda layout: self._schedule.rules.in_flight(self._pp, layout.num_microbatches), "num_microbatches"
             )
         states, activations = static @ self._counts, kept @ self._counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
         weights /= weights.sum(axis=1, keepdims=True) * self._room
-        # [choices, kinds]: the least that a unit of the kind can add to the weighted sum.
+        # [layouts, kinds]: the least that a unit of the kind can add to the weighted sum.
         least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
         return least @ self._counts
 
     def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
-        worst = np.empty(len(self._choices))
-        shortened = self._choices.each(
-            lambda choice: self._schedule.rules.shortened(self._pp, choice.num_microbatches, MOST_ROUNDS),
+        worst = np.empty(len(self._layouts))
+        shortened = self._layouts.each(
+            lambda layout: self._schedule.rules.shortened(self._pp, layout.num_microbatches, MOST_ROUNDS),
             "num_microbatches",
         )
         for m in np.unique(shortened):

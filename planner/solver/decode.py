@@ -12,6 +12,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
+from planner.layout.layout import Layout
 from planner.parallelism import Offload, Placement, Recompute, Replicate
 from planner.plan.schema import (
     BreakdownSection,
@@ -31,7 +32,6 @@ from planner.pricing.offloading import HostMemory
 from planner.pricing.point import Priced
 from planner.pricing.sharded_unit import ShardedUnit
 from planner.pricing.table_builder import Sharding
-from planner.space.search_space import Choice
 
 
 def model_section(graph: ModelGraph) -> ModelSection:
@@ -50,34 +50,34 @@ def training_section(table: CostTable) -> TrainingSection:
     )
 
 
-def mesh_section(choice: Choice) -> MeshSection:
+def mesh_section(layout: Layout) -> MeshSection:
     """The degrees."""
-    return MeshSection(**asdict(choice.mesh))
+    return MeshSection(**asdict(layout.mesh))
 
 
-def group_of_ranks(choice: Choice, table: CostTable) -> tuple[str | None, ...]:
+def group_of_ranks(layout: Layout, table: CostTable) -> tuple[str | None, ...]:
     """The group of unlike devices of each pipeline rank; None where all count as alike."""
-    each = table.cluster.num_devices // choice.mesh.pp
-    names = [name for name in choice.groups for _ in range(table.groups[name].cluster.num_devices // each)]
-    return tuple(names) or (None,) * choice.mesh.pp
+    each = table.cluster.num_devices // layout.mesh.pp
+    names = [name for name in layout.groups for _ in range(table.groups[name].cluster.num_devices // each)]
+    return tuple(names) or (None,) * layout.mesh.pp
 
 
 def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> PipelineSection:
     """Stages as the modules they hold."""
-    choice, starts = priced.choice, priced.starts
-    groups = group_of_ranks(choice, table)
+    layout, starts = priced.layout, priced.starts
+    groups = group_of_ranks(layout, table)
     ends = (*starts[1:], len(graph.units))
     return PipelineSection(
-        schedule=choice.schedule,
-        num_microbatches=choice.num_microbatches,
-        micro_batch_size=choice.micro_batch_size,
-        virtual_stages=choice.virtual_stages,
+        schedule=layout.schedule,
+        num_microbatches=layout.num_microbatches,
+        micro_batch_size=layout.micro_batch_size,
+        virtual_stages=layout.virtual_stages,
         stages=tuple(
             StageSection(
                 index=index,
-                pp_rank=choice.schedule.rules.rank_of(index, choice.mesh.pp),
+                pp_rank=layout.schedule.rules.rank_of(index, layout.mesh.pp),
                 modules=tuple(m for unit in graph.units[start:end] for m in unit.modules),
-                device_group=groups[choice.schedule.rules.rank_of(index, choice.mesh.pp)],
+                device_group=groups[layout.schedule.rules.rank_of(index, layout.mesh.pp)],
             )
             for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         ),
@@ -85,20 +85,20 @@ def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> Pip
 
 
 def placement_section(
-    choice: Choice, graph: ModelGraph, sharding: Sharding, columns: tuple[int, ...]
+    layout: Layout, graph: ModelGraph, sharding: Sharding, columns: tuple[int, ...]
 ) -> PlacementSection:
     """Tensor-parallel placements by module pattern, and the modules that FSDP shards as one."""
     patterns = _patterns(graph)
     entries: dict[str, ModulePlacement] = {}
     for unit, column in zip(graph.units, columns, strict=True):
-        if choice.mesh.tp > 1:
+        if layout.mesh.tp > 1:
             for entry in _module_placements(unit, graph.units, sharding[column], patterns):
                 entries.setdefault(entry.module, entry)
     return PlacementSection(
         tp=tuple(entries.values()),
-        sequence_parallel=choice.sequence_parallel,
-        stage_input="shard(1)" if choice.sequence_parallel else "replicate",
-        sharded_units=_sharded_units(choice, graph),
+        sequence_parallel=layout.sequence_parallel,
+        stage_input="shard(1)" if layout.sequence_parallel else "replicate",
+        sharded_units=_sharded_units(layout, graph),
     )
 
 
@@ -143,12 +143,12 @@ def _module_placements(
     ]
 
 
-def _sharded_units(choice: Choice, graph: ModelGraph) -> tuple[str, ...]:
+def _sharded_units(layout: Layout, graph: ModelGraph) -> tuple[str, ...]:
     """Every block and every other module with parameters by itself.
 
     Modules that tie parameters stay together in the root, unless a pipeline parts them.
     """
-    tied = {name for name, p in graph.parameter_of.items() if p.aliases and choice.mesh.pp == 1}
+    tied = {name for name, p in graph.parameter_of.items() if p.aliases and layout.mesh.pp == 1}
     found: list[str] = []
     for unit in graph.units:
         for module in unit.modules:
@@ -158,11 +158,11 @@ def _sharded_units(choice: Choice, graph: ModelGraph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def recompute_rules(choice: Choice, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
+def recompute_rules(layout: Layout, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
     """Every block, where anything is recomputed."""
-    if choice.recompute is Recompute.NONE:
+    if layout.recompute is Recompute.NONE:
         return ()
-    return (RecomputeRule(mode=choice.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
+    return (RecomputeRule(mode=layout.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
 
 
 def prediction_section(priced: Priced, table: CostTable, num_params: int) -> PredictionSection:
@@ -184,7 +184,7 @@ def prediction_section(priced: Priced, table: CostTable, num_params: int) -> Pre
         mfu=flops_per_s / mean_peak_flops_per_s(cluster, training.precision.value),
         peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in priced.ledgers),
         memory_capacity_bytes=round(table.capacity_bytes),
-        memory_capacities_bytes=tuple(map(round, priced.capacity_bytes)) if priced.choice.groups else (),
+        memory_capacities_bytes=tuple(map(round, priced.capacity_bytes)) if priced.layout.groups else (),
         memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in priced.ledgers),
         memory_phases_bytes=tuple(
             {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in priced.memory
@@ -230,51 +230,51 @@ def term_bytes(ledger: MemoryLedger) -> dict[str, int]:
 
 def candidate(label: str, priced: Priced) -> Candidate:
     """A row of the table beside the plan."""
-    choice = priced.choice
+    layout = priced.layout
     return Candidate(
         label=label,
-        mesh=mesh_section(choice),
-        zero_stage=choice.zero_stage,
-        micro_batch_size=choice.micro_batch_size,
-        schedule=choice.schedule,
-        virtual_stages=choice.virtual_stages,
-        recompute=choice.recompute,
-        sequence_parallel=choice.sequence_parallel,
-        offload=choice.offload,
-        device_groups=choice.groups,
+        mesh=mesh_section(layout),
+        zero_stage=layout.zero_stage,
+        micro_batch_size=layout.micro_batch_size,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+        offload=layout.offload,
+        device_groups=layout.groups,
         step_time_s=priced.step_time_s,
         peak_memory_bytes=round(priced.peak_memory_bytes),
         fits=priced.fits,
     )
 
 
-def execution_warnings(choice: Choice, table: CostTable, graph: ModelGraph) -> tuple[str, ...]:
+def execution_warnings(layout: Layout, table: CostTable, graph: ModelGraph) -> tuple[str, ...]:
     """What `planner run` would refuse in the plan, and the pin that avoids it."""
     found: list[str] = []
     between = _reads_between_units(graph)
-    if choice.mesh.pp > 1 and between:
+    if layout.mesh.pp > 1 and between:
         found.append(
             f"planner run cannot cut this model into stages: between its blocks {between[0] or 'its forward'} reads "
             "values of tensors: pin --pp 1 to train with it"
         )
-    if choice.mesh.cp > 1:
+    if layout.mesh.cp > 1:
         found.append(
-            f"planner run does not execute context parallelism yet (cp={choice.mesh.cp}): pin --cp 1 to train with it"
+            f"planner run does not execute context parallelism yet (cp={layout.mesh.cp}): pin --cp 1 to train with it"
         )
-    if choice.mesh.ep > 1:
+    if layout.mesh.ep > 1:
         found.append(
-            f"planner run does not execute expert parallelism yet (ep={choice.mesh.ep}): pin --ep 1 to train with it"
+            f"planner run does not execute expert parallelism yet (ep={layout.mesh.ep}): pin --ep 1 to train with it"
         )
-    if choice.schedule is ScheduleName.ZB_2P:
+    if layout.schedule is ScheduleName.ZB_2P:
         found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
-    if choice.offload is not Offload.NONE:
+    if layout.offload is not Offload.NONE:
         found.append(
-            f"planner run does not execute offloading yet (offload={choice.offload.value}): pin --offload none to "
+            f"planner run does not execute offloading yet (offload={layout.offload.value}): pin --offload none to "
             "train with it"
         )
-    if choice.groups:
-        each = table.cluster.num_devices // choice.mesh.pp
-        places = enumerate(group_of_ranks(choice, table))
+    if layout.groups:
+        each = table.cluster.num_devices // layout.mesh.pp
+        places = enumerate(group_of_ranks(layout, table))
         ranks = {name: [rank for rank, _ in run] for name, run in groupby(places, key=lambda place: place[1])}
         order = ", ".join(f"ranks {r[0] * each} to {(r[-1] + 1) * each - 1} on {name}" for name, r in ranks.items())
         found.append(f"nodes must be started in the order of the pipeline: {order}")
@@ -293,15 +293,15 @@ def _reads_between_units(graph: ModelGraph) -> tuple[str, ...]:
     )
 
 
-def layout_text(choice: Choice) -> str:
-    """A choice in one line, with what is not at its simplest value."""
-    degrees = {name: degree for name, degree in asdict(choice.mesh).items() if degree > 1}
+def layout_text(layout: Layout) -> str:
+    """A layout in one line, with what is not at its simplest value."""
+    degrees = {name: degree for name, degree in asdict(layout.mesh).items() if degree > 1}
     parts = [f"{name}={degree}" for name, degree in degrees.items()] or ["one GPU"]
     parts += [
-        f"ZeRO {choice.zero_stage}",
-        f"micro-batch {choice.micro_batch_size}",
-        f"recompute {choice.recompute.value}",
+        f"ZeRO {layout.zero_stage}",
+        f"micro-batch {layout.micro_batch_size}",
+        f"recompute {layout.recompute.value}",
     ]
-    if choice.offload is not Offload.NONE:
-        parts.append(f"offload {choice.offload.value}")
+    if layout.offload is not Offload.NONE:
+        parts.append(f"offload {layout.offload.value}")
     return ", ".join(parts)

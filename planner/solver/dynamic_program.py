@@ -86,8 +86,8 @@ class _Run:
             return np.inf, []
         starts: list[int] = []
         at = end - begin
-        for choice in reversed(chosen):
-            at = int(choice[at])
+        for layout in reversed(chosen):
+            at = int(layout[at])
             starts.append(begin + at)
         return float(best[-1]), starts[::-1]
 

@@ -10,12 +10,12 @@ from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
+from planner.layout.layout import Layout
 from planner.parallelism import Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
-from planner.space.search_space import Choice
 
 
-def choice_of(plan: Plan, num_devices: int) -> Choice:
+def layout_of(plan: Plan, num_devices: int) -> Layout:
     """The coarse point of ``plan`` with its data-parallel degree fitted to ``num_devices``."""
     mesh = _mesh_for(plan, num_devices)
     pipeline = plan.pipeline
@@ -35,7 +35,7 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
             hint="choose another --gpus, or search again",
         )
     modes = {rule.mode for rule in plan.recompute if rule.modules}
-    return Choice(
+    return Layout(
         mesh=mesh,
         zero_stage=plan.zero_stage,
         micro_batch_size=pipeline.micro_batch_size,
@@ -49,11 +49,11 @@ def choice_of(plan: Plan, num_devices: int) -> Choice:
     )
 
 
-def lies_on(choice: Choice, cluster: ClusterSpec) -> bool:
-    """Whether ``cluster`` has the groups of ``choice`` and each holds whole pipeline ranks."""
+def lies_on(layout: Layout, cluster: ClusterSpec) -> bool:
+    """Whether ``cluster`` has the groups of ``layout`` and each holds whole pipeline ranks."""
     groups = () if cluster.mixed is None else cluster.mixed.groups
-    each = cluster.num_devices // choice.mesh.pp
-    return sorted(choice.groups) == sorted(group.name for group in groups) and all(
+    each = cluster.num_devices // layout.mesh.pp
+    return sorted(layout.groups) == sorted(group.name for group in groups) and all(
         group.cluster.num_devices % each == 0 for group in groups
     )
 

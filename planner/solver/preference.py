@@ -10,11 +10,11 @@ than half come out in that order. ``space.complexity`` says what simple is.
 from __future__ import annotations
 
 from costmodels.recipe import Recipe
+from planner.layout.complexity import complexity
 from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.search import NEAR, Outcome, visit
-from planner.space.complexity import complexity
 
 MOST_TIE = NEAR
 # Simpler points that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
@@ -34,16 +34,16 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
     None where nothing that is simpler than the fastest point is so fast.
     """
     assert outcome.best is not None
-    most = complexity(outcome.best.choice)
+    most = complexity(outcome.best.layout)
     simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)
     best: Priced | None = None
-    for number, bound_s, choice in simpler[:MOST_VISITS]:
-        if best is not None and number > complexity(best.choice):
+    for number, bound_s, layout in simpler[:MOST_VISITS]:
+        if best is not None and number > complexity(best.layout):
             break
         if bound_s > (limit_s if best is None else best.step_time_s):
             continue
         try:
-            priced = visit(table, choice, solver, None)
+            priced = visit(table, layout, solver, None)
         except UnprovedError:
             continue
         if priced is not None and priced.step_time_s <= (limit_s if best is None else best.step_time_s):

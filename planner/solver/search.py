@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.complexity import complexity
+from planner.layout.layout import Layout
 from planner.pricing.cost_table import CostTable
 from planner.pricing.point import Point, Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
-from planner.space.columns import Array, Columns, Positions
-from planner.space.complexity import complexity
-from planner.space.search_space import Choice
 
 # Points cut evenly before the search proper, so that it starts with a good cut-off.
 NUM_PROBES = 40
@@ -44,8 +44,8 @@ class Outcome:
     interrupted: bool
     num_candidates: int
     num_visited: int
-    near: tuple[tuple[Choice, float], ...]  # points whose bound is at most NEAR above the best price, and that bound
-    closest: Choice | None  # where nothing fits: the point that lacks least memory
+    near: tuple[tuple[Layout, float], ...]  # points whose bound is at most NEAR above the best price, and that bound
+    closest: Layout | None  # where nothing fits: the point that lacks least memory
     elapsed_s: float
 
 
@@ -54,15 +54,15 @@ class _Best:
 
     def __init__(self) -> None:
         self.best: Priced | None = None
-        self.found: dict[Choice, Priced] = {}
+        self.found: dict[Layout, Priced] = {}
 
     def keep(self, priced: Priced | None) -> None:
         """Takes ``priced`` in; it becomes the best only where it is faster by more than the tolerance."""
         if priced is None:
             return
-        known = self.found.get(priced.choice)
+        known = self.found.get(priced.layout)
         if known is None or priced.step_time_s < known.step_time_s:
-            self.found[priced.choice] = priced
+            self.found[priced.layout] = priced
         if self.best is None or priced.step_time_s < self.best.step_time_s * (1 - TOLERANCE):
             self.best = priced
 
@@ -82,19 +82,19 @@ class _Best:
 
 def search(
     table: CostTable,
-    choices: Sequence[Choice],
+    layouts: Sequence[Layout],
     solver: StageSolver,
     *,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
     stop_at_first: bool = False,
 ) -> Outcome:
-    """The fastest choice that fits; stops early on the time limit or Ctrl-C with what it has.
+    """The fastest layout that fits; stops early on the time limit or Ctrl-C with what it has.
 
-    ``stop_at_first``: any choice that fits will do.
+    ``stop_at_first``: any layout that fits will do.
     """
     began = time.monotonic()
-    listed = Columns.of(Choice, choices)
+    listed = Columns.of(Layout, layouts)
     lower = bounds(table, listed)
     order = _in_order(table, listed, lower)
     best = _Best()
@@ -142,8 +142,8 @@ def search(
     )
 
 
-def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> Positions:
-    """Positions of the choices that may fit, by their bounds; at equal bounds the simpler first."""
+def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
+    """Positions of the layouts that may fit, by their bounds; at equal bounds the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
     by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")]
     head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.step_time_s[i], complexity(listed[i])))
@@ -151,22 +151,22 @@ def _in_order(table: CostTable, listed: Sequence[Choice], lower: Bounds) -> Posi
 
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
-    """The largest share that each choice must take of a device's memory or of a node's own; above 1 it cannot fit."""
+    """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
     return np.maximum(lower.memory_bytes / table.capacity_bytes, lower.host_share)
 
 
-def visit(table: CostTable, choice: Choice, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
-    """The choice cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
-    point = Point(table, choice)
-    if choice.mesh.pp == 1 or not choice.schedule.rules.has_one_stage:
+def visit(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
+    """The layout cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
+    point = Point(table, layout)
+    if layout.mesh.pp == 1 or not layout.schedule.rules.has_one_stage:
         return _price_if_fits(point, point.even_starts())
     solution = solver.solve_stages(point.stage_problem(), cutoff_s)
     return None if solution is None else _price_if_fits(point, solution.starts)
 
 
-def probe(table: CostTable, choice: Choice) -> Priced | None:
-    """The choice cut evenly and priced, where that fits: a quick first incumbent."""
-    point = Point(table, choice)
+def probe(table: CostTable, layout: Layout) -> Priced | None:
+    """The layout cut evenly and priced, where that fits: a quick first incumbent."""
+    point = Point(table, layout)
     return _price_if_fits(point, point.even_starts())
 
 

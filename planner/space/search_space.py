@@ -1,18 +1,18 @@
-"""The coarse points: every layout that the cluster, the model, the batch and the user's pins allow."""
+"""The search space: every layout that the cluster, the model, the batch and the user's pins allow."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.errors import InputError
-from planner.parallelism import Offload, Optimizer, Precision, Recompute
-from planner.space.columns import Columns
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Limits, Pins, Training
+from planner.parallelism import Offload, Recompute
 
 MAX_MICRO_BATCH_SIZE = 64
 MAX_VIRTUAL_STAGES = 8
@@ -20,94 +20,25 @@ MAX_CONTEXT_PARALLEL = 64
 
 
 @dataclass(frozen=True)
-class Training:
-    """What is trained with; the global batch is in sequences."""
-
-    global_batch_size: int
-    seq_len: int
-    precision: Precision
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True)
-class Pins:
-    """Choices fixed by the user; None leaves a choice to the solver. ``dp`` is dp_replicate * dp_shard."""
-
-    tp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    cp: int | None = None
-    zero: int | None = None
-    micro_batch: int | None = None
-    schedule: ScheduleName | None = None
-    virtual_stages: int | None = None
-    recompute: Recompute | None = None
-    sequence_parallel: bool | None = None
-    dp_replicate: int | None = None
-    ep: int | None = None
-    offload: Offload | None = None  # None: states stay on the devices
-
-    def describe(self) -> str:
-        """``tp=4, pp=2`` for messages."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return ", ".join(f"{name}={value}" for name, value in given if value is not None)
-
-
-class Choice(NamedTuple):
-    """One coarse point: everything but stage boundaries and placements."""
-
-    mesh: Mesh
-    zero_stage: int
-    micro_batch_size: int
-    num_microbatches: int
-    schedule: ScheduleName
-    virtual_stages: int
-    recompute: Recompute
-    sequence_parallel: bool
-    offload: Offload = Offload.NONE
-    groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
-
-    @property
-    def is_plain_fsdp(self) -> bool:
-        """Fully sharded data parallelism over all devices and nothing else."""
-        mesh = self.mesh
-        is_sharded = mesh.dp_shard == mesh.world_size and mesh.dp_replicate == mesh.ep == 1
-        return self.zero_stage == 3 and is_sharded and self.offload is Offload.NONE
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the model and the cluster allow."""
-
-    num_devices: int
-    devices_per_node: int
-    num_pipeline_units: int  # most stages the model can be cut into
-    tensor_degrees: frozenset[int]  # degrees that split at least one parameter
-    sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
-    context_splits: bool  # attention is the only operator that mixes positions
-    num_experts: int = 1  # what divides it divides the experts of every layer
-
-
-@dataclass(frozen=True)
 class SearchSpace:
-    """All coarse points, and what they were made from."""
+    """All layouts, and what they were made from."""
 
     training: Training
     pins: Pins
     limits: Limits
-    choices: Columns[Choice]
+    layouts: Columns[Layout]
 
 
 def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
-    """Every allowed coarse point; InputError naming every violated rule where there is none."""
+    """Every allowed layout; InputError naming every violated rule where there is none."""
     violations = pin_violations(training, pins, limits)
     if violations:
         raise InputError(
             "these options contradict each other:\n" + "\n".join(f"  - {v}" for v in violations),
             hint="change or drop the options named above",
         )
-    choices = _choices(training, pins, limits)
-    if not choices:
+    layouts = _layouts(training, pins, limits)
+    if not layouts:
         raise InputError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
@@ -115,7 +46,7 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             "1F1B needs at least pp, DualPipeV at least twice pp, and the interleaved schedules rounds of equal size: "
             "drop a pin or change --global-batch",
         )
-    return SearchSpace(training, pins, limits, choices)
+    return SearchSpace(training, pins, limits, layouts)
 
 
 def divisors(n: int) -> list[int]:
@@ -227,18 +158,18 @@ def _sharding_violations(training: Training, pins: Pins, limits: Limits) -> list
     return found
 
 
-def _choices(training: Training, pins: Pins, limits: Limits) -> Columns[Choice]:
-    """Every choice; those of one mesh serve for all meshes that allow the same."""
+def _layouts(training: Training, pins: Pins, limits: Limits) -> Columns[Layout]:
+    """Every layout; those of one mesh serve for all meshes that allow the same."""
     alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(training, pins, limits):
         zero_stages, flags = _zero_stages(mesh, pins), _sequence_parallel(training, pins, limits, mesh)
         alike[mesh.pp, mesh.dp, tuple(zero_stages), tuple(flags)].append(mesh)
-    on_one = (Columns.of(Choice, _choices_on(meshes[0], training, pins, limits)) for meshes in alike.values())
-    parts = (choices.with_each("mesh", meshes) for choices, meshes in zip(on_one, alike.values(), strict=True))
-    return Columns.joined([Columns.of(Choice, ()), *parts])
+    on_one = (Columns.of(Layout, _layouts_on(meshes[0], training, pins, limits)) for meshes in alike.values())
+    parts = (layouts.with_each("mesh", meshes) for layouts, meshes in zip(on_one, alike.values(), strict=True))
+    return Columns.joined([Columns.of(Layout, ()), *parts])
 
 
-def _choices_on(mesh: Mesh, training: Training, pins: Pins, limits: Limits) -> Iterator[Choice]:
+def _layouts_on(mesh: Mesh, training: Training, pins: Pins, limits: Limits) -> Iterator[Layout]:
     offload = pins.offload or Offload.NONE
     for zero in _zero_stages(mesh, pins):
         for micro, num_micro in _micro_batches(training, pins, mesh):
@@ -247,7 +178,7 @@ def _choices_on(mesh: Mesh, training: Training, pins: Pins, limits: Limits) -> I
                     continue
                 for sequence_parallel in _sequence_parallel(training, pins, limits, mesh):
                     for recompute in _recomputations(pins, schedule):
-                        yield Choice(
+                        yield Layout(
                             mesh, zero, micro, num_micro, schedule, virtual, recompute, sequence_parallel, offload
                         )
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from planner.api import Request, find_plan
 from planner.executor.tensor_parallel import apply_tensor_parallel, parameter_placements, tensor_parallel_context
+from planner.layout.layout import Pins
 from planner.plan.schema import ModulePlacement, Plan
-from planner.space.search_space import Pins
 from tests.fake_world import fake_world
 
 FOUR_LAYERS = """

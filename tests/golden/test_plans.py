@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from planner.api import Request, find_plan
+from planner.layout.layout import Pins
 from planner.parallelism import Precision
 from planner.plan.schema import Plan
-from planner.space.search_space import Pins
 
 FOLDER = Path(__file__).parent / "plans"
 REQUESTS = {

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from planner.api import Request, find_plan
+from planner.layout.layout import Pins
 from planner.plan.schema import Plan
-from planner.space.search_space import Pins
 
 HARDWARE = "dgx-a100-80gb"
 BATCH = 1536  # sequences: GPT-3's 3.2 million tokens in 2048s

@@ -219,7 +219,7 @@ def test_too_little_memory_costs_time_where_that_is_known(toy: Run, pricer: RunP
     assert over > 0
     assert recipe.overflow_s_per_byte is not None
     added = known.priced.step_time_s - other.priced.step_time_s
-    assert added == pytest.approx(over * recipe.overflow_s_per_byte.value * known.priced.choice.num_microbatches)
+    assert added == pytest.approx(over * recipe.overflow_s_per_byte.value * known.priced.layout.num_microbatches)
 
 
 def test_kendalls_tau_and_regret() -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from planner.api import Request, find_plan
 from planner.errors import InfeasibleError, InputError
+from planner.layout.layout import Pins
 from planner.parallelism import Precision
 from planner.plan.schema import Plan
-from planner.space.search_space import Pins
 
 A100 = "dgx-a100-80gb"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from planner.api import Request, find_plan
-from planner.space.search_space import Pins
+from planner.layout.layout import Pins
 
 MODEL = """
 from torch import nn

@@ -12,6 +12,7 @@ import pytest
 from hardware_profiles.mixed import cluster_for
 from planner.api import Problem, Request, find_plan, price_plan
 from planner.errors import HardwareError
+from planner.layout.layout import Pins
 from planner.parallelism import Recompute
 from planner.plan.schema import Plan
 from planner.pricing.point import Point
@@ -19,7 +20,6 @@ from planner.render import show_plan
 from planner.solver.bounds import bounds
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.search import search, visit
-from planner.space.search_space import Pins
 from tests.planning import NO_PINS, graph_of, training_of
 
 A100, H100 = "dgx-a100-80gb", "dgx-h100-80gb"
@@ -92,9 +92,9 @@ def test_no_pipeline_leaves_what_the_weakest_can_do() -> None:
 
 def test_the_search_is_never_worse_than_the_weakest_everywhere() -> None:
     problem = mixed_problem(MIXED)
-    alike = [choice for choice in problem.space.choices if not choice.groups]
-    assert len(alike) < len(problem.space.choices)
-    best = search(problem.table, problem.space.choices, problem.solver).best
+    alike = [choice for choice in problem.space.layouts if not choice.groups]
+    assert len(alike) < len(problem.space.layouts)
+    best = search(problem.table, problem.space.layouts, problem.solver).best
     weakest = search(problem.table, alike, problem.solver).best
     assert best is not None
     assert weakest is not None
@@ -128,7 +128,7 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
     problem = mixed_problem(hardware, model="llama-tiny", batch=12, pins=Pins(recompute=Recompute.NONE, zero=0))
     num_units = len(problem.table.units.kinds)
     best_s = float("inf")
-    for choice in (c for c in problem.space.choices if c.groups):
+    for choice in (c for c in problem.space.layouts if c.groups):
         point = Point(problem.table, choice)
         program = point.stage_problem()
         solution = ExhaustiveSolver().solve_stages(program)
@@ -141,8 +141,8 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
             priced = point.price((0, *cut))
             assert found.bound_s <= priced.step_time_s * ROUNDING
         best_s = min(best_s, point.price(found.starts).step_time_s)
-    alike = search(problem.table, [c for c in problem.space.choices if not c.groups], problem.solver).best
-    best = search(problem.table, problem.space.choices, problem.solver).best
+    alike = search(problem.table, [c for c in problem.space.layouts if not c.groups], problem.solver).best
+    best = search(problem.table, problem.space.layouts, problem.solver).best
     assert best is not None
     assert alike is not None
     assert best.step_time_s == pytest.approx(min(best_s, alike.step_time_s), rel=1e-5)
@@ -151,7 +151,7 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
 @pytest.mark.parametrize("hardware", [MIXED, f"l40s-x8:8,{H100}:8,dgx-h200:16"])
 def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: str) -> None:
     problem = mixed_problem(hardware)
-    choices = [choice for choice in problem.space.choices if choice.groups]
+    choices = [choice for choice in problem.space.layouts if choice.groups]
     lower = bounds(problem.table, choices)
     smallest = problem.table.capacity_bytes
     for index in random.Random(0).sample(range(len(choices)), 80):
@@ -169,7 +169,7 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
 
 @pytest.mark.parametrize("hardware", [MIXED, f"{H100}:32"])
 def test_no_layout_is_listed_twice(hardware: str) -> None:
-    choices = mixed_problem(hardware).space.choices
+    choices = mixed_problem(hardware).space.layouts
     assert len(set(choices)) == len(choices)
 
 
@@ -214,7 +214,7 @@ def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path
 
 def test_ranks_lie_in_whole_groups() -> None:
     problem = mixed_problem(f"{A100}:8,{H100}:24")
-    for choice in problem.space.choices:
+    for choice in problem.space.layouts:
         if choice.groups:
             names = [table.cluster.profile.name for table in problem.table.of_ranks(choice)]
             assert len(names) == choice.mesh.pp

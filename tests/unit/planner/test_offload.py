@@ -11,13 +11,13 @@ from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
 from planner.api import Problem, Request, find_plan, no_plan, price_plan, something_fits
 from planner.errors import HardwareError
+from planner.layout.layout import Layout, Pins
 from planner.parallelism import Offload
 from planner.pricing.offloading import HostStates, fullest_node
 from planner.pricing.point import Point, Priced
 from planner.render import show_plan
 from planner.solver.bounds import bounds
 from planner.solver.search import search, visit
-from planner.space.search_space import Choice, Pins
 from tests.planning import A100, graph_of, problem_of, training_of
 
 H100 = "dgx-h100-80gb"
@@ -42,12 +42,12 @@ def gpt2(pins: Pins = CPU, num_devices: int = 16, **update: float) -> Problem:
     return Problem.build(graph_of("gpt2-1.5b", 1024), cluster, training_of(64, 1024), pins)
 
 
-def sample(problem: Problem, number: int = 60) -> list[Choice]:
-    choices = problem.space.choices
+def sample(problem: Problem, number: int = 60) -> list[Layout]:
+    choices = problem.space.layouts
     return [choices[i] for i in range(0, len(choices), max(1, len(choices) // number))]
 
 
-def even(problem: Problem, choice: Choice) -> Priced:
+def even(problem: Problem, choice: Layout) -> Priced:
     point = Point(problem.table, choice)
     return point.price(point.even_starts())
 
@@ -98,8 +98,8 @@ def test_bounds_hold(pins: Pins) -> None:
 
 def test_the_search_finds_what_pricing_everything_finds() -> None:
     problem = gpt2(replace(CPU, tp=1, pp=2), ram_bytes=40e9)  # where only some layouts have the RAM
-    visited = [visit(problem.table, choice, problem.solver, None) for choice in problem.space.choices]
-    found = search(problem.table, problem.space.choices, problem.solver)
+    visited = [visit(problem.table, choice, problem.solver, None) for choice in problem.space.layouts]
+    found = search(problem.table, problem.space.layouts, problem.solver)
     assert found.best is not None
     assert found.is_exhausted
     assert found.best.fits
@@ -113,7 +113,7 @@ def test_a_better_host_never_makes_the_best_plan_slower(name: str) -> None:
     times: list[float] = []
     for factor in (0.25, 1.0, 4.0):
         problem = gpt2(replace(CPU, tp=1), **{name: known * factor})
-        best = search(problem.table, problem.space.choices, problem.solver).best
+        best = search(problem.table, problem.space.layouts, problem.solver).best
         assert best is not None
         times.append(best.step_time_s)
     assert times == sorted(times, reverse=True)
@@ -132,11 +132,11 @@ def test_the_fullest_node_is_counted_device_by_device(num_devices: int, each: in
 
 def test_llama_70b_fits_on_8_gpus_only_with_offload() -> None:
     here = problem_of("llama3-70b", 8, batch=64, seq_len=2048, hardware=H100)
-    outcome = search(here.table, here.space.choices, here.solver)
+    outcome = search(here.table, here.space.layouts, here.solver)
     assert outcome.best is None
     assert no_plan(here, outcome).hint.startswith("add --offload cpu")
     there = problem_of("llama3-70b", 8, batch=64, seq_len=2048, hardware=H100, pins=CPU)
-    best = search(there.table, there.space.choices, there.solver).best
+    best = search(there.table, there.space.layouts, there.solver).best
     assert best is not None
     assert best.host is not None
     # Master and moments, gradients, and parameters on their way up: 12 + 4 + 2 bytes each, on the only node.
@@ -149,7 +149,7 @@ def test_too_little_ram_or_disk_is_named() -> None:
         (NVME, "NVMe binds", {"nvme_bytes": 1e9}),
     ):
         problem = gpt2(pins, **update)
-        outcome = search(problem.table, problem.space.choices, problem.solver)
+        outcome = search(problem.table, problem.space.layouts, problem.solver)
         error = no_plan(problem, outcome)
         assert name in error.message
         assert f"offload={pins.offload}" in error.message

@@ -148,7 +148,7 @@ every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PRO
 
 
 def sampled_plans(problem: Problem, number: int) -> list[Plan]:
-    choices = random.Random(0).sample(problem.space.choices, number)
+    choices = random.Random(0).sample(problem.space.layouts, number)
     points = [Point(problem.table, choice) for choice in choices]
     return [problem.describe(point.price(point.even_starts())) for point in points]
 
@@ -210,7 +210,7 @@ def tiny_plan() -> Plan:
     problem = problem_of("llama-tiny", 8, batch=16, seq_len=64)
     choice = next(
         c
-        for c in problem.space.choices
+        for c in problem.space.layouts
         if c.mesh.pp == 2 and c.mesh.dp_shard == 4 and c.schedule is ScheduleName.ONE_F_ONE_B and c.zero_stage == 1
     )
     point = Point(problem.table, choice)

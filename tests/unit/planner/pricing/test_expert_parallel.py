@@ -12,6 +12,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import Quantity
 from planner.api import Problem
+from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
 from planner.pricing.expert_parallel import exchange, on_one_rank
 from planner.pricing.operator_time import PricingTarget
@@ -20,7 +21,6 @@ from planner.pricing.table_builder import representatives, shard_units, unit_row
 from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.search import search
-from planner.space.search_space import Choice, Pins
 from tests.planning import A100, cluster_of, graph_of, problem_of
 
 MODEL, SEQ_LEN, NUM_DEVICES = "mixtral-8x7b", 1024, 32
@@ -55,9 +55,9 @@ def problem() -> Problem:
     return problem_of(MODEL, NUM_DEVICES, batch=64, seq_len=SEQ_LEN, pins=pins)
 
 
-def choice_of(ep: int, zero: int) -> Choice:
+def choice_of(ep: int, zero: int) -> Layout:
     mesh = Mesh(dp_shard=NUM_DEVICES, ep=ep)
-    return Choice(mesh, zero, 1, 64 // NUM_DEVICES, ScheduleName.ONE_F_ONE_B, 1, Recompute.NONE, False)
+    return Layout(mesh, zero, 1, 64 // NUM_DEVICES, ScheduleName.ONE_F_ONE_B, 1, Recompute.NONE, False)
 
 
 def test_without_expert_parallelism_nothing_changes() -> None:
@@ -187,9 +187,9 @@ def test_all_layouts_price_their_parts() -> None:
 
 def test_the_search_is_exact_over_degrees_of_experts() -> None:
     """Best-first finds what pricing every layout finds, and divides experts where whole ones do not fit."""
-    found = search(problem().table, problem().space.choices, problem().solver)
-    assert {c.mesh.ep for c in problem().space.choices} == {1, 2, 4, 8}
-    priced = [Point(problem().table, choice).price((0,)) for choice in problem().space.choices]
+    found = search(problem().table, problem().space.layouts, problem().solver)
+    assert {c.mesh.ep for c in problem().space.layouts} == {1, 2, 4, 8}
+    priced = [Point(problem().table, choice).price((0,)) for choice in problem().space.layouts]
     times = [each.step_time_s for each in priced if each.fits]
     assert found.best is not None
     assert found.is_exhausted

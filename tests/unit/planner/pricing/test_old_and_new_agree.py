@@ -15,6 +15,7 @@ from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.placement import UnitPlacement, alternatives
 from planner.axes.traced import representatives
+from planner.layout.layout import Layout, Training
 from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.cost_table import CostTable
 from planner.pricing.expert_parallel import on_one_rank
@@ -26,7 +27,6 @@ from planner.pricing.target import PricingTarget
 from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale, unit_states
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.solver.cp_sat import CpSatSolver
-from planner.space.search_space import Choice, Training
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from planner.table.labels import Holding, Time
 from tests.planning import cluster_of, graph_of
@@ -247,7 +247,7 @@ def test_states(model: str, seq_len: int, recipe: str) -> None:
             key = DataKey(split, mesh.ep, mesh.dp_replicate, mesh.dp_shard, mesh.cp, zero)
             (row,) = data_rows(graph, decisions, [key], target.machine, target.framework)
             one_f_one_b = ScheduleName.ONE_F_ONE_B
-            choice = Choice(mesh, zero, 1, 1, one_f_one_b, 1, Recompute.NONE, split.sequence_parallel)
+            choice = Layout(mesh, zero, 1, 1, one_f_one_b, 1, Recompute.NONE, split.sequence_parallel)
             old = astuple(table.data_parallel_times(choice))
             np.testing.assert_allclose(row.T, old, rtol=TOLERANCE)
             compared += 1

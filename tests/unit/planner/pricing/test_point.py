@@ -6,11 +6,11 @@ from dataclasses import astuple
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
+from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
 from planner.pricing.point import Point
 from planner.pricing.stages import even_starts
 from planner.problems import rank_memory_bytes
-from planner.space.search_space import Choice, Pins
 from tests.planning import problem_of
 
 CASES = [
@@ -23,7 +23,7 @@ every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES,
 
 def sample(model: str, num_devices: int, options: dict, number: int) -> list[Point]:
     problem = problem_of(model, num_devices, **options)
-    choices = random.Random(0).sample(problem.space.choices, number)
+    choices = random.Random(0).sample(problem.space.layouts, number)
     return [Point(problem.table, choice) for choice in choices]
 
 
@@ -35,7 +35,7 @@ def test_the_breakdown_sums_to_the_step(model: str, num_devices: int, options: d
             parts = astuple(priced.breakdown)
             assert min(parts) >= 0, priced
             assert sum(parts) == pytest.approx(priced.step_time_s, rel=1e-9), priced
-            choice = priced.choice
+            choice = priced.layout
             assert (priced.breakdown.recompute > 0) == (choice.recompute is not Recompute.NONE)
             assert (priced.breakdown.tensor_parallel > 0) == (choice.mesh.tp > 1)
             assert (priced.breakdown.context_parallel > 0) == (choice.mesh.cp > 1)
@@ -48,7 +48,7 @@ def test_the_breakdown_sums_to_the_step(model: str, num_devices: int, options: d
 def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict) -> None:
     for point in sample(model, num_devices, options, 120):
         priced = point.price(point.even_starts())
-        assert len(priced.ledgers) == priced.choice.mesh.pp
+        assert len(priced.ledgers) == priced.layout.mesh.pp
         for ledger in priced.ledgers:
             assert sum(num_bytes for _, num_bytes in ledger.rows) == pytest.approx(ledger.total_bytes)
             names = [name for name, _ in ledger.rows]
@@ -60,7 +60,7 @@ def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict
 @every_case
 def test_a_long_pipeline_is_extrapolated_truly(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
-    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.num_microbatches > 4 * c.mesh.pp]
+    choices = [c for c in problem.space.layouts if c.mesh.pp > 1 and c.num_microbatches > 4 * c.mesh.pp]
     for choice in random.Random(1).sample(choices, 40):
         point = Point(problem.table, choice)
         short, exact = (point.price(point.even_starts(), exact=flag) for flag in (False, True))
@@ -113,7 +113,7 @@ def test_stages_in_flight_are_those_at_the_peak(schedule: ScheduleName, num_rank
 
 def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=64)
-    long = [c for c in problem.space.choices if c.num_microbatches == 64 and c.mesh.pp == 4]
+    long = [c for c in problem.space.layouts if c.num_microbatches == 64 and c.mesh.pp == 4]
     assert {c.schedule for c in long} == set(ScheduleName) - {ScheduleName.ZB_2P}
     for choice in long:
         point = Point(problem.table, choice)
@@ -134,7 +134,7 @@ def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
 def test_memory_of_the_stage_program_covers_the_ledger() -> None:
     """What the solver may cut fits when it is priced: the program never counts less than the ledger."""
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
-    choices = [c for c in problem.space.choices if c.mesh.pp > 1 and c.schedule.rules.has_one_stage]
+    choices = [c for c in problem.space.layouts if c.mesh.pp > 1 and c.schedule.rules.has_one_stage]
     for choice in random.Random(2).sample(choices, 60):
         point = Point(problem.table, choice)
         starts = point.even_starts()
@@ -147,7 +147,7 @@ def test_memory_of_the_stage_program_covers_the_ledger() -> None:
 
 def test_sharding_more_never_takes_more_states() -> None:
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
-    whole = [c for c in problem.space.choices if c.mesh.pp == 1 and c.mesh.tp == 1 and c.mesh.cp == 1]
+    whole = [c for c in problem.space.layouts if c.mesh.pp == 1 and c.mesh.tp == 1 and c.mesh.cp == 1]
     by_stage: dict[int, float] = {}
     for choice in whole:
         if choice.mesh.dp_shard in (1, 16):
@@ -161,11 +161,11 @@ def test_a_tied_weight_is_held_twice_where_a_pipeline_parts_it() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=64)
     names = ("parameters", "gradients", "optimizer")
 
-    def states(choice: Choice) -> float:
+    def states(choice: Layout) -> float:
         point = Point(problem.table, choice)
         return sum(ledger.bytes_of(name) for ledger in point.ledgers(point.even_starts()) for name in names)
 
-    plain = [c for c in problem.space.choices if c.zero_stage == 0 and c.mesh.tp == 1 and c.mesh.cp == 1]
+    plain = [c for c in problem.space.layouts if c.zero_stage == 0 and c.mesh.tp == 1 and c.mesh.cp == 1]
     whole = next(states(c) for c in plain if c.mesh.pp == 1)
     parted = next(states(c) for c in plain if c.mesh.pp == 8)
     (tied,) = {p.num_elements for p in problem.target.graph.parameters if p.aliases}
@@ -187,10 +187,10 @@ def test_even_stages_hold_equal_numbers_of_blocks(num_blocks: int, num_stages: i
 def test_a_pinned_gpipe_without_a_pipeline_holds_one_micro_batch() -> None:
     free = problem_of("gpt2-1.5b", 8, batch=64)
     pinned = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=ScheduleName.GPIPE))
-    choice = next(c for c in free.space.choices if c.mesh.pp == 1 and c.num_microbatches == 8)
+    choice = next(c for c in free.space.layouts if c.mesh.pp == 1 and c.num_microbatches == 8)
     ledger, same = (Point(p.table, c).ledgers((0,)) for p, c in ((free, choice), (pinned, _gpipe(choice))))
     assert ledger == same
 
 
-def _gpipe(choice: Choice) -> Choice:
+def _gpipe(choice: Layout) -> Layout:
     return choice._replace(schedule=ScheduleName.GPIPE)

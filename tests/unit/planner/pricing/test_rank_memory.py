@@ -18,6 +18,7 @@ from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
+from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
@@ -28,7 +29,6 @@ from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
 from planner.pricing.table_builder import build_table, shard_units
 from planner.solver.cp_sat import CpSatSolver
-from planner.space.search_space import Choice, Training
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, problem_of
 
@@ -36,7 +36,7 @@ CONFIG = FamilyConfig(
     family="gpt", layers=8, hidden=512, heads=8, kv_heads=8, head_dim=None, ffn=1536, vocab=8192, seq_len=512,
     mlp=MlpType.GELU, tied=False,
 )  # fmt: skip
-FSDP = Choice(
+FSDP = Layout(
     mesh=Mesh(1, 1, 8, 1, 1, 1),
     zero_stage=3,
     micro_batch_size=4,
@@ -54,7 +54,7 @@ def graph() -> ModelGraph:
     return trace_model(loaded, BATCH_SIZE, CONFIG.seq_len, "bfloat16")
 
 
-def memory_of(graph: ModelGraph, choice: Choice, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
+def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
     target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
     key = (choice.mesh.tp, choice.sequence_parallel)
     sharding = shard_units(target, key, {}, CpSatSolver().solve_placement)
@@ -160,9 +160,9 @@ def test_recomputing_never_takes_more(graph: ModelGraph, tp: int) -> None:
 
 def test_memory_grows_with_the_micro_batch_and_falls_with_sharding() -> None:
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
-    known = dict.fromkeys(problem.space.choices)
+    known = dict.fromkeys(problem.space.layouts)
     compared = 0
-    for choice in random.Random(3).sample(problem.space.choices, 400):
+    for choice in random.Random(3).sample(problem.space.layouts, 400):
         need = _peak(problem.table, choice)
         larger = choice._replace(
             micro_batch_size=2 * choice.micro_batch_size, num_microbatches=choice.num_microbatches // 2
@@ -178,12 +178,12 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_sharding() -> None:
     assert compared > 50
 
 
-def _peak(table: CostTable, choice: Choice) -> float:
+def _peak(table: CostTable, choice: Layout) -> float:
     point = Point(table, choice)
     return max(ledger.total_bytes for ledger in point.ledgers(point.even_starts()))
 
 
-def _states(table: CostTable, choice: Choice) -> float:
+def _states(table: CostTable, choice: Layout) -> float:
     point = Point(table, choice)
     names = ("parameters", "gradients", "optimizer")
     ledgers = (memory.ledger(Phase.OPTIMIZER) for memory in point.memory(point.even_starts()))
@@ -198,5 +198,5 @@ def test_reserve_is_of_what_comes_and_goes_and_less_where_nothing_mixes(graph: M
         assert ledger.bytes_of("allocator_reserve") == pytest.approx(expected * passing)
 
 
-def replace_mesh(choice: Choice, tp: int) -> Choice:
+def replace_mesh(choice: Layout, tp: int) -> Layout:
     return choice._replace(mesh=replace(choice.mesh, dp_shard=8 // tp, tp=tp))

@@ -9,13 +9,13 @@ from costmodels.recipe import Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
+from planner.layout.layout import Layout
 from planner.parallelism import Recompute
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, representatives, shard_units
 from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
 from planner.solver.cp_sat import CpSatSolver
-from planner.space.search_space import Choice
 from tests.planning import A100, cluster_of, graph_of, problem_of
 
 MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
@@ -40,7 +40,7 @@ def block(target: PricingTarget, sharding: Sharding) -> UnitCosts:
     return UnitWork(target, unit, sharded, batch_scale(target.graph, 1, 1)).costs(Recompute.NONE, 1)
 
 
-def price(recipe: Recipe, choice: Choice) -> Priced:
+def price(recipe: Recipe, choice: Layout) -> Priced:
     problem = problem_of(MODEL, 16, batch=64, seq_len=SEQ_LEN)
     key = (choice.mesh.tp, choice.sequence_parallel)
     target = replace(problem.target, recipe=recipe)
@@ -48,9 +48,9 @@ def price(recipe: Recipe, choice: Choice) -> Priced:
     return point.price(point.even_starts(), exact=True)
 
 
-def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Choice:
+def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Layout:
     mesh = Mesh(pp, dp if zero_stage == 0 else 1, dp if zero_stage else 1, 1, tp, 1)
-    return Choice(
+    return Layout(
         mesh=mesh,
         zero_stage=zero_stage,
         micro_batch_size=1,

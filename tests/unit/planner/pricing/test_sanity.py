@@ -11,9 +11,9 @@ from costmodels.compute import peak_flops_per_s
 from costmodels.recipe import list_recipes, load_recipe
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
 from planner.api import Problem
+from planner.layout.layout import Layout
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import build_table
-from planner.space.search_space import Choice
 from tests.planning import problem_of
 
 MODEL, SEQ_LEN, BATCH = "gpt2-1.5b", 1024, 64
@@ -50,7 +50,7 @@ def improved(
     return profile.model_copy(update={"device": faster, "tiers": tiers})
 
 
-def price(posed: Problem, choice: Choice, cluster: ClusterSpec, recipe: str) -> Priced:
+def price(posed: Problem, choice: Layout, cluster: ClusterSpec, recipe: str) -> Priced:
     """``choice`` on ``cluster``, operators placed as in ``posed`` and stages of equal numbers of blocks."""
     target = replace(posed.target, cluster=cluster, recipe=load_recipe(recipe))
     key = (choice.mesh.tp, choice.sequence_parallel)
@@ -63,8 +63,8 @@ def price(posed: Problem, choice: Choice, cluster: ClusterSpec, recipe: str) -> 
 clusters, numbers, recipes = st.sampled_from(CLUSTERS), st.integers(0, 10**6), st.sampled_from(list_recipes())
 
 
-def choice_of(posed: Problem, number: int) -> Choice:
-    return posed.space.choices[number % len(posed.space.choices)]
+def choice_of(posed: Problem, number: int) -> Layout:
+    return posed.space.layouts[number % len(posed.space.layouts)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +98,7 @@ def test_no_price_beats_the_roofline(on: tuple[str, int], number: int, recipe: s
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_one_device_does_not_communicate(recipe: str) -> None:
     posed = problem("dgx-a100-80gb", 1)
-    for choice in posed.space.choices:
+    for choice in posed.space.layouts:
         parts = price(posed, choice, posed.target.cluster, recipe).breakdown
         assert parts.tensor_parallel == parts.data_parallel == parts.context_parallel == 0
         assert parts.pipeline_communication == parts.bubble == 0

@@ -17,13 +17,13 @@ from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
+from planner.layout.layout import Pins
 from planner.model_file import LoadedModel
 from planner.parallelism import Placement, Precision, Recompute, Replicate, Shard
 from planner.pricing.point import Point
 from planner.pricing.sharded_unit import PricingTarget, ShardedUnit
 from planner.pricing.table_builder import Sharding, representatives, shard_units
 from planner.solver.cp_sat import CpSatSolver
-from planner.space.search_space import Pins
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, graph_of, training_of
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
@@ -217,7 +217,7 @@ def priced_and_run(
     """Collectives of one micro-batch's forward and backward: those in the price and those that run."""
     pins = Pins(tp=degree, micro_batch=2, sequence_parallel=sequence_parallel, recompute=Recompute.NONE)
     problem = Problem.build(graph, cluster_of(A100, degree), training_of(2, 64), pins)
-    (choice,) = problem.space.choices
+    (choice,) = problem.space.layouts
     sharding = problem.shardings[degree, sequence_parallel]
     priced = Counter[str]()
     for kind in problem.table.units.kinds:
@@ -267,7 +267,7 @@ def test_placements_never_lose_to_replication_by_more_than_the_split_weights_cos
     )
     table = problem.table
     times = {}
-    for choice in problem.space.choices:
+    for choice in problem.space.layouts:
         if choice.recompute is Recompute.NONE and not choice.sequence_parallel:
             parts = Point(table, choice).price((0,)).breakdown
             times[choice.mesh.tp] = (parts.compute + parts.tensor_parallel) / choice.num_microbatches

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.layout.layout import Layout, Pins
 from planner.pricing.point import Point
 from planner.render_schedule import show_timeline
 from planner.report.timeline import StepTimeline, Work, step_timeline
 from planner.report.trace_events import trace_events, trace_json
-from planner.space.search_space import Choice, Pins
 from tests.planning import problem_of
 
 ROUNDING = 1e-9
@@ -21,13 +21,13 @@ ROUNDING = 1e-9
 def points(schedule: ScheduleName, count: int) -> list[Point]:
     """A few points of the schedule, of pipelines where it needs one."""
     problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=schedule))
-    choices = [c for c in problem.space.choices if c.num_microbatches <= 64]
+    choices = [c for c in problem.space.layouts if c.num_microbatches <= 64]
     return [Point(problem.table, choice) for choice in random.Random(5).sample(choices, count)]
 
 
-def a_timeline() -> tuple[StepTimeline, Choice]:
+def a_timeline() -> tuple[StepTimeline, Layout]:
     problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=ScheduleName.ZBV_ZERO_BUBBLE))
-    choice = next(c for c in problem.space.choices if c.mesh.pp == 4 and c.num_microbatches == 32)
+    choice = next(c for c in problem.space.layouts if c.mesh.pp == 4 and c.num_microbatches == 32)
     point = Point(problem.table, choice)
     return step_timeline(point, point.even_starts()), choice
 
@@ -43,13 +43,13 @@ def test_the_drawn_step_takes_the_predicted_time(schedule: ScheduleName) -> None
         assert max(ends) == pytest.approx(drawn.step_time_s, rel=ROUNDING)
         work = sum(s.end_s - s.start_s for rank in drawn.ranks for s in rank.actions if s.action)
         times = point._stage_times(starts)
-        assert work == pytest.approx(point.choice.num_microbatches * (sum(times.forward_s) + sum(times.backward_s)))
+        assert work == pytest.approx(point.layout.num_microbatches * (sum(times.forward_s) + sum(times.backward_s)))
 
 
 @pytest.mark.parametrize("schedule", ScheduleName)
 def test_every_rank_is_drawn_doing_what_its_schedule_lists(schedule: ScheduleName) -> None:
     for point in points(schedule, 4):
-        choice = point.choice
+        choice = point.layout
         drawn = step_timeline(point, point.even_starts())
         if choice.mesh.pp > 1:
             listed = schedule.rules.actions(choice.mesh.pp, choice.virtual_stages, choice.num_microbatches)
@@ -106,7 +106,7 @@ def test_a_chart_of_100_columns_is_readable_without_colours() -> None:
 
 def test_many_ranks_are_cut_in_the_middle() -> None:
     problem = problem_of("gpt2-1.5b", 48, batch=48, pins=Pins(pp=48, micro_batch=1))
-    point = Point(problem.table, problem.space.choices[0])
+    point = Point(problem.table, problem.space.layouts[0])
     console = Console(width=100, no_color=True)
     with console.capture() as capture:
         console.print(show_timeline(step_timeline(point, point.even_starts()), console.width))

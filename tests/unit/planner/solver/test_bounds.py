@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.layout.layout import Pins
 from planner.pricing.point import Point
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds, pipeline_coefficient
 from planner.solver.search import visit
-from planner.space.search_space import Pins
 from tests.planning import problem_of
 
 SAMPLE = 150
@@ -34,7 +34,7 @@ PROBLEMS = [
 @pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS)
 def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
-    choices = list(problem.space.choices)
+    choices = list(problem.space.layouts)
     lower = bounds(problem.table, choices)
     sample = random.Random(0).sample(range(len(choices)), min(SAMPLE, len(choices)))
     for index in sample:
@@ -49,7 +49,7 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
 def test_bounds_are_of_use() -> None:
     """Half of the points must be bounded to within a quarter of their price, or best-first would visit them all."""
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
-    choices = list(problem.space.choices)
+    choices = list(problem.space.layouts)
     lower = bounds(problem.table, choices)
     times: list[float] = []
     memories: list[float] = []
@@ -64,7 +64,7 @@ def test_bounds_are_of_use() -> None:
 
 def test_bounds_do_not_depend_on_the_company() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=64)
-    choices = list(problem.space.choices)[::97]
+    choices = list(problem.space.layouts)[::97]
     together = bounds(problem.table, choices)
     for index, choice in enumerate(choices):
         alone = bounds(problem.table, [choice])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from planner.api import Request, find_plan
-from planner.space.search_space import Pins
+from planner.layout.layout import Pins
 
 # Two equal layers that are neighbours of the embedding and the head: `*` would match all four.
 MODEL = """

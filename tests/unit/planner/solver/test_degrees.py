@@ -5,22 +5,22 @@ from math import prod
 import pytest
 
 from planner.api import Problem
+from planner.layout.layout import Layout
 from planner.problems import DegreeProblem
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.search import search
-from planner.space.search_space import Choice
 from tests.planning import problem_of
 
 
-def degrees_of(choice: Choice) -> tuple[int, int, int]:
+def degrees_of(choice: Layout) -> tuple[int, int, int]:
     """(data, tensor, pipeline); context parallelism is left out of the program."""
     return choice.mesh.dp, choice.mesh.tp, choice.mesh.pp
 
 
 def degree_problem(problem: Problem) -> DegreeProblem:
     """For every triple of degrees the best that the search finds within it."""
-    choices = [c for c in problem.space.choices if c.mesh.cp == 1]
+    choices = [c for c in problem.space.layouts if c.mesh.cp == 1]
     times: dict[tuple[int, int, int], float] = {}
     memory: dict[tuple[int, int, int], float] = {}
     for degrees in {degrees_of(c) for c in choices}:
@@ -37,7 +37,7 @@ def test_the_program_the_enumeration_and_the_search_agree(model: str, num_device
     degrees = degree_problem(problem)
     assert len(degrees.step_time_s) > 4
     answers = [solver.solve_degrees(degrees) for solver in (CpSatSolver(), ExhaustiveSolver())]
-    whole = search(problem.table, [c for c in problem.space.choices if c.mesh.cp == 1], problem.solver)
+    whole = search(problem.table, [c for c in problem.space.layouts if c.mesh.cp == 1], problem.solver)
     assert whole.best is not None
     for answer in answers:
         assert answer is not None

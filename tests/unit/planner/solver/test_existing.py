@@ -9,12 +9,12 @@ from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import Problem, Request, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
+from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
 from planner.pricing.point import Point
 from planner.solver import existing
 from planner.solver.search import search
-from planner.space.search_space import Choice, Pins
 from tests.planning import graph_of, problem_of
 
 PROBLEMS = [
@@ -25,7 +25,7 @@ PROBLEMS = [
 every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS, ids=["llama", "gpt", "hf gpt2"])
 
 
-def plan_of(problem: Problem, choice: Choice, folder: Path) -> Plan:
+def plan_of(problem: Problem, choice: Layout, folder: Path) -> Plan:
     """The plan of ``choice``, whose model is a traced graph in ``folder``."""
     point = Point(problem.table, choice)
     plan = problem.describe(point.price(point.even_starts(), exact=True))
@@ -40,8 +40,8 @@ def test_a_plan_is_priced_as_it_was_when_it_was_made(
     model: str, num_devices: int, options: dict, tmp_path: Path
 ) -> None:
     problem = problem_of(model, num_devices, **options)
-    split = [c for c in problem.space.choices if c.mesh.tp > 1]
-    chosen = [*random.Random(0).sample(problem.space.choices, 3), *random.Random(1).sample(split, 4)]
+    split = [c for c in problem.space.layouts if c.mesh.tp > 1]
+    chosen = [*random.Random(0).sample(problem.space.layouts, 3), *random.Random(1).sample(split, 4)]
     for choice in chosen:
         plan = plan_of(problem, choice, tmp_path)
         again = price_plan(plan).plan
@@ -56,10 +56,10 @@ def test_a_plan_is_priced_as_it_was_when_it_was_made(
 @every_problem
 def test_a_choice_and_its_stages_come_back_from_the_plan(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
-    for choice in random.Random(2).sample(problem.space.choices, 60):
+    for choice in random.Random(2).sample(problem.space.layouts, 60):
         point = Point(problem.table, choice)
         plan = problem.describe(point.price(point.even_starts()))
-        assert existing.choice_of(plan, num_devices) == choice
+        assert existing.layout_of(plan, num_devices) == choice
         assert existing.starts_of(plan, problem.target.graph) == point.even_starts()
 
 
@@ -68,7 +68,7 @@ def test_placements_come_back_from_the_plan(model: str, num_devices: int, option
     problem = problem_of(model, num_devices, **options)
     graph = problem.target.graph
     key = (2, False)
-    choice = next(c for c in problem.space.choices if (c.mesh.tp, c.sequence_parallel) == key)
+    choice = next(c for c in problem.space.layouts if (c.mesh.tp, c.sequence_parallel) == key)
     point = Point(problem.table, choice)
     found = existing.parameter_placements(problem.describe(point.price(point.even_starts())), graph)
     for sharded in problem.shardings[key]:
@@ -80,9 +80,9 @@ def test_placements_come_back_from_the_plan(model: str, num_devices: int, option
 
 def tiny(folder: Path, pins: Pins) -> Plan:
     problem = problem_of("llama-tiny", 8, batch=16, seq_len=64, pins=pins)
-    found = search(problem.table, problem.space.choices, problem.solver).best
+    found = search(problem.table, problem.space.layouts, problem.solver).best
     assert found is not None
-    return plan_of(problem, found.choice, folder)
+    return plan_of(problem, found.layout, folder)
 
 
 def test_more_and_fewer_devices_change_the_data_parallel_degree(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_foreign_stages_and_placements_are_refused(tmp_path: Path) -> None:
 def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
     problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
     graph = graph_of("tests/fixtures/hf/gpt2", 1024)
-    choice = next(c for c in problem.space.choices if c.mesh.tp == 2)
+    choice = next(c for c in problem.space.layouts if c.mesh.tp == 2)
     plan = problem.describe(Point(problem.table, choice).price(Point(problem.table, choice).even_starts()))
     (tied,) = [p for p in graph.parameters if p.aliases]
     for name in (tied.fqn, *tied.aliases):
@@ -190,7 +190,7 @@ def test_unknown_hardware_and_precision_are_refused(tmp_path: Path) -> None:
 def test_a_plan_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
     choice = max(
-        (c for c in problem.space.choices if c.mesh.pp == 1 and c.zero_stage == 1),
+        (c for c in problem.space.layouts if c.mesh.pp == 1 and c.zero_stage == 1),
         key=lambda c: max(ledger.total_bytes for ledger in Point(problem.table, c).ledgers((0,))),
     )
     answer = price_plan(plan_of(problem, choice, tmp_path))

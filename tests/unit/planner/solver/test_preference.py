@@ -8,12 +8,12 @@ from rich.console import Console
 
 from costmodels.recipe import load_recipe
 from planner.api import Problem, Request, find_plan
+from planner.layout.complexity import complexity
 from planner.parallelism import Preference, Recompute
 from planner.plan.schema import Plan
 from planner.render import show_plan
 from planner.solver.preference import MOST_TIE, simplest, tie_share
 from planner.solver.search import Outcome, search, visit
-from planner.space.complexity import complexity
 from tests.planning import problem_of
 
 # Small enough that every point can be priced.
@@ -24,7 +24,7 @@ PROBLEMS = {
 
 
 def outcome_of(problem: Problem) -> Outcome:
-    return search(problem.table, problem.space.choices, problem.solver)
+    return search(problem.table, problem.space.layouts, problem.solver)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -35,11 +35,11 @@ def test_nothing_simpler_is_as_fast(name: str, share: float) -> None:
     outcome = outcome_of(problem)
     assert outcome.best is not None
     limit_s = outcome.best.step_time_s * (1 + share)
-    priced = [visit(problem.table, choice, problem.solver, None) for choice in problem.space.choices]
+    priced = [visit(problem.table, choice, problem.solver, None) for choice in problem.space.layouts]
     alike = [p for p in priced if p is not None and p.step_time_s <= limit_s]
-    expected = min(alike, key=lambda p: (complexity(p.choice), p.step_time_s))
+    expected = min(alike, key=lambda p: (complexity(p.layout), p.step_time_s))
     found = simplest(problem.table, outcome, limit_s, problem.solver) or outcome.best
-    assert complexity(found.choice) == complexity(expected.choice)
+    assert complexity(found.layout) == complexity(expected.layout)
     assert found.step_time_s == pytest.approx(expected.step_time_s)
 
 
@@ -88,7 +88,7 @@ def test_the_choice_is_explained() -> None:
 
 
 def test_what_is_simpler() -> None:
-    choice = PROBLEMS["llama-tiny"].space.choices[0]
+    choice = PROBLEMS["llama-tiny"].space.layouts[0]
     plain = choice._replace(
         mesh=replace(choice.mesh, pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1), zero_stage=3, recompute=Recompute.NONE
     )

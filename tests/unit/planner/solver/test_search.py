@@ -8,6 +8,7 @@ import pytest
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
 from planner.api import Problem
+from planner.layout.layout import Pins
 from planner.parallelism import Recompute
 from planner.pricing.point import Point
 from planner.problems import StageProblem, StageSolution
@@ -15,7 +16,6 @@ from planner.solver.base import UnprovedError
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.search import TOLERANCE, probe, search, visit
-from planner.space.search_space import Pins
 from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 
 TINY = {"batch": 16, "seq_len": 64}
@@ -36,9 +36,9 @@ SMALL = [
 def test_the_search_finds_what_pricing_everything_finds(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
     oracle = ExhaustiveSolver()
-    found = search(problem.table, problem.space.choices, problem.solver)
+    found = search(problem.table, problem.space.layouts, problem.solver)
     visited, probed = (
-        [price.step_time_s for choice in problem.space.choices if (price := how(choice)) is not None]
+        [price.step_time_s for choice in problem.space.layouts if (price := how(choice)) is not None]
         for how in (lambda c: visit(problem.table, c, oracle, None), lambda c: probe(problem.table, c))
     )
     assert found.is_exhausted
@@ -52,7 +52,7 @@ def test_the_search_finds_what_pricing_everything_finds(model: str, num_devices:
 def test_either_backend_leads_to_the_same_plan() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
     by_cp_sat, by_enumeration = (
-        search(problem.table, problem.space.choices, solver) for solver in (CpSatSolver(), ExhaustiveSolver())
+        search(problem.table, problem.space.layouts, solver) for solver in (CpSatSolver(), ExhaustiveSolver())
     )
     assert by_cp_sat.best == by_enumeration.best
 
@@ -60,22 +60,22 @@ def test_either_backend_leads_to_the_same_plan() -> None:
 def test_what_was_proved_is_said() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
     seen: list[tuple[int, float, float | None]] = []
-    found = search(problem.table, problem.space.choices, problem.solver, progress=lambda *row: seen.append(row))
+    found = search(problem.table, problem.space.layouts, problem.solver, progress=lambda *row: seen.append(row))
     assert found.best is not None
     assert (found.is_exhausted, found.interrupted, found.closest) == (True, False, None)
     assert found.bound_s == found.best.step_time_s
-    assert found.num_candidates == len(problem.space.choices)
+    assert found.num_candidates == len(problem.space.layouts)
     assert found.num_visited == len(seen) < found.num_candidates
     assert [row[0] for row in seen] == list(range(1, len(seen) + 1))
     assert [row[1] for row in seen] == sorted(row[1] for row in seen)  # bounds only rise
     assert [p.step_time_s for p in found.ranking] == sorted(p.step_time_s for p in found.ranking)
-    assert len({p.choice for p in found.ranking}) == len(found.ranking)
+    assert len({p.layout for p in found.ranking}) == len(found.ranking)
     assert found.ranking[0].step_time_s >= found.best.step_time_s * (1 - TOLERANCE)
 
 
 def test_no_time_at_all_finds_nothing_and_claims_nothing() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
-    found = search(problem.table, problem.space.choices, problem.solver, time_limit_s=0.0)
+    found = search(problem.table, problem.space.layouts, problem.solver, time_limit_s=0.0)
     assert (found.best, found.is_exhausted, found.num_visited) == (None, False, 0)
 
 
@@ -86,8 +86,8 @@ def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
         if visited == 2:
             raise KeyboardInterrupt
 
-    found = search(problem.table, problem.space.choices, problem.solver, progress=interrupt)
-    whole = search(problem.table, problem.space.choices, problem.solver)
+    found = search(problem.table, problem.space.layouts, problem.solver, progress=interrupt)
+    whole = search(problem.table, problem.space.layouts, problem.solver)
     assert (found.interrupted, found.is_exhausted, found.num_visited) == (True, False, 2)
     assert found.best is not None
     assert whole.best is not None
@@ -104,8 +104,8 @@ class _Hesitant(ExhaustiveSolver):
 
 def test_a_solver_that_ran_out_of_time_proves_nothing() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4, schedule=ScheduleName.ONE_F_ONE_B))
-    whole = search(problem.table, problem.space.choices, problem.solver)
-    found = search(problem.table, problem.space.choices, _Hesitant())
+    whole = search(problem.table, problem.space.layouts, problem.solver)
+    found = search(problem.table, problem.space.layouts, _Hesitant())
     assert whole.best is not None
     assert found.best is not None  # from the even cuts
     assert not found.is_exhausted
@@ -114,7 +114,7 @@ def test_a_solver_that_ran_out_of_time_proves_nothing() -> None:
 
 def test_cp_sat_without_time_does_not_call_a_program_infeasible() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
-    program = Point(problem.table, problem.space.choices[0]).stage_problem()
+    program = Point(problem.table, problem.space.layouts[0]).stage_problem()
     assert CpSatSolver().solve_stages(program) is not None
     with pytest.raises(UnprovedError, match=r"UNKNOWN after 0\.0 s"):
         CpSatSolver(time_limit_s=0.0).solve_stages(program)
@@ -122,14 +122,14 @@ def test_cp_sat_without_time_does_not_call_a_program_infeasible() -> None:
 
 def test_any_point_that_fits_will_do() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
-    found = search(problem.table, problem.space.choices, problem.solver, stop_at_first=True)
+    found = search(problem.table, problem.space.layouts, problem.solver, stop_at_first=True)
     assert found.best is not None
     assert found.best.fits
 
 
 def test_where_nothing_fits_the_smallest_is_named() -> None:
     problem = problem_of("llama3-70b", 2, batch=2, seq_len=2048)
-    found = search(problem.table, problem.space.choices, problem.solver)
+    found = search(problem.table, problem.space.layouts, problem.solver)
     assert (found.best, found.is_exhausted, found.ranking) == (None, True, ())
     assert found.closest is not None
 
@@ -201,7 +201,7 @@ def test_better_hardware_never_makes_the_best_plan_slower(case: tuple[str, int, 
     after = Problem.build(graph_of(model, seq_len), better, training_of(batch, seq_len), Pins())
     times = []
     for problem in (before, after):
-        found = search(problem.table, problem.space.choices, problem.solver)
+        found = search(problem.table, problem.space.layouts, problem.solver)
         assert found.best is not None
         times.append(found.best.step_time_s)
     assert times[1] <= times[0] * (1 + TOLERANCE)
@@ -209,10 +209,10 @@ def test_better_hardware_never_makes_the_best_plan_slower(case: tuple[str, int, 
 
 def test_a_pin_never_makes_the_best_plan_faster() -> None:
     free = problem_of("llama3-8b", 16, batch=16, seq_len=2048)
-    best = search(free.table, free.space.choices, free.solver).best
+    best = search(free.table, free.space.layouts, free.solver).best
     assert best is not None
     for pins in (Pins(tp=4), Pins(pp=2), Pins(cp=2), Pins(zero=1), Pins(recompute=Recompute.FULL), Pins(micro_batch=1)):
         problem = problem_of("llama3-8b", 16, batch=16, seq_len=2048, pins=pins)
-        pinned = search(problem.table, problem.space.choices, problem.solver).best
+        pinned = search(problem.table, problem.space.layouts, problem.solver).best
         assert pinned is not None, pins
         assert pinned.step_time_s >= best.step_time_s * (1 - TOLERANCE), pins

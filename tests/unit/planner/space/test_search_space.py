@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
+from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.parallelism import Optimizer, Precision, Recompute
-from planner.space.search_space import Choice, Limits, Pins, Training, build_space, divisors, pin_violations
+from planner.space.search_space import build_space, divisors, pin_violations
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
 LIMITS = Limits(
@@ -65,7 +66,7 @@ pins = st.builds(
 )
 
 
-def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -> bool:
+def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -> bool:
     """The rules of a coarse point, one a line."""
     mesh, m, batch = choice.mesh, choice.num_microbatches, training.global_batch_size
     pipelined = mesh.pp > 1
@@ -101,7 +102,7 @@ def is_allowed(choice: Choice, training: Training, limits: Limits, pins: Pins) -
     return all(rules)
 
 
-def all_choices(training: Training, limits: Limits) -> list[Choice]:
+def all_choices(training: Training, limits: Limits) -> list[Layout]:
     """Every combination of every value that any choice could have, sensible or not."""
     n = limits.num_devices
     meshes = [
@@ -112,7 +113,7 @@ def all_choices(training: Training, limits: Limits) -> list[Choice]:
     batches = [(mesh, mb) for mesh in meshes for mb in divisors(training.global_batch_size)]
     rest = product(range(4), ScheduleName, (1, 2, 3, 4, 5, 6, 7, 8), (False, True))
     return [
-        Choice(mesh, zero, mb, m, schedule, virtual, Recompute.NONE, sequence_parallel)
+        Layout(mesh, zero, mb, m, schedule, virtual, Recompute.NONE, sequence_parallel)
         for (mesh, mb), (zero, schedule, virtual, sequence_parallel) in product(batches, rest)
         if (m := training.global_batch_size // (mesh.dp * mb))
     ]
@@ -121,7 +122,7 @@ def all_choices(training: Training, limits: Limits) -> list[Choice]:
 @given(trainings, limits, pins)
 def test_every_choice_keeps_every_rule(training: Training, limits: Limits, pins: Pins) -> None:
     try:
-        choices = build_space(training, pins, limits).choices
+        choices = build_space(training, pins, limits).layouts
     except InputError:
         return
     assert choices
@@ -155,9 +156,9 @@ def test_no_allowed_choice_is_missing(num_devices: int, pins: Pins) -> None:
     limits = replace(LIMITS, num_devices=num_devices, num_pipeline_units=5)
     expected = {c for c in all_choices(training, limits) if is_allowed(c, training, limits, pins)}
     try:
-        found = set(build_space(training, pins, limits).choices)
+        found = set(build_space(training, pins, limits).layouts)
     except InputError:
-        found = set[Choice]()
+        found = set[Layout]()
     assert found == expected
 
 
@@ -167,7 +168,7 @@ def test_divisors(n: int) -> None:
 
 
 def test_free_choices_of_recomputation_are_all_there() -> None:
-    choices = build_space(TRAINING, Pins(), LIMITS).choices
+    choices = build_space(TRAINING, Pins(), LIMITS).layouts
     assert {c.recompute for c in choices} == set(Recompute)
     assert {c.zero_stage for c in choices} == {0, 1, 2, 3}
     assert {c.schedule for c in choices} == set(ScheduleName) - {ScheduleName.ZB_2P}  # which torch cannot run
@@ -176,13 +177,13 @@ def test_free_choices_of_recomputation_are_all_there() -> None:
 
 def test_a_pinned_micro_batch_may_be_larger_than_any_searched() -> None:
     training = replace(TRAINING, global_batch_size=4096)
-    assert max(c.micro_batch_size for c in build_space(training, Pins(dp=16), LIMITS).choices) == 64
-    assert {c.micro_batch_size for c in build_space(training, Pins(dp=16, micro_batch=128), LIMITS).choices} == {128}
+    assert max(c.micro_batch_size for c in build_space(training, Pins(dp=16), LIMITS).layouts) == 64
+    assert {c.micro_batch_size for c in build_space(training, Pins(dp=16, micro_batch=128), LIMITS).layouts} == {128}
 
 
 def test_one_data_parallel_rank_takes_any_zero_stage_for_none() -> None:
     limits = replace(LIMITS, num_devices=2)
-    choices = build_space(TRAINING, Pins(zero=3, tp=2), limits).choices
+    choices = build_space(TRAINING, Pins(zero=3, tp=2), limits).layouts
     assert {c.zero_stage for c in choices} == {0}
 
 
@@ -271,7 +272,7 @@ def test_pins_that_no_micro_batch_count_satisfies_are_an_error_too() -> None:
 @pytest.mark.parametrize("batch", [1, 7, 63])
 def test_an_odd_batch_still_has_layouts(batch: int) -> None:
     training = replace(TRAINING, global_batch_size=batch)
-    assert all(batch % c.mesh.dp == 0 for c in build_space(training, Pins(), LIMITS).choices)
+    assert all(batch % c.mesh.dp == 0 for c in build_space(training, Pins(), LIMITS).layouts)
 
 
 def test_pins_describe_themselves() -> None:

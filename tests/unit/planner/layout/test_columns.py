@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.space.columns import Columns
+from planner.layout.columns import Columns
 
 
 class Mesh(NamedTuple):

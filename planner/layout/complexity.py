@@ -13,26 +13,26 @@
 from __future__ import annotations
 
 from costmodels.vocabulary.schedules import SCHEDULES
+from planner.layout.layout import Layout
 from planner.parallelism import Recompute
-from planner.space.search_space import Choice
 
 _PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
 _RECOMPUTATION = {mode: place for place, mode in enumerate(Recompute)}
 
 
-def complexity(choice: Choice) -> tuple[int, ...]:
+def complexity(layout: Layout) -> tuple[int, ...]:
     """The list above as numbers; smaller is simpler."""
-    mesh = choice.mesh
+    mesh = layout.mesh
     return (
         sum(d > 1 for d in (mesh.pp, mesh.dp_replicate, mesh.cp, mesh.ep, mesh.tp)),
         mesh.pp,
         mesh.cp,
         mesh.ep,
         mesh.tp,
-        choice.virtual_stages,
-        _PLAINNESS[choice.schedule],
-        _RECOMPUTATION[choice.recompute],
-        3 - choice.zero_stage,
+        layout.virtual_stages,
+        _PLAINNESS[layout.schedule],
+        _RECOMPUTATION[layout.recompute],
+        3 - layout.zero_stage,
         mesh.dp_replicate,
-        choice.sequence_parallel,
+        layout.sequence_parallel,
     )

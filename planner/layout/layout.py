@@ -1,0 +1,82 @@
+"""A layout: everything that is chosen of a plan but the borders of stages and the placements of operators.
+
+And what it is chosen for and within: the training, the user's pins, the limits of model and cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.parallelism import Offload, Optimizer, Precision, Recompute
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained with; the global batch is in sequences."""
+
+    global_batch_size: int
+    seq_len: int
+    precision: Precision
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Choices fixed by the user; None leaves a layout to the solver. ``dp`` is dp_replicate * dp_shard."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    schedule: ScheduleName | None = None
+    virtual_stages: int | None = None
+    recompute: Recompute | None = None
+    sequence_parallel: bool | None = None
+    dp_replicate: int | None = None
+    ep: int | None = None
+    offload: Offload | None = None  # None: states stay on the devices
+
+    def describe(self) -> str:
+        """``tp=4, pp=2`` for messages."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={value}" for name, value in given if value is not None)
+
+
+class Layout(NamedTuple):
+    """Everything that is chosen but the borders of stages and the placements of operators."""
+
+    mesh: Mesh
+    zero_stage: int
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: ScheduleName
+    virtual_stages: int
+    recompute: Recompute
+    sequence_parallel: bool
+    offload: Offload = Offload.NONE
+    groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
+
+    @property
+    def is_plain_fsdp(self) -> bool:
+        """Fully sharded data parallelism over all devices and nothing else."""
+        mesh = self.mesh
+        is_sharded = mesh.dp_shard == mesh.world_size and mesh.dp_replicate == mesh.ep == 1
+        return self.zero_stage == 3 and is_sharded and self.offload is Offload.NONE
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the cluster allow."""
+
+    num_devices: int
+    devices_per_node: int
+    num_pipeline_units: int  # most stages the model can be cut into
+    tensor_degrees: frozenset[int]  # degrees that split at least one parameter
+    sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
+    context_splits: bool  # attention is the only operator that mixes positions
+    num_experts: int = 1  # what divides it divides the experts of every layer
