@@ -7,22 +7,26 @@ parameter, 3 · 4.
 
 from __future__ import annotations
 
-from costmodels.compute import op_time_s
-from costmodels.vocabulary.workload import OpClass, OpWorkload
+from costmodels.compute import roofline
+from costmodels.vocabulary.workload import OpClass
 from hardware_profiles.schema import DeviceProfile
 
 FP32_ACCESSES = {"adamw": 7, "adam": 7, "sgd": 3}
 FP32_BYTES = 4
 
 
-def optimizer_step_s(num_elements: float, optimizer: str, device: DeviceProfile, extra_bytes: float = 0.0) -> float:
-    """Seconds to update ``num_elements`` fp32 parameters on one device; ValueError for an unknown optimiser.
+def optimizer_step_line(optimizer: str, device: DeviceProfile, extra_bytes: float = 0.0) -> tuple[float, float]:
+    """Seconds to begin, and for each fp32 parameter that one device updates; ValueError for an unknown optimiser.
 
     ``extra_bytes``: moved per element besides, to copy, check and clip.
     """
     if optimizer not in FP32_ACCESSES:
         raise ValueError(f"optimizer must be one of {', '.join(FP32_ACCESSES)}, got {optimizer!r}")
-    if num_elements <= 0:
-        return 0.0
-    num_bytes = num_elements * (FP32_ACCESSES[optimizer] * FP32_BYTES + extra_bytes)
-    return op_time_s(OpWorkload(OpClass.MEMORY_BOUND, 0.0, num_bytes), device, "fp32")
+    line = roofline(device, OpClass.MEMORY_BOUND, "fp32")
+    return line.launch_s, (FP32_ACCESSES[optimizer] * FP32_BYTES + extra_bytes) * line.seconds_per_byte
+
+
+def optimizer_step_s(num_elements: float, optimizer: str, device: DeviceProfile, extra_bytes: float = 0.0) -> float:
+    """Seconds to update ``num_elements`` fp32 parameters on one device; nothing for none."""
+    latency_s, s_per_element = optimizer_step_line(optimizer, device, extra_bytes)
+    return latency_s + num_elements * s_per_element if num_elements > 0 else 0.0

@@ -8,24 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from costmodels.vocabulary.terms import Term
 from planner.parallelism import Offload
 from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
 
 GIB, MIB = 2**30, 2**20
-_PARTS = {
-    "compute": "compute",
-    "recompute": "recomputation",
-    "tensor_parallel": "tensor-parallel communication",
-    "context_parallel": "context-parallel communication",
-    "expert_parallel": "expert-parallel communication",
-    "data_parallel": "data-parallel communication, exposed",
-    "pipeline_communication": "pipeline communication",
-    "bubble": "pipeline bubble",
-    "optimizer": "optimiser step",
-}
-
-
-_PHASES = {"initialisation": "start", "optimizer": "update", "checkpoint": "save"}
 _TAGS = ("fitted", "measured")
 
 
@@ -157,10 +144,10 @@ def _time(prediction: PredictionSection) -> Table:
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
-    for name, label in _PARTS.items():
-        value = float(getattr(prediction.breakdown_s, name))
+    for term in Term:
+        value = prediction.breakdown_s.get(term, 0.0)
         if value > 0:
-            table.add_row(label, seconds(value), f"{value / prediction.step_time_s:.1%}")
+            table.add_row(term.label, seconds(value), f"{value / prediction.step_time_s:.1%}")
     table.add_section()
     table.add_row("step", seconds(prediction.step_time_s), "100.0%")
     return table
@@ -195,7 +182,7 @@ def _phases(prediction: PredictionSection) -> RenderableType:
     table = Table(title=f"Memory of rank {rank}, the fullest, phase by phase", title_justify="left")
     table.add_column(unit, no_wrap=True)
     for phase in phases:
-        table.add_column(_PHASES.get(phase, phase), justify="right", no_wrap=True)
+        table.add_column(phase.label, justify="right", no_wrap=True)
     fullest = max(phases.values(), key=lambda ledger: sum(ledger.values()))
     for name in dict.fromkeys((*fullest, *(name for ledger in phases.values() for name in ledger))):
         values = (f"{ledger[name] / scale:.2f}" if name in ledger else "" for ledger in phases.values())

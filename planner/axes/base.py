@@ -11,7 +11,6 @@ from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankStates, RankWork
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.space.search_space import divisors
 from planner.table.keys import DataKey, WorkKey
 
 if TYPE_CHECKING:
@@ -34,22 +33,6 @@ class Executed(NamedTuple):
     layout: Layout
     graph: ModelGraph
     cluster: ClusterSpec
-
-
-class Complexity(NamedTuple):
-    """What makes a layout harder to run and to understand, most important first; smaller is simpler."""
-
-    num_axes: int = 0  # of the device mesh in use besides sharded data parallelism
-    pp: int = 0
-    cp: int = 0
-    ep: int = 0
-    tp: int = 0
-    stages_a_rank: int = 0
-    schedule: int = 0  # 1F1B, then GPipe, which holds more activations, and the others as they are listed
-    recomputation: int = 0
-    zero_stage: int = 0  # 3, FSDP's own, is the plainest
-    num_replicas: int = 0  # of shards
-    sequence_parallel: int = 0
 
 
 class Axis(ABC, Generic[OwnT]):
@@ -93,9 +76,11 @@ class Axis(ABC, Generic[OwnT]):
         """Why ``planner run`` would refuse the layout, and the pin that avoids it; or what to heed."""
         return []
 
-    def complexity(self, layout: Layout) -> Complexity:
-        """What this axis adds to how complex ``layout`` is, field by field."""
-        return Complexity()
+
+def divisors(n: int) -> list[int]:
+    """Divisors of ``n``, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def pinned_degrees(left: int, pin: int | None, allowed: list[int]) -> list[int]:

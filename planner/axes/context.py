@@ -11,18 +11,17 @@ from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
-from planner.axes.base import Asked, Axis, Complexity, Executed, pinned_degrees, undivided
+from planner.axes.base import Asked, Axis, Executed, divisors, pinned_degrees, undivided
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Kernel, RankWork, Role
 from planner.axes.placement import UnitPlacement
 from planner.axes.traced import is_floating
 from planner.graph.model_graph import ModelGraph, op_name
-from planner.layout.layout import Layout
-from planner.space.search_space import MAX_CONTEXT_PARALLEL, divisors
 from planner.table.keys import WorkKey
-from planner.table.labels import Pass, Term
 
+MAX_CONTEXT_PARALLEL = 64
 # Operators besides attention that look along the sequence.
 MIXING = frozenset("conv1d conv2d conv3d convolution cumsum fft_rfft flip roll scan".split())
 
@@ -85,11 +84,6 @@ class ContextAxis(Axis[ContextKey]):
         if cp == 1:
             return []
         return [f"planner run does not execute context parallelism yet (cp={cp}): pin --cp 1 to train with it"]
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """The degree."""
-        cp = layout.mesh.cp
-        return Complexity(num_axes=int(cp > 1), cp=cp)
 
 
 CONTEXT = ContextAxis()

@@ -17,15 +17,14 @@ from typing import ClassVar, NamedTuple
 
 from costmodels.memory import COMPUTE_BYTES
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh, ZeroStage
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
-from planner.axes.base import Asked, Axis, Complexity, undivided
+from planner.axes.base import Asked, Axis, divisors, undivided
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, Role, StateKind
-from planner.layout.layout import Layout
-from planner.space.search_space import MAX_MICRO_BATCH_SIZE, divisors
 from planner.table.keys import DataKey
-from planner.table.labels import Pass, Term
 
+MAX_MICRO_BATCH_SIZE = 64
 _DENSE, _FROZEN, _EXPERT = StateKind.DENSE.value, StateKind.FROZEN.value, StateKind.EXPERT.value
 
 
@@ -71,18 +70,13 @@ class DataAxis(Axis[DataFields]):
     def state_fields(self, key: DataKey) -> DataFields:
         """Groups of ranks, and what ZeRO divides."""
         zero = ZERO_STAGES[key.zero_stage]
-        return DataFields(key.dp_replicate, key.dp_shard * key.cp, key.tensor.tp, key.ep, zero)
+        return DataFields(key.dp_replicate, key.num_shards, key.tensor.tp, key.ep, zero)
 
     def state_collectives(self, own: DataFields, framework: Framework) -> tuple[Collective, ...]:
         """Gathers of parameters and reductions of gradients; those of experts apart where they lie on fewer ranks."""
         if own.ep == 1:
             return _moves(own, (_DENSE, _EXPERT), (_FROZEN,), framework)
         return *_moves(own, (_DENSE,), (_FROZEN,), framework), *_moves(own, (_EXPERT,), (), framework)
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """ZeRO 3 is FSDP's own; replicas of shards are an axis more."""
-        replicas = layout.mesh.dp_replicate
-        return Complexity(num_axes=int(replicas > 1), zero_stage=3 - layout.zero_stage, num_replicas=replicas)
 
 
 DATA = DataAxis()

@@ -18,15 +18,13 @@ from math import gcd
 from typing import ClassVar, NamedTuple
 
 from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
-from planner.axes.base import Asked, Axis, Complexity, Executed, listed, pinned_degrees
+from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_degrees
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, ExpertRows, Kernel, RankStates, RankUnit, RankWork, Role, StateKind, Work
 from planner.axes.placement import UnitPlacement
-from planner.layout.layout import Layout
-from planner.space.search_space import divisors
 from planner.table.keys import DataKey, WorkKey
-from planner.table.labels import Pass, Term
 
 
 class ExpertKey(NamedTuple):
@@ -98,11 +96,6 @@ class ExpertAxis(Axis[ExpertKey]):
         if ep == 1:
             return []
         return [f"planner run does not execute expert parallelism yet (ep={ep}): pin --ep 1 to train with it"]
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """The degree."""
-        ep = layout.mesh.ep
-        return Complexity(num_axes=int(ep > 1), ep=ep)
 
 
 EXPERT = ExpertAxis()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
-from planner.table.labels import Pass, Term
 
 
 class Role(Enum):

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
-from planner.axes.base import Asked, Axis, Complexity, Executed, pinned_degrees, undivided
+from planner.axes.base import Asked, Axis, Executed, divisors, pinned_degrees, undivided
 from planner.graph.model_graph import ModelGraph
-from planner.layout.layout import Layout, Pins
+from planner.layout.layout import Pins
 from planner.parallelism import Recompute
-from planner.space.search_space import MAX_VIRTUAL_STAGES, divisors
 
-_PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
+MAX_VIRTUAL_STAGES = 8
 
 
 class PipelineAxis(Axis[None]):
@@ -56,16 +55,6 @@ class PipelineAxis(Axis[None]):
         if run.layout.schedule is ScheduleName.ZB_2P:
             found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
         return found
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """The degree, the stages a rank and the schedule."""
-        pp = layout.mesh.pp
-        return Complexity(
-            num_axes=int(pp > 1),
-            pp=pp,
-            stages_a_rank=layout.virtual_stages,
-            schedule=_PLAINNESS[layout.schedule],
-        )
 
 
 PIPELINE = PipelineAxis()

@@ -14,6 +14,7 @@ from functools import cached_property
 from math import prod
 
 from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
 from planner.axes.traced import is_floating, kernel_of, tensors_of
@@ -23,7 +24,6 @@ from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.problems import PlacementSolution
 from planner.space.op_rules import OpStrategy, has_rule, is_view, strategies
 from planner.table.keys import TensorSplit
-from planner.table.labels import Pass, Term
 
 Collectives = tuple[Collective, ...]
 

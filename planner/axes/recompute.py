@@ -10,16 +10,14 @@ from typing import ClassVar
 
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import OpClass
-from planner.axes.base import Asked, Axis, Complexity
+from planner.axes.base import Asked, Axis
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role
 from planner.axes.placement import UnitPlacement
-from planner.layout.layout import Layout
 from planner.parallelism import Recompute
 from planner.table.keys import WorkKey
 
 _PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
-_COMPLEXITY = {mode: place for place, mode in enumerate(Recompute)}
 
 
 class RecomputeAxis(Axis[tuple[()]]):
@@ -33,14 +31,8 @@ class RecomputeAxis(Axis[tuple[()]]):
 
     def work(self, work: RankWork, own: tuple[()], placement: UnitPlacement, framework: Framework) -> RankWork:
         """What lies outside the blocks is kept under every mode."""
-        if work.unit.recomputations:
-            return work
         modes = tuple(recomputation(work.unit, mode, framework.recipe.selective) for mode in Recompute)
         return replace(work, unit=replace(work.unit, recomputations=modes))
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """Less is simpler."""
-        return Complexity(recomputation=_COMPLEXITY[layout.recompute])
 
 
 RECOMPUTE = RecomputeAxis()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import reduce
 from typing import Any
 
-from planner.axes.base import Asked, Axis, Complexity, Executed
+from planner.axes.base import Asked, Axis, Executed
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
 from planner.axes.expert import EXPERT
@@ -18,7 +18,7 @@ from planner.axes.placement import UnitPlacement
 from planner.axes.recompute import RECOMPUTE
 from planner.axes.tensor import TENSOR
 from planner.axes.unlike_devices import UNLIKE_DEVICES
-from planner.layout.layout import Layout, Training
+from planner.layout.layout import Training
 from planner.table.keys import DataKey, WorkKey
 
 # The order of the passes does not matter to what they give, but to how often they run: those with fewest values first.
@@ -102,12 +102,3 @@ def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
     if training.precision.value in ("fp16", "fp8"):
         found.append(f"planner run does not execute {training.precision.value} yet: bf16 and fp32 it does")
     return tuple(found)
-
-
-def complexity(layout: Layout) -> Complexity:
-    """How hard ``layout`` is to run and to understand."""
-    return _summed(axis.complexity(layout) for axis in AXES)
-
-
-def _summed(parts: Iterable[Complexity]) -> Complexity:
-    return Complexity(*(sum(column) for column in zip(*parts, strict=True)))

@@ -10,16 +10,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
-from planner.axes.base import Asked, Axis, Complexity, listed, pinned_degrees, undivided
+from planner.axes.base import Asked, Axis, divisors, listed, pinned_degrees, undivided
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, State, Tensor
 from planner.axes.placement import UnitPlacement
-from planner.layout.layout import Layout
 from planner.parallelism import Shard
-from planner.space.search_space import divisors
 from planner.table.keys import DataKey, TensorSplit, WorkKey
-from planner.table.labels import Pass, Term
 
 
 class TensorAxis(Axis[TensorSplit]):
@@ -86,11 +84,6 @@ class TensorAxis(Axis[TensorSplit]):
             return any(isinstance(placement.parameters.get(name), Shard) for name in state.names)
 
         return states.each(lambda state: 1 / own.tp if is_split(state) else 1.0)
-
-    def complexity(self, layout: Layout) -> Complexity:
-        """The degree, and whether sequences are split."""
-        tp = layout.mesh.tp
-        return Complexity(num_axes=int(tp > 1), tp=tp, sequence_parallel=int(layout.sequence_parallel))
 
 
 TENSOR = TensorAxis()

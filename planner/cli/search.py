@@ -21,7 +21,8 @@ from planner.plan.schema import Plan
 from planner.render import seconds, show_plan
 
 if TYPE_CHECKING:
-    from planner.api import Answer, Request
+    from planner.api import Answer
+    from planner.request import Request
 
 
 class Objective(StrEnum):
@@ -97,8 +98,8 @@ def search(  # over 6 arguments: one for each option of the command line
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
-    from planner.api import Request
     from planner.layout.layout import Pins
+    from planner.request import Request
 
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,

@@ -88,8 +88,8 @@ class Columns(Sequence[T]):
         return Columns(self._kind, columns)
 
     def numbers(self, name: str) -> Array:
-        """A field of numbers."""
-        column = self._columns[name]
+        """A field of numbers, or an attribute of one field's values."""
+        column = self._column(name)
         return np.array(column.values, dtype=np.float64)[column.codes]
 
     def by(self, key: type[K]) -> tuple[list[K], Positions]:

@@ -47,6 +47,9 @@ class Pins:
         return ", ".join(f"{name}={value}" for name, value in given if value is not None)
 
 
+NO_PINS = Pins()
+
+
 class Layout(NamedTuple):
     """Everything that is chosen but the borders of stages and the placements of operators."""
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import MemoryTerm, Phase, Provenance, Term
 from planner.parallelism import Offload, Optimizer, Precision, Recompute, parse_placement
 
 SCHEMA_VERSION = 1
@@ -116,20 +117,6 @@ class PlacementSection(_Value):
     sharded_units: tuple[str, ...] = ()
 
 
-class BreakdownSection(_Value):
-    """Where the step time goes on the slowest rank; the parts sum to ``step_time_s``."""
-
-    compute: float = 0.0
-    recompute: float = 0.0
-    tensor_parallel: float = 0.0
-    context_parallel: float = 0.0
-    expert_parallel: float = 0.0
-    data_parallel: float = 0.0
-    pipeline_communication: float = 0.0
-    bubble: float = 0.0
-    optimizer: float = 0.0
-
-
 class PredictionSection(_Value):
     """What the cost models say of the plan. The executor ignores this."""
 
@@ -140,13 +127,13 @@ class PredictionSection(_Value):
     peak_memory_bytes: tuple[int, ...]  # per pp rank
     memory_capacity_bytes: int  # what the profile leaves to training on one device, the smallest where devices differ
     memory_capacities_bytes: tuple[int, ...] = ()  # per pp rank, where devices differ
-    memory_breakdown_bytes: tuple[dict[str, int], ...] = ()  # per pp rank, at its peak
-    memory_phases_bytes: tuple[dict[str, dict[str, int]], ...] = ()  # per pp rank: phase, term, bytes
-    memory_term_tags: dict[str, str] = Field(default_factory=dict)  # specified, fitted or measured
+    memory_breakdown_bytes: tuple[dict[MemoryTerm, int], ...] = ()  # per pp rank, at its peak
+    memory_phases_bytes: tuple[dict[Phase, dict[MemoryTerm, int]], ...] = ()  # per pp rank: phase, term, bytes
+    memory_term_tags: dict[MemoryTerm, Provenance] = Field(default_factory=dict)
     # Of one node, at its fullest: the models being built at the start, and from then on what is offloaded.
     host_memory_bytes: dict[str, int] = Field(default_factory=dict)
     nvme_bytes: int = 0  # of one node
-    breakdown_s: BreakdownSection
+    breakdown_s: dict[Term, float]  # where the step time goes on the slowest rank; sums to ``step_time_s``
     usd_per_step: float | None = None
     step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to
     step_time_high_s: float | None = None

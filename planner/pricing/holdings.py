@@ -14,13 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
+from costmodels.vocabulary.terms import Holding, Pass
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, Recomputation, Tensor
 from planner.layout.columns import Array
 from planner.pricing.kernels import is_plain_attention, kernels_issued
 from planner.pricing.split_work import is_deferred
-from planner.table.labels import Holding, Pass
 
 # Precisions and products of Transformer Engine.
 EIGHT_BIT = {"fp8"}

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, Work
 from planner.layout.columns import Array
 from planner.pricing.machine import Machine
-from planner.table.labels import Pass
 
 
 class KernelTimes(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from costmodels.vocabulary.terms import Data, Holding, Time
 from planner.axes.framework import Framework
 from planner.axes.lowered import RankStates
 from planner.axes.registry import (
@@ -25,10 +26,9 @@ from planner.layout.columns import Array
 from planner.parallelism import Recompute
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision
-from planner.pricing.states import Data, StatePricer, counted, elements_of
+from planner.pricing.states import StatePricer, counted, elements_of
 from planner.pricing.work import Case, WorkPrices, price_work
 from planner.table.keys import DataKey, TensorSplit, WorkKey
-from planner.table.labels import Holding, Time
 
 Decisions = Mapping[TensorSplit, Decision]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import numpy as np
 
+from costmodels.vocabulary.terms import Data
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankStates, Role, StateKind
@@ -14,23 +14,6 @@ from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
 _STATES = tuple(StateKind)
-
-
-class Data(Enum):
-    """What is stored of one unit's states, in seconds; nothing is hidden yet."""
-
-    GATHER = "its parameters, whole on every rank"
-    REDUCE = "its gradients, summed where they belong"
-    ACCUMULATE = "one micro-batch's gradients added to those before it"
-
-
-class Element(Enum):
-    """What is counted of a unit's parameters on one tensor-parallel rank."""
-
-    TRAINABLE = "all that are trained, experts among them"
-    FROZEN = "the others"
-    TIED = "used here but owned by an earlier unit: a pipeline that parts them holds a copy"
-    EXPERT = "of the trainable ones, those that expert parallelism divides"
 
 
 def elements_of(states: Sequence[RankStates]) -> Array:

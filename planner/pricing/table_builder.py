@@ -1,24 +1,36 @@
-"""From a graph and placements to the CostTable."""
+"""From a graph, decided placements and layouts to the cost table: every row that some layout needs, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from planner.graph.experts import expert_work
-from planner.graph.model_graph import ModelGraph, Unit
-from planner.layout.columns import Columns
+import numpy as np
+
+from costmodels.communication import line_between
+from costmodels.ledger import StateBytes
+from costmodels.memory import state_bytes
+from costmodels.recipe import StateFacts
+from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
+from costmodels.vocabulary.terms import Data, Holding, Time
+from costmodels.vocabulary.workload import CollectiveKind
+from hardware_profiles.schema import ClusterSpec
+from planner.axes.traced import representatives
+from planner.graph.model_graph import ModelGraph
+from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout, Training
-from planner.parallelism import Placement
-from planner.pricing.cost_table import KEY_FIELDS, CostKey, CostTable, UnitRow
-from planner.pricing.expert_parallel import on_one_rank
-from planner.pricing.operator_time import PricingTarget
-from planner.pricing.sharded_unit import PlacementModel, ShardedUnit
-from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale, unit_states
-from planner.problems import PlacementProblem, PlacementSolution
+from planner.parallelism import Offload, Recompute
+from planner.pricing.facts import cluster_facts, framework_facts
+from planner.pricing.machine import Machine
+from planner.pricing.rows import Decisions, data_rows, element_rows, work_rows
+from planner.pricing.target import PricingTarget
+from planner.table.cost_table import CostTable
+from planner.table.facts import UnitRow
+from planner.table.keys import DataKey, SendKey, StateKey, WorkKey
 
-ShardKey = tuple[int, bool]  # tensor-parallel degree, sequence parallelism
-Sharding = tuple[ShardedUnit, ...]  # one a unit kind, in the table's column order
+
+class _GroupsKey(NamedTuple):
+    groups: tuple[str, ...]
 
 
 def unit_row(graph: ModelGraph) -> UnitRow:
@@ -27,96 +39,135 @@ def unit_row(graph: ModelGraph) -> UnitRow:
     for unit in graph.units:
         order.setdefault(unit.kind, len(order))
     return UnitRow(
-        kinds=tuple(order[u.kind] for u in graph.units),
-        names=tuple(u.name for u in graph.units),
-        is_block=tuple(u.is_block for u in graph.units),
+        kinds=tuple(order[unit.kind] for unit in graph.units),
+        names=tuple(unit.name for unit in graph.units),
+        is_block=tuple(unit.is_block for unit in graph.units),
     )
-
-
-def representatives(graph: ModelGraph) -> list[Unit]:
-    """The first unit of each kind, in column order."""
-    seen: dict[int, Unit] = {}
-    for unit in graph.units:
-        seen.setdefault(unit.kind, unit)
-    return list(seen.values())
-
-
-def shard_units(
-    target: PricingTarget,
-    key: ShardKey,
-    fixed: Mapping[str, Placement],
-    solve: Callable[[PlacementProblem], PlacementSolution | None],
-) -> Sharding | None:
-    """Solves the placement program of every unit kind; None where one has no solution.
-
-    Goes from the last kind to the first, so that the head decides for an embedding tied to it.
-    ``fixed``: placements of parameters, by any FQN, that are decided already.
-    """
-    degree, sequence_parallel = key
-    graph = target.graph
-    decided = dict(fixed)
-    found: list[ShardedUnit] = []
-    for unit in reversed(representatives(graph)):
-        model = PlacementModel(target, unit, degree, sequence_parallel, decided)
-        solution = solve(model.problem()) if model.is_possible else None
-        if solution is None:
-            return None
-        sharded = model.read(solution)
-        found.append(sharded)
-        for fqn, placement in sharded.parameters.items():
-            parameter = graph.parameter_of[fqn]
-            if parameter.aliases:
-                decided.update(dict.fromkeys(parameter.names, placement))
-    return tuple(reversed(found))
 
 
 def build_table(
-    target: PricingTarget, training: Training, shardings: Mapping[ShardKey, Sharding], layouts: Sequence[Layout]
+    target: PricingTarget, training: Training, decisions: Decisions, layouts: Sequence[Layout]
 ) -> CostTable:
     """Prices every unit kind under every key that ``layouts`` need, in a mixed cluster also on each group's devices."""
-    graph = target.graph
-    kinds = representatives(graph)
-    mixed = target.cluster.mixed
-    layouts = Columns.of(Layout, layouts)
-    over_groups = layouts.where(lambda layout: bool(layout.groups), "groups")
+    listed = Columns.of(Layout, layouts)
+    over_groups = listed.where(_GroupsKey, lambda key: bool(key.groups))
+    splits = tuple(sorted(decisions))
+    work, data, states = listed.by(WorkKey)[0], listed.by(DataKey)[0], _with_states_on_devices(listed.by(StateKey)[0])
+    sends = listed.by(SendKey)[0]
+    time_s, num_bytes = _work(target, decisions, work, over_groups.by(WorkKey)[0])
     return CostTable(
-        training=training,
-        cluster=target.cluster,
-        units=unit_row(graph),
-        costs=_costs(target, kinds, shardings, layouts),
-        states={
-            key: tuple(unit_states(graph, unit, sharded) for unit, sharded in zip(kinds, sharding, strict=True))
-            for key, sharding in shardings.items()
-        },
-        flops_per_sequence=(graph.forward_flops + graph.backward_flops) / graph.batch_size,
-        recipe=target.recipe,
-        groups={
-            group.name: build_table(replace(target, cluster=group.cluster), training, shardings, over_groups)
-            for group in (() if mixed is None else mixed.groups)
-        },
+        units=unit_row(target.graph),
+        cluster=cluster_facts(target, training),
+        framework=framework_facts(target),
+        work_keys=tuple(work),
+        data_keys=tuple(data),
+        splits=splits,
+        state_keys=states,
+        send_keys=tuple(sends),
+        time_s=time_s,
+        num_bytes=num_bytes,
+        data_s=_data(target, decisions, data, over_groups.by(DataKey)[0]),
+        elements=element_rows(target.graph, decisions, splits),
+        state_bytes=np.array([_state_row(key, target, training) for key in states]),
+        sends=tuple(np.array(_send_lines(key, target.cluster)).reshape(-1, 2) for key in sends),
     )
 
 
-def _costs(
-    target: PricingTarget, kinds: Sequence[Unit], shardings: Mapping[ShardKey, Sharding], layouts: Columns[Layout]
-) -> dict[CostKey, tuple[UnitCosts, ...]]:
-    """Every unit kind under every key of ``layouts``; what keys have in common once, of units without experts for all
-    ``ep``.
-    """
-    keys = [CostKey.of(layouts[i]) for i in layouts.distinct(*KEY_FIELDS)[0]]
-    targets = {ep: on_one_rank(target, ep) for ep in {1, *(key.ep for key in keys)}}
-    has_experts = [expert_work(target.graph, unit) is not None for unit in kinds]
-    work: dict[tuple[object, ...], UnitWork] = {}
-    found: dict[tuple[int, CostKey], UnitCosts] = {}
+def _clusters(target: PricingTarget) -> list[ClusterSpec]:
+    """All devices, as the weakest where they differ; then each group."""
+    mixed = target.cluster.mixed
+    return [target.cluster, *(group.cluster for group in (() if mixed is None else mixed.groups))]
 
-    def cost(column: int, key: CostKey) -> UnitCosts:
-        own = key if has_experts[column] else replace(key, ep=1)
-        if (column, own) not in found:
-            scale, shard_key = batch_scale(target.graph, own.micro_batch_size, own.cp), (own.tp, own.sequence_parallel)
-            place = (column, shard_key, scale, own.ep)
-            if place not in work:
-                work[place] = UnitWork(targets[own.ep], kinds[column], shardings[shard_key][column], scale, own.ep)
-            found[column, own] = work[place].costs(own.recompute, own.cp)
-        return found[column, own]
 
-    return {key: tuple(cost(column, key) for column in range(len(kinds))) for key in keys}
+def _work(
+    target: PricingTarget, decisions: Decisions, keys: Sequence[WorkKey], over_groups: Sequence[WorkKey]
+) -> tuple[Array, Array]:
+    """``time_s`` and ``num_bytes``; NaN where no layout needs a time."""
+    graph, clusters = target.graph, _clusters(target)
+    num_kinds = len(representatives(graph))
+    time_s = np.full((len(clusters), len(keys), len(Recompute), num_kinds, len(Time)), np.nan)
+    num_bytes = np.zeros((len(keys), len(Recompute), num_kinds, len(Holding)))
+    for place, cluster in enumerate(clusters):
+        needed = keys if place == 0 else over_groups
+        prices = work_rows(graph, decisions, needed, Machine(cluster), target.framework)
+        time_s[place, _places(keys, needed)] = prices.time_s
+        if place == 0:
+            num_bytes[:] = prices.num_bytes
+    return time_s, num_bytes
+
+
+def _data(
+    target: PricingTarget, decisions: Decisions, keys: Sequence[DataKey], over_groups: Sequence[DataKey]
+) -> Array:
+    graph, clusters = target.graph, _clusters(target)
+    found = np.full((len(clusters), len(keys), len(representatives(graph)), len(Data)), np.nan)
+    for place, cluster in enumerate(clusters):
+        needed = keys if place == 0 else over_groups
+        found[place, _places(keys, needed)] = data_rows(graph, decisions, needed, Machine(cluster), target.framework)
+    return found
+
+
+def _places(keys: Sequence[tuple[object, ...]], some: Sequence[tuple[object, ...]]) -> Positions:
+    place_of = {key: place for place, key in enumerate(keys)}
+    return np.array([place_of[key] for key in some], dtype=np.intp)
+
+
+def _with_states_on_devices(keys: Sequence[StateKey]) -> tuple[StateKey, ...]:
+    """And those of the same states on the devices: what is offloaded is what would lie there."""
+    return tuple(dict.fromkeys([*keys, *(key._replace(offload=Offload.NONE) for key in keys)]))
+
+
+def _state_row(key: StateKey, target: PricingTarget, training: Training) -> list[list[float]]:
+    """Bytes of one element: of a dense parameter, of a frozen one, and of an expert's on one of ``ep`` ranks."""
+    shards = key.num_shards if ZERO_STAGES[key.zero_stage].shards_optimizer else 1
+    facts = target.recipe.state
+    dense = _states(key, training, facts, shards, (1.0, 0.0))
+    frozen = _states(key, training, facts, shards, (0.0, 1.0))
+    if key.ep == 1:
+        return [dense, frozen, dense]
+    ours = key._replace(is_replicated=key.experts_are_replicated)
+    return [dense, frozen, _states(ours, training, facts, max(1, shards // key.ep), (1 / key.ep, 0.0))]
+
+
+def _states(
+    key: StateKey, training: Training, facts: StateFacts, num_shards: int, elements: tuple[float, float]
+) -> list[float]:
+    found: StateBytes = state_bytes(
+        elements[0],
+        num_frozen=elements[1],
+        precision=training.precision.value,
+        optimizer=training.optimizer.value,
+        zero_stage=key.zero_stage,
+        num_shards=num_shards,
+        facts=facts,
+        is_replicated=key.is_replicated,
+        on_host=key.offload is not Offload.NONE,
+    )
+    return [found.parameters, found.gradients, found.optimizer, found.moments]
+
+
+def _send_lines(key: SendKey, cluster: ClusterSpec) -> list[tuple[float, float]]:
+    """Latency and seconds per byte from each pipeline rank to the next."""
+    pp, mixed = key.pp, cluster.mixed
+    if pp == 1:
+        return []
+    if not key.groups or mixed is None:
+        return [_send_line(pp, cluster)] * (pp - 1)
+    each = cluster.num_devices // pp
+    clusters = {group.name: group.cluster for group in mixed.groups}
+    lines: list[tuple[float, float]] = []
+    for place, name in enumerate(key.groups):
+        if place > 0:
+            before = key.groups[place - 1]
+            lines.append(line_between(clusters[before], clusters[name], mixed.link(before, name), each))
+        num_ranks = clusters[name].num_devices // each
+        lines += [_send_line(num_ranks, clusters[name])] * (num_ranks - 1) if num_ranks > 1 else []
+    return lines
+
+
+def _send_line(pp: int, cluster: ClusterSpec) -> tuple[float, float]:
+    """From one of ``pp`` pipeline ranks that fill ``cluster`` to the next."""
+    (line,) = Machine(cluster).lines(
+        CollectiveKind.SEND_RECV, Mesh(pp=pp, dp_replicate=cluster.num_devices // pp).group(Group.PIPELINE)
+    )
+    return line

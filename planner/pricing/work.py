@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.terms import Holding, Pass, Time
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankUnit, RankWork, Recomputation
 from planner.layout.columns import Array, Positions
@@ -19,7 +20,6 @@ from planner.pricing.holdings import HOLDINGS, holdings
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
 from planner.pricing.split_work import WeightGradients, weight_gradients
-from planner.table.labels import Holding, Pass, Time
 
 TIMES = {time: place for place, time in enumerate(Time)}
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from costmodels.pipeline import Timeline
 from costmodels.vocabulary.action import Action
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.pricing.point import Point
+from planner.evaluation.evaluator import Evaluator
 
 
 class Work(StrEnum):
@@ -72,14 +72,14 @@ class StepTimeline:
     step_time_s: float
 
 
-def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
-    """The step of ``point`` cut at ``starts``."""
-    timeline = point.timeline(starts)
-    exposed_s = point.exposed_s(starts)
-    sends_s = point.table.send_s(point.layout)
-    once = point.once_a_step(starts)
+def step_timeline(evaluator: Evaluator, starts: tuple[int, ...]) -> StepTimeline:
+    """The step of the layout cut at ``starts``."""
+    timeline = evaluator.timeline(starts)
+    exposed_s = evaluator.exposed_s(starts)
+    sends_s = evaluator.send_s
+    once = evaluator.once_a_step(starts)
     # Ranks under ZB-2P do not wait for each other between steps: each is drawn by its own clock.
-    own_clock = point.layout.schedule is ScheduleName.ZB_2P
+    own_clock = evaluator.layout.schedule is ScheduleName.ZB_2P
     pipeline_s = timeline.longest_rank_s if own_clock else timeline.makespan_s
     reduced_s = pipeline_s + max(data_s for data_s, _ in once)
     rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}
@@ -98,7 +98,7 @@ def step_timeline(point: Point, starts: tuple[int, ...]) -> StepTimeline:
                 sends=_sends(actions, rank_of_stage, sends_s),
             )
         )
-    return StepTimeline(point.layout.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
+    return StepTimeline(evaluator.layout.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
 
 
 def _actions(timeline: Timeline, rank: int, zero_s: float) -> list[Span]:

@@ -29,145 +29,146 @@ min_r l_r (states + in flight on r * kept); weights that make the terms of the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from costmodels.memory import MemoryLedger
+from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.layout.columns import Array, Columns, Positions
+from costmodels.vocabulary.terms import Element, Holding
+from planner.evaluation.cuts import even_starts
+from planner.evaluation.evaluator import device_places
+from planner.evaluation.states import held_elements
+from planner.evaluation.unit_times import LayoutRows, unit_times
+from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
 from planner.parallelism import Offload
-from planner.pricing.cost_table import CostTable, UnitRow, num_updated
-from planner.pricing.offloading import on_node
-from planner.pricing.rank_memory import reserve_fraction
-from planner.pricing.stages import even_starts
-from planner.pricing.unit_costs import UnitStates
+from planner.table.cost_table import CostTable
+from planner.table.facts import UnitRow
+from planner.table.keys import SendKey, StateKey
 
 CHUNK = 20_000
-# Trainable and frozen elements, and of the trainable those of experts.
-_ELEMENTS: tuple[Callable[[UnitStates], float], ...] = (
-    lambda s: s.trainable,
-    lambda s: s.frozen,
-    lambda s: s.experts,
-)
+_TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
+_PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
+_HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
+_SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds per coarse point, in the order of the layouts given."""
+    """Lower bounds of each layout, in the order of the layouts given."""
 
     step_time_s: Array
     memory_bytes: Array
     host_share: Array  # of a node's own memory; 0 where nothing is offloaded
 
 
+class _AlikeKey(NamedTuple):
+    """Layouts whose pipelines have one shape are bounded together."""
+
+    schedule: ScheduleName
+    pp: int
+    virtual_stages: int
+    offload: Offload
+    groups: tuple[str, ...]
+
+
+class _MicroBatches(NamedTuple):
+    num_microbatches: int
+
+
 def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     """Bounds of every layout."""
-    found = Bounds(*(np.empty(len(layouts)) for _ in range(3)))
+    found = Bounds(*(np.zeros(len(layouts)) for _ in range(3)))
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
-    rows = table.key_rows(listed)
-    first, which = listed.distinct("mesh", "zero_stage", "sequence_parallel", "offload", "groups")
-    shared = _Shared(table, listed.take(first))
-    _, alike = listed.distinct("schedule", "mesh.pp", "virtual_stages", "offload", "groups")
-    for members in np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]):
+    rows = LayoutRows.of(table, listed)
+    keys, alike = listed.by(_AlikeKey)
+    for key, members in zip(
+        keys, np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]), strict=True
+    ):
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = _Group(table, listed.take(part), rows[part], (shared, which[part]))
+            group = _Group(table, key, listed.take(part), rows.take(part))
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
-    found.host_share[:] = shared.host_share[which]
+            found.host_share[part] = group.host_share()
     return found
 
 
-class _Shared:
-    """What layouts of one mesh, ZeRO stage, sequence parallelism and place of states have in common; a row each."""
-
-    def __init__(self, table: CostTable, layouts: Columns[Layout]) -> None:
-        self._table, each = table, list(layouts)
-        self.times = table.data_times(layouts)
-        states = [table.states[layout.mesh.tp, layout.sequence_parallel] for layout in each]
-        kinds = [np.array([[take(s) for s in row] for row in states], dtype=np.float64) for take in _ELEMENTS]
-        self._elements = kinds  # of ``_ELEMENTS``, [shared, kinds] each
-        whole = [(elements @ table.units.counts).tolist() for elements in kinds]
-        self.update_s = np.array([self._update_s(*row) for row in zip(each, *whole, strict=True)])
-        self.host_share = np.array([self._host_share(*row) for row in zip(each, *whole, strict=True)])
-        self.reserve = 1 + np.array([reserve_fraction(table, layout) for layout in each])
-        self._state_bytes = np.array([self._with_and_without_gradients(layout) for layout in each])
-
-    def static_bytes(self, which: Positions, holds_gradients: NDArray[np.bool]) -> Array:
-        """States of each unit kind when backward begins, [layouts, kinds]."""
-        found = self._state_bytes[which, np.where(holds_gradients, 0, 1)]
-        parts = (found[:, i : i + 1] * elements[which] for i, elements in enumerate(self._elements))
-        return sum(parts, start=np.zeros(1))
-
-    def _with_and_without_gradients(self, layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes of one trainable and one frozen element, and what one of an expert has more than a trainable one.
-
-        That is less than nothing.
-        """
-        one = self._table.state_bytes
-        trainable, frozen, expert = one(layout, 1.0, 0.0), one(layout, 0.0, 1.0), one(layout, 1.0, 0.0, 1.0)
-        without = trainable.total - trainable.gradients
-        return (
-            (trainable.total, frozen.total, expert.total - trainable.total),
-            (without, frozen.total, expert.total - expert.gradients - without),
-        )
-
-    def _update_s(self, layout: Layout, trainable: float, _: float, experts: float) -> float:
-        """The optimiser step of all pipeline ranks together, on the fastest devices."""
-        tables = {id(table): table for table in self._table.of_ranks(layout)}.values()
-        held = num_updated(layout, trainable, experts)
-        return min(table.update_s(held, layout.offload) for table in tables)
-
-    def _host_share(self, layout: Layout, *elements: float) -> float:
-        """What the mean node keeps off its devices, as a share of what it has."""
-        if layout.offload is Offload.NONE:
-            return 0.0
-        cluster = self._table.cluster
-        devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
-        mean = self._table.host_states(layout, *elements).times(devices_a_node / layout.mesh.pp)
-        return on_node(mean, cluster).share
-
-
 class _Group:
-    """Choices of one schedule, pipeline degree, number of virtual stages, place of states and order of groups.
+    """Layouts of one schedule, pipeline degree, number of virtual stages, place of states and order of groups.
 
     Arrays are [layouts, kinds] or fewer.
     """
 
-    def __init__(
-        self, table: CostTable, layouts: Columns[Layout], rows: Positions, shared: tuple[_Shared, Positions]
-    ) -> None:
-        self._table, self._layouts = table, layouts
-        self._shared, self._which = shared
-        first = layouts[0]
-        self._schedule, self._pp, self._virtual = first.schedule, first.mesh.pp, first.virtual_stages
-        self._m = layouts.numbers("num_microbatches")
-        self._counts = table.units.counts
-        self._rows = rows
-        parts = table.parts(layouts, self._shared.times.take(self._which), rows)
-        self._forward, self._weight = parts.forward_s, parts.weight_s
-        self._work = parts.forward_s + parts.backward_s
-        self._tables = table.of_ranks(first)
+    def __init__(self, table: CostTable, key: _AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
+        self._table, self._key, self._layouts, self._rows = table, key, layouts, rows
+        self._schedule, self._pp, self._virtual = key.schedule, key.pp, key.virtual_stages
+        self._m = rows.num_microbatches
+        self._counts = table.counts
+        self._times = unit_times(table, rows, 0)
+        self._work = self._times.forward_s + self._times.backward_s
+        self._held = table.num_bytes[rows.work, rows.mode]  # [layouts, kinds, Holding]
+        self._places = device_places(table, layouts[0])
         # Memory of each rank's device over that of the smallest: what a rank holds counts by its share of its device.
-        self._room = np.array([t.capacity_bytes / table.capacity_bytes for t in self._tables])
-        lines = table.send_lines(first)
-        latency_s, s_per_byte = lines[0] if lines else (0.0, 0.0)
-        num_bytes = table.column("boundary_bytes")[self._rows].max(axis=1)
+        memory = [table.cluster.devices[place].memory_bytes for place in self._places]
+        self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
+        lines = table.send(SendKey(key.pp, key.groups))
+        num_bytes = self._held[..., _HOLDINGS[Holding.BOUNDARY]].max(axis=1)
+        latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
         self._send = latency_s + s_per_byte * num_bytes
-        self._way = sum(latency for latency, _ in lines) + sum(slope for _, slope in lines) * num_bytes
+        self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
+
+    @cached_property
+    def _elements(self) -> Array:
+        """Parameters of each kind on one tensor-parallel rank, [layouts, kinds, Element]."""
+        return self._table.elements[self._rows.split]
+
+    @cached_property
+    def _updated(self) -> Array:
+        """Elements that the optimisers of all pipeline ranks together update, one of each."""
+        whole = np.einsum("lke,k->le", self._elements, self._counts)
+        divided = whole[:, _TRAINABLE] / self._layouts.numbers("num_shards")
+        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self._layouts.numbers("ep"))
+        return np.where(_SHARDS_OPTIMIZER[self._rows.zero_stage], divided, kept)
+
+    def _update_s(self) -> Array:
+        """The optimiser step of all pipeline ranks together, on the fastest devices."""
+        cluster, offload = self._table.cluster, self._key.offload
+        if offload is not Offload.NONE:
+            lines = [cluster.host(offload).update]
+        else:
+            lines = [cluster.devices[place].update for place in sorted(set(self._places))]
+        times = [np.where(self._updated > 0, line.latency_s + self._updated * line.s_per_item, 0.0) for line in lines]
+        return np.minimum.reduce(times)
+
+    def host_share(self) -> Array:
+        """What the mean node keeps off its devices, as a share of what it has."""
+        table, offload = self._table, self._key.offload
+        if offload is Offload.NONE:
+            return np.zeros(len(self._rows.work))
+        cluster, host = table.cluster, table.cluster.host(offload)
+        keys, which = self._layouts.by(StateKey)
+        on_device = table.state_rows([key._replace(offload=Offload.NONE) for key in keys])[which]
+        whole = np.einsum("lke,k->le", self._elements, self._counts)
+        optimizer = np.einsum("le,le->l", _by_kind(whole), table.state_bytes[on_device][..., _OPTIMIZER])
+        devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
+        factor = devices_a_node / self._pp
+        buffers = self._updated * (host.gradient_bytes + host.parameter_bytes)
+        if offload is Offload.NVME:
+            return np.maximum(factor * buffers / host.ram_bytes, factor * optimizer / host.nvme_bytes)
+        return factor * (optimizer + buffers) / host.ram_bytes
 
     # -- time ---------------------------------------------------------------------------------
 
     def step_time_s(self) -> Array:
         """Pipeline, plus what comes once a step on the mean rank."""
-        return self._pipeline_s() + self._shared.update_s[self._which] / self._pp
+        return self._pipeline_s() + self._update_s() / self._pp
 
     def _pipeline_s(self) -> Array:
         total = self._work @ self._counts
@@ -175,11 +176,11 @@ class _Group:
             return self._m * total
         if not self._schedule.rules.has_one_stage:
             return self._evenly_cut_s()
-        if self._layouts[0].groups:
+        if self._key.groups:
             return self._unlike_s()
         p, m, send = self._pp, self._m, self._send
         coefficient = self._layouts.each(
-            lambda layout: pipeline_coefficient(self._schedule, p, layout.num_microbatches), "num_microbatches"
+            _MicroBatches, lambda key: pipeline_coefficient(self._schedule, p, key.num_microbatches)
         )
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self._counts / p)
@@ -206,11 +207,10 @@ class _Group:
     def _work_of_ranks(self) -> list[Array]:
         """``_work`` on each pipeline rank's own devices."""
         found: dict[int, Array] = {}
-        for table in self._tables:
-            if id(table) not in found:
-                parts = table.parts(self._layouts, table.data_times(self._layouts), table.key_rows(self._layouts))
-                found[id(table)] = parts.forward_s + parts.backward_s
-        return [found[id(table)] for table in self._tables]
+        for place in set(self._places):
+            times = unit_times(self._table, self._rows, place)
+            found[place] = times.forward_s + times.backward_s
+        return [found[place] for place in self._places]
 
     def _weighted_s(self, e: float, d: list[Array]) -> Array:
         """sum over units of min_i A_i times its work on rank i, A_i = 1 + e S_i + d_i l_i, and what sends take."""
@@ -240,8 +240,8 @@ class _Group:
             return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
         if self._schedule is ScheduleName.ZB_2P:  # whose ranks do not wait for each other to end a step
             return (m * (self._work @ ranks.T)).max(axis=1)
-        sent = self._work - self._weight
-        whole = self._forward @ below.T + hops + m * (self._work @ ranks.T)
+        sent = self._work - self._times.weight_s
+        whole = self._times.forward_s @ below.T + hops + m * (self._work @ ranks.T)
         return np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
@@ -256,25 +256,37 @@ class _Group:
 
     def memory_bytes(self) -> Array:
         """The worst rank's states and activations, reserve included."""
-        holds_gradients = (self._m > 1) | self._table.recipe.memory.keeps_gradients
-        static = self._shared.static_bytes(self._which, holds_gradients)
-        kept = self._table.column("kept_bytes")[self._rows]
-        working = self._table.column("working_bytes")[self._rows].min(axis=1)
-        outside = MemoryLedger().with_reserve(self._table.software, 0).total_bytes
-        reserve = self._shared.reserve[self._which]
+        kept = self._held[..., _HOLDINGS[Holding.KEPT]]
+        working = self._held[..., _HOLDINGS[Holding.WORKING]].min(axis=1)
+        reserve = self._reserve()
         if self._schedule.rules.has_one_stage:
-            tensors = self._weighted_bytes(static, kept * reserve[:, None])
+            tensors = self._weighted_bytes(self._static_bytes(), kept * reserve[:, None])
         else:
-            waiting = self._table.column("waiting_bytes")[self._rows]
-            tensors = self._evenly_cut_bytes(static, kept * reserve[:, None], waiting * reserve[:, None])
-        return tensors + (working * reserve + outside) / self._room.max()
+            waiting = self._held[..., _HOLDINGS[Holding.WAITING]] * reserve[:, None]
+            tensors = self._evenly_cut_bytes(self._static_bytes(), kept * reserve[:, None], waiting)
+        return tensors + (working * reserve + self._table.cluster.software.context_bytes) / self._room.max()
+
+    def _static_bytes(self) -> Array:
+        """States of each unit kind when backward begins."""
+        state = self._table.state_bytes[self._rows.state]  # [layouts, KindOfElement, ...]
+        holds_gradients = (self._m > 1) | self._table.framework.keeps_gradients
+        each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
+        each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
+        return np.einsum("lke,le->lk", _by_kind(self._elements), each)
+
+    def _reserve(self) -> Array:
+        """One, and the share that the allocator loses of tensors that come and go."""
+        number = self._layouts.numbers
+        mixes_lifetimes = self._pp * number("tp") * number("cp") * number("ep") > 1
+        share = np.where(mixes_lifetimes, 1.0, self._table.framework.plain_reserve)
+        return 1 + self._table.cluster.software.reserve_fraction * share
 
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
         if self._schedule is ScheduleName.GPIPE and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
             flying = self._layouts.each(
-                lambda layout: self._schedule.rules.in_flight(self._pp, layout.num_microbatches), "num_microbatches"
+                _MicroBatches, lambda key: self._schedule.rules.in_flight(self._pp, key.num_microbatches)
             )
         states, activations = static @ self._counts, kept @ self._counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
@@ -287,8 +299,7 @@ class _Group:
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._layouts))
         shortened = self._layouts.each(
-            lambda layout: self._schedule.rules.shortened(self._pp, layout.num_microbatches, MOST_ROUNDS),
-            "num_microbatches",
+            _MicroBatches, lambda key: self._schedule.rules.shortened(self._pp, key.num_microbatches, MOST_ROUNDS)
         )
         for m in np.unique(shortened):
             members = np.flatnonzero(shortened == m)
@@ -296,6 +307,12 @@ class _Group:
             held = kept[members] @ flying.T + waiting[members] @ waits.T
             worst[members] = (static[members] @ ranks.T + held).max(axis=1)
         return worst
+
+
+def _by_kind(elements: Array) -> Array:
+    """[..., KindOfElement] of [..., Element]."""
+    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
+    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
 
 
 # Rounds of micro-batches after which a rank of several stages has seen its peak (warm-up is below two rounds a chunk).

@@ -9,12 +9,11 @@ than half come out in that order. ``space.complexity`` says what simple is.
 
 from __future__ import annotations
 
-from costmodels.recipe import Recipe
+from planner.evaluation.evaluator import Evaluated
 from planner.layout.complexity import complexity
-from planner.pricing.cost_table import CostTable
-from planner.pricing.point import Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.search import NEAR, Outcome, visit
+from planner.table.cost_table import CostTable
 
 MOST_TIE = NEAR
 # Simpler points that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
@@ -22,13 +21,13 @@ MOST_TIE = NEAR
 MOST_VISITS = 200
 
 
-def tie_share(recipe: Recipe) -> float:
+def tie_share(table: CostTable) -> float:
     """How much slower than the fastest a simpler plan may be predicted; 0 where the error was never measured."""
-    band = recipe.error_band
-    return 0.0 if band is None or band.between_layouts is None else min(MOST_TIE, band.between_layouts)
+    error = table.framework.error_between_layouts
+    return 0.0 if error is None else min(MOST_TIE, error)
 
 
-def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSolver) -> Priced | None:
+def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSolver) -> Evaluated | None:
     """The simplest point that fits and takes at most ``limit_s``; among equally simple ones the fastest.
 
     None where nothing that is simpler than the fastest point is so fast.
@@ -36,7 +35,7 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
     assert outcome.best is not None
     most = complexity(outcome.best.layout)
     simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)
-    best: Priced | None = None
+    best: Evaluated | None = None
     for number, bound_s, layout in simpler[:MOST_VISITS]:
         if best is not None and number > complexity(best.layout):
             break

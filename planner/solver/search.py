@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
 from planner.layout.layout import Layout
-from planner.pricing.cost_table import CostTable
-from planner.pricing.point import Point, Priced
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
+from planner.table.cost_table import CostTable
 
 # Points cut evenly before the search proper, so that it starts with a good cut-off.
 NUM_PROBES = 40
@@ -37,8 +37,8 @@ Progress = Callable[[int, float, float | None], None]
 class Outcome:
     """What a search found. ``best`` is None where nothing fits or nothing was found in time."""
 
-    best: Priced | None
-    ranking: tuple[Priced, ...]  # the visited points that fit, fastest first
+    best: Evaluated | None
+    ranking: tuple[Evaluated, ...]  # the visited points that fit, fastest first
     bound_s: float  # no point is faster
     is_exhausted: bool  # every point that could be better was visited: ``best`` is proved
     interrupted: bool
@@ -53,10 +53,10 @@ class _Best:
     """The points that were priced and fit."""
 
     def __init__(self) -> None:
-        self.best: Priced | None = None
-        self.found: dict[Layout, Priced] = {}
+        self.best: Evaluated | None = None
+        self.found: dict[Layout, Evaluated] = {}
 
-    def keep(self, priced: Priced | None) -> None:
+    def keep(self, priced: Evaluated | None) -> None:
         """Takes ``priced`` in; it becomes the best only where it is faster by more than the tolerance."""
         if priced is None:
             return
@@ -75,7 +75,7 @@ class _Best:
         """Whether no point with this bound can be better."""
         return self.best is not None and bound_s >= self.best.step_time_s * (1 - TOLERANCE)
 
-    def ranking(self) -> tuple[Priced, ...]:
+    def ranking(self) -> tuple[Evaluated, ...]:
         """Fastest first."""
         return tuple(sorted(self.found.values(), key=lambda priced: priced.step_time_s))
 
@@ -152,27 +152,27 @@ def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Posi
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
     """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
-    return np.maximum(lower.memory_bytes / table.capacity_bytes, lower.host_share)
+    return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
 
 
-def visit(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None) -> Priced | None:
+def visit(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None) -> Evaluated | None:
     """The layout cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
-    point = Point(table, layout)
+    evaluator = Evaluator(table, layout)
     if layout.mesh.pp == 1 or not layout.schedule.rules.has_one_stage:
-        return _price_if_fits(point, point.even_starts())
-    solution = solver.solve_stages(point.stage_problem(), cutoff_s)
-    return None if solution is None else _price_if_fits(point, solution.starts)
+        return _evaluate_if_fits(evaluator, evaluator.even_starts())
+    solution = solver.solve_stages(evaluator.stage_problem(), cutoff_s)
+    return None if solution is None else _evaluate_if_fits(evaluator, solution.starts)
 
 
-def probe(table: CostTable, layout: Layout) -> Priced | None:
+def probe(table: CostTable, layout: Layout) -> Evaluated | None:
     """The layout cut evenly and priced, where that fits: a quick first incumbent."""
-    point = Point(table, layout)
-    return _price_if_fits(point, point.even_starts())
+    evaluator = Evaluator(table, layout)
+    return _evaluate_if_fits(evaluator, evaluator.even_starts())
 
 
-def _price_if_fits(point: Point, starts: tuple[int, ...]) -> Priced | None:
-    needs = zip(point.ledgers(starts), point.capacity_bytes, strict=True)
+def _evaluate_if_fits(evaluator: Evaluator, starts: tuple[int, ...]) -> Evaluated | None:
+    needs = zip(evaluator.ledgers(starts), evaluator.capacity_bytes, strict=True)
     if any(ledger.total_bytes > capacity for ledger, capacity in needs):
         return None
-    host = point.host(starts)
-    return point.price(starts) if host is None or host.share <= 1 else None
+    host = evaluator.host(starts)
+    return evaluator.evaluate(starts) if host is None or host.share <= 1 else None

@@ -102,4 +102,4 @@ class FrameworkFacts:
     gathered_update_shard_bytes: float
     overflow_s_per_byte: float | None
     item_bytes: int  # of one gathered parameter
-    tie_share: float  # how much slower than the fastest a simpler plan may be predicted
+    error_between_layouts: float | None  # of predicted ratios of two layouts' times; None: never measured

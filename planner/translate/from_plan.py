@@ -1,4 +1,4 @@
-"""From a plan that exists back to the numbers of the search: the inverse of ``decode``."""
+"""From a plan that exists back to the numbers of the search: the inverse of ``to_plan``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.plan.schema import Plan
 
 
 def layout_of(plan: Plan, num_devices: int) -> Layout:
-    """The coarse point of ``plan`` with its data-parallel degree fitted to ``num_devices``."""
+    """The layout of ``plan`` with its data-parallel degree fitted to ``num_devices``."""
     mesh = _mesh_for(plan, num_devices)
     pipeline = plan.pipeline
     per_rank = plan.training.global_batch_size // mesh.dp

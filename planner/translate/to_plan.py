@@ -1,37 +1,41 @@
-"""From a priced coarse point to a Plan: names in place of numbers."""
+"""From an evaluated layout to a Plan: names in place of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import groupby
 
 from costmodels.compute import peak_flops_per_s
-from costmodels.memory import MASTER_BYTES, MemoryLedger, tag_of
-from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.ledger import MemoryLedger
+from costmodels.memory import MASTER_BYTES
+from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.schema import ClusterSpec
+from planner.axes.base import Executed
+from planner.axes.placement import UnitPlacement
+from planner.axes.registry import execution_warnings
+from planner.axes.unlike_devices import group_of_ranks
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.host import HostMemory
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
-from planner.layout.layout import Layout
+from planner.layout.layout import Layout, Training
 from planner.parallelism import Offload, Placement, Recompute, Replicate
 from planner.plan.schema import (
-    BreakdownSection,
     Candidate,
     MeshSection,
     ModelSection,
     ModulePlacement,
     PipelineSection,
     PlacementSection,
+    Plan,
     PredictionSection,
     RecomputeRule,
     StageSection,
     TrainingSection,
 )
-from planner.pricing.cost_table import CostTable
-from planner.pricing.offloading import HostMemory
-from planner.pricing.point import Priced
-from planner.pricing.sharded_unit import ShardedUnit
-from planner.pricing.table_builder import Sharding
+from planner.pricing.placements import Decision
+from planner.pricing.table_builder import unit_row
+from planner.pricing.target import PricingTarget
 
 
 def model_section(graph: ModelGraph) -> ModelSection:
@@ -39,9 +43,27 @@ def model_section(graph: ModelGraph) -> ModelSection:
     return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params)
 
 
-def training_section(table: CostTable) -> TrainingSection:
+def described(found: Evaluated, target: PricingTarget, training: Training, decision: Decision) -> Plan:
+    """``found`` as a Plan without a search section; ``decision``: the placements of its tensor-parallel degree."""
+    graph, cluster, layout = target.graph, target.cluster, found.layout
+    return Plan(
+        model=model_section(graph),
+        hardware=cluster.profile.name,
+        num_devices=cluster.num_devices,
+        training=training_section(training),
+        mesh=mesh_section(layout),
+        zero_stage=layout.zero_stage,
+        pipeline=pipeline_section(found, graph, cluster),
+        placements=placement_section(layout, graph, decision),
+        recompute=recompute_rules(layout, graph),
+        offload=layout.offload,
+        prediction=prediction_section(found, target, training),
+        warnings=execution_warnings(Executed(layout, graph, cluster), training),
+    )
+
+
+def training_section(training: Training) -> TrainingSection:
     """What is trained with."""
-    training = table.training
     return TrainingSection(
         global_batch_size=training.global_batch_size,
         seq_len=training.seq_len,
@@ -55,17 +77,10 @@ def mesh_section(layout: Layout) -> MeshSection:
     return MeshSection(**asdict(layout.mesh))
 
 
-def group_of_ranks(layout: Layout, table: CostTable) -> tuple[str | None, ...]:
-    """The group of unlike devices of each pipeline rank; None where all count as alike."""
-    each = table.cluster.num_devices // layout.mesh.pp
-    names = [name for name in layout.groups for _ in range(table.groups[name].cluster.num_devices // each)]
-    return tuple(names) or (None,) * layout.mesh.pp
-
-
-def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> PipelineSection:
+def pipeline_section(found: Evaluated, graph: ModelGraph, cluster: ClusterSpec) -> PipelineSection:
     """Stages as the modules they hold."""
-    layout, starts = priced.layout, priced.starts
-    groups = group_of_ranks(layout, table)
+    layout, starts = found.layout, found.starts
+    groups = group_of_ranks(layout, cluster)
     ends = (*starts[1:], len(graph.units))
     return PipelineSection(
         schedule=layout.schedule,
@@ -84,15 +99,13 @@ def pipeline_section(priced: Priced, graph: ModelGraph, table: CostTable) -> Pip
     )
 
 
-def placement_section(
-    layout: Layout, graph: ModelGraph, sharding: Sharding, columns: tuple[int, ...]
-) -> PlacementSection:
+def placement_section(layout: Layout, graph: ModelGraph, decision: Decision) -> PlacementSection:
     """Tensor-parallel placements by module pattern, and the modules that FSDP shards as one."""
     patterns = _patterns(graph)
     entries: dict[str, ModulePlacement] = {}
-    for unit, column in zip(graph.units, columns, strict=True):
+    for unit, column in zip(graph.units, unit_row(graph).kinds, strict=True):
         if layout.mesh.tp > 1:
-            for entry in _module_placements(unit, graph.units, sharding[column], patterns):
+            for entry in _module_placements(unit, graph.units, decision[column], patterns):
                 entries.setdefault(entry.module, entry)
     return PlacementSection(
         tp=tuple(entries.values()),
@@ -117,7 +130,7 @@ def _starred(name: str) -> str:
 
 
 def _module_placements(
-    unit: Unit, units: tuple[Unit, ...], sharded: ShardedUnit, patterns: Mapping[str, str]
+    unit: Unit, units: tuple[Unit, ...], placed: UnitPlacement, patterns: Mapping[str, str]
 ) -> list[ModulePlacement]:
     """Entries of one unit, from the placements of the first unit of its kind."""
     first = next(u for u in units if u.kind == unit.kind)
@@ -128,11 +141,11 @@ def _module_placements(
         return fqn
 
     parameters: dict[str, dict[str, str]] = {}
-    for fqn, placement in sharded.parameters.items():
+    for fqn, placement in placed.parameters.items():
         module, _, name = fqn.rpartition(".")
         if placement != Replicate():
             parameters.setdefault(renamed(module), {})[name] = str(placement)
-    outputs: dict[str, Placement] = {renamed(m): p for m, p in sharded.module_outputs.items()}
+    outputs: dict[str, Placement] = {renamed(m): p for m, p in placed.module_outputs.items()}
     return [
         ModulePlacement(
             module=module,
@@ -165,37 +178,38 @@ def recompute_rules(layout: Layout, graph: ModelGraph) -> tuple[RecomputeRule, .
     return (RecomputeRule(mode=layout.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
 
 
-def prediction_section(priced: Priced, table: CostTable, num_params: int) -> PredictionSection:
+def prediction_section(found: Evaluated, target: PricingTarget, training: Training) -> PredictionSection:
     """What the cost models say.
 
     Host memory is fullest while our executor starts: each process builds the whole model in fp32 before it shards it.
     """
-    training, cluster = table.training, table.cluster
-    num_devices, time = cluster.num_devices, priced.step_time_s
+    graph, cluster = target.graph, target.cluster
+    num_devices, time = cluster.num_devices, found.step_time_s
     tokens = training.global_batch_size * training.seq_len
-    flops_per_s = table.flops_per_sequence * training.global_batch_size / time / num_devices
+    flops_per_sequence = (graph.forward_flops + graph.backward_flops) / graph.batch_size
+    flops_per_s = flops_per_sequence * training.global_batch_size / time / num_devices
     price = cluster.profile.device.usd_per_hour
     # The runs that the band is of kept all states on their devices.
-    band = table.recipe.error_band if priced.host is None else None
+    band = target.recipe.error_band if found.host is None else None
     return PredictionSection(
         step_time_s=time,
         tokens_per_s_per_gpu=tokens / time / num_devices,
         model_flops_per_gpu_per_s=flops_per_s,
         mfu=flops_per_s / mean_peak_flops_per_s(cluster, training.precision.value),
-        peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in priced.ledgers),
-        memory_capacity_bytes=round(table.capacity_bytes),
-        memory_capacities_bytes=tuple(map(round, priced.capacity_bytes)) if priced.layout.groups else (),
-        memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in priced.ledgers),
+        peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in found.ledgers),
+        memory_capacity_bytes=round(cluster.profile.device.memory_bytes.value),
+        memory_capacities_bytes=tuple(map(round, found.capacity_bytes)) if found.layout.groups else (),
+        memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in found.ledgers),
         memory_phases_bytes=tuple(
-            {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in priced.memory
+            {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in found.memory
         ),
-        memory_term_tags={name: tag_of(name) for ledger in priced.ledgers for name in term_bytes(ledger)},
+        memory_term_tags={name: name.provenance for ledger in found.ledgers for name in term_bytes(ledger)},
         host_memory_bytes={
-            "models_being_built": num_params * MASTER_BYTES * cluster.devices_per_node,
-            **offloaded_bytes(priced.host),
+            "models_being_built": graph.num_params * MASTER_BYTES * cluster.devices_per_node,
+            **offloaded_bytes(found.host),
         },
-        nvme_bytes=0 if priced.host is None else round(priced.host.states.nvme_bytes),
-        breakdown_s=BreakdownSection(**asdict(priced.breakdown)),
+        nvme_bytes=0 if found.host is None else round(found.host.states.nvme_bytes),
+        breakdown_s=dict(found.breakdown),
         usd_per_step=None if price is None else price.value * num_devices * time / 3600,
         step_time_low_s=None if band is None else time * band.low,
         step_time_high_s=None if band is None else time * band.high,
@@ -223,14 +237,14 @@ def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
     return sum(peaks) / cluster.num_devices
 
 
-def term_bytes(ledger: MemoryLedger) -> dict[str, int]:
+def term_bytes(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
     """The terms of ``ledger`` that there are."""
     return {name: round(num_bytes) for name, num_bytes in ledger.rows if round(num_bytes) > 0}
 
 
-def candidate(label: str, priced: Priced) -> Candidate:
+def candidate(label: str, found: Evaluated) -> Candidate:
     """A row of the table beside the plan."""
-    layout = priced.layout
+    layout = found.layout
     return Candidate(
         label=label,
         mesh=mesh_section(layout),
@@ -242,54 +256,9 @@ def candidate(label: str, priced: Priced) -> Candidate:
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
         device_groups=layout.groups,
-        step_time_s=priced.step_time_s,
-        peak_memory_bytes=round(priced.peak_memory_bytes),
-        fits=priced.fits,
-    )
-
-
-def execution_warnings(layout: Layout, table: CostTable, graph: ModelGraph) -> tuple[str, ...]:
-    """What `planner run` would refuse in the plan, and the pin that avoids it."""
-    found: list[str] = []
-    between = _reads_between_units(graph)
-    if layout.mesh.pp > 1 and between:
-        found.append(
-            f"planner run cannot cut this model into stages: between its blocks {between[0] or 'its forward'} reads "
-            "values of tensors: pin --pp 1 to train with it"
-        )
-    if layout.mesh.cp > 1:
-        found.append(
-            f"planner run does not execute context parallelism yet (cp={layout.mesh.cp}): pin --cp 1 to train with it"
-        )
-    if layout.mesh.ep > 1:
-        found.append(
-            f"planner run does not execute expert parallelism yet (ep={layout.mesh.ep}): pin --ep 1 to train with it"
-        )
-    if layout.schedule is ScheduleName.ZB_2P:
-        found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
-    if layout.offload is not Offload.NONE:
-        found.append(
-            f"planner run does not execute offloading yet (offload={layout.offload.value}): pin --offload none to "
-            "train with it"
-        )
-    if layout.groups:
-        each = table.cluster.num_devices // layout.mesh.pp
-        places = enumerate(group_of_ranks(layout, table))
-        ranks = {name: [rank for rank, _ in run] for name, run in groupby(places, key=lambda place: place[1])}
-        order = ", ".join(f"ranks {r[0] * each} to {(r[-1] + 1) * each - 1} on {name}" for name, r in ranks.items())
-        found.append(f"nodes must be started in the order of the pipeline: {order}")
-    if table.training.precision.value in ("fp16", "fp8"):
-        found.append(f"planner run does not execute {table.training.precision.value} yet: bf16 and fp32 it does")
-    return tuple(found)
-
-
-def _reads_between_units(graph: ModelGraph) -> tuple[str, ...]:
-    """Modules that read values of tensors and lie in no module that a stage runs as a whole."""
-    whole = [module for unit in graph.units for module in unit.modules]
-    return tuple(
-        name
-        for name in graph.reads_values
-        if not any(not module or name == module or name.startswith(module + ".") for module in whole)
+        step_time_s=found.step_time_s,
+        peak_memory_bytes=round(found.peak_memory_bytes),
+        fits=found.fits,
     )
 
 

@@ -1,0 +1,123 @@
+"""What of cluster and framework the cost table holds besides its arrays."""
+
+from __future__ import annotations
+
+from costmodels.ledger import SoftwareBytes
+from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
+from costmodels.offload import HostWork, download_s, host_update_s, missing_facts
+from costmodels.overlap import Overlap
+from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
+from hardware_profiles.schema import ClusterSpec, SoftwareProfile
+from planner.layout.layout import Training
+from planner.parallelism import Offload
+from planner.pricing.target import PricingTarget
+from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostFacts, Line
+
+# nanotron's head counts slightly less than its parameters: counted whole, the last of an 8.86B model's 16 stages would
+# hold two blocks beside it and take a quarter longer than all measured runs; and where head and blocks are exactly four
+# to one, measured stages end at their share, not one block later.
+HEAD_WEIGHT = 0.96
+# Of the allocator's reserve, what is left where no pipeline keeps several micro-batches in flight and no collective
+# splits or gathers activations. Peak reserved memory of torchtitan's two eager FSDP runs leaves 0.02 and 0.11 of
+# tensors that come and go, against the 0.25 of layouts with tensor or pipeline parallelism.
+PLAIN_RESERVE = 0.25
+# FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
+UNITS_IN_TRANSIT = 2
+
+
+def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
+    """The cluster's numbers for this training."""
+    cluster = target.cluster
+    groups = () if cluster.mixed is None else cluster.mixed.groups
+    software = cluster.profile.software
+    return ClusterFacts(
+        name=cluster.profile.name,
+        num_devices=cluster.num_devices,
+        devices_per_node=cluster.devices_per_node,
+        devices=tuple(
+            _device_facts(name, each, target, training)
+            for name, each in [("", cluster), *((group.name, group.cluster) for group in groups)]
+        ),
+        software=SoftwareBytes(
+            software.allocator_reserve_fraction.value, software.communicator_bytes.value, software.context_bytes.value
+        ),
+        hosts=tuple(
+            _host_facts(cluster, training, offload)
+            for offload in Offload
+            if offload is not Offload.NONE and unpriced_offload(cluster, offload) is None
+        ),
+    )
+
+
+def _device_facts(name: str, cluster: ClusterSpec, target: PricingTarget, training: Training) -> DeviceFacts:
+    device = cluster.profile.device
+    line = optimizer_step_line(training.optimizer.value, device, target.recipe.update_extra_bytes.value)
+    overlap = overlap_of(cluster.profile.software)
+    return DeviceFacts(name, cluster.num_devices, device.memory_bytes.value, overlap, Line(*line))
+
+
+def overlap_of(software: SoftwareProfile) -> Overlap:
+    """How well communication hides."""
+    return Overlap(software.overlappable_fraction.value, software.overlap_slowdown.value)
+
+
+def unpriced_offload(cluster: ClusterSpec, offload: Offload) -> str | None:
+    """Why ``offload`` has no price on ``cluster``; None where it has one."""
+    if offload is Offload.NONE:
+        return None
+    if cluster.mixed is not None:
+        return "offloading has no price on clusters of several kinds of nodes"
+    missing = missing_facts(cluster.profile.node, uses_nvme=offload is Offload.NVME)
+    names = ", ".join(f"node.{name}" for name in missing)
+    return f"the profile of {cluster.profile.name} does not say {names}" if missing else None
+
+
+def _host_facts(cluster: ClusterSpec, training: Training, offload: Offload) -> HostFacts:
+    node, num_devices = cluster.profile.node, cluster.devices_per_node
+    work = _host_work(training, offload)
+    return HostFacts(
+        offload=offload,
+        update=Line(0.0, host_update_s(work, node, num_devices)),
+        download=Line(0.0, download_s(work, node, num_devices)),
+        ram_bytes=0.0 if node.ram_bytes is None else node.ram_bytes.value,
+        nvme_bytes=0.0 if node.nvme_bytes is None else node.nvme_bytes.value,
+        gradient_bytes=GRADIENT_BYTES,
+        parameter_bytes=COMPUTE_BYTES[training.precision.value],
+    )
+
+
+def _host_work(training: Training, offload: Offload) -> HostWork:
+    """What the update of one parameter asks of the host: every part of it grows with their number."""
+    optimizer, item_bytes = training.optimizer.value, COMPUTE_BYTES[training.precision.value]
+    stored = MASTER_BYTES + MOMENT_BYTES[optimizer]
+    return HostWork(
+        down_bytes=GRADIENT_BYTES,
+        up_bytes=item_bytes,
+        update_bytes=FP32_ACCESSES[optimizer] * FP32_BYTES + item_bytes,
+        streamed_bytes=2 * stored if offload is Offload.NVME else 0.0,
+    )
+
+
+def framework_facts(target: PricingTarget) -> FrameworkFacts:
+    """How the framework runs a layout."""
+    recipe = target.recipe
+    overflow, band = recipe.overflow_s_per_byte, recipe.error_band
+    return FrameworkFacts(
+        name=recipe.name,
+        overlaps_reduction=recipe.overlaps_reduction,
+        overlaps_gather=recipe.overlaps_gather,
+        sends_block=recipe.sends_block,
+        partition=recipe.partition,
+        head_weight=HEAD_WEIGHT,
+        plain_reserve=PLAIN_RESERVE,
+        units_in_transit=UNITS_IN_TRANSIT,
+        keeps_gradients=recipe.memory.keeps_gradients,
+        reduces_in_place=recipe.state.reduces_in_place,
+        reduction_bytes=recipe.state.reduction_bytes.value,
+        extra_communicators=recipe.memory.extra_communicators.value,
+        gathered_update_bytes=recipe.memory.gathered_update_bytes.value,
+        gathered_update_shard_bytes=recipe.memory.gathered_update_shard_bytes.value,
+        overflow_s_per_byte=None if overflow is None else overflow.value,
+        item_bytes=COMPUTE_BYTES[target.precision],
+        error_between_layouts=None if band is None else band.between_layouts,
+    )

@@ -1,0 +1,100 @@
+"""What a user asks for, and what the words of it stand for: a cluster, a graph, a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware_profiles.catalog import HardwareProfileError, default_profile_name
+from hardware_profiles.mixed import cluster_for
+from hardware_profiles.schema import ClusterSpec
+from planner.errors import HardwareError, InputError
+from planner.graph.graph_cache import default_folder, traced_graph
+from planner.graph.graph_file import read_graph
+from planner.graph.model_graph import ModelGraph
+from planner.graph.tracing import TraceRequest
+from planner.layout.layout import NO_PINS, Pins, Training
+from planner.model_file import ModelKind, resolve_model
+from planner.parallelism import Offload, Optimizer, Precision, Preference
+from planner.pricing.facts import unpriced_offload
+
+# A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
+TRACED_BATCH_SIZE = 2
+# Tokens of a default global batch: GPT-3 (2020) used 3.2 M, Llama 3 started with 4 M.
+DEFAULT_BATCH_TOKENS = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for; None leaves a value to its default: the devices, to what ``hardware`` counts."""
+
+    model: str
+    num_devices: int | None
+    hardware: str | None = None
+    seq_len: int | None = None
+    global_batch_size: int | None = None
+    precision: Precision = Precision.BF16
+    optimizer: Optimizer = Optimizer.ADAMW
+    pins: Pins = NO_PINS
+    time_limit_s: float | None = None
+    num_runners_up: int = 5
+    prefer: Preference = Preference.SIMPLE
+
+
+def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
+    """The cluster named by ``--hardware``; the default profile where none is named, said in ``notes``."""
+    if num_devices is not None and num_devices < 1:
+        raise InputError(f"the number of GPUs must be at least 1, got {num_devices}", hint="give --gpus N")
+    try:
+        cluster = cluster_for(num_devices, hardware)
+    except HardwareProfileError as error:
+        raise HardwareError(error.message, hint=error.hint) from error
+    if hardware is None:
+        notes.append(f"no --hardware given: planning for {default_profile_name()}")
+    return cluster
+
+
+def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
+    """HardwareError where the device has no arithmetic of that precision."""
+    known = cluster.profile.device.peak_flops_per_s
+    if precision.value not in known:
+        raise HardwareError(
+            f"{cluster.profile.device.name} has no {precision.value} arithmetic in its profile",
+            hint=f"choose --precision from {', '.join(p.value for p in Precision if p.value in known)}",
+        )
+
+
+def check_offload(cluster: ClusterSpec, offload: Offload | None) -> None:
+    """HardwareError where the profile does not say enough of its nodes to price offloading."""
+    problem = unpriced_offload(cluster, offload or Offload.NONE)
+    if problem is not None:
+        raise HardwareError(
+            f"--offload {offload}: {problem}",
+            hint="use --offload none, or add the numbers to a profile of yours: planner profile -o profile.json",
+        )
+
+
+def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGraph:
+    """The graph of MODEL: read where it was traced before, from graph.json or the cache; traced otherwise."""
+    source = resolve_model(model)
+    if source.kind is ModelKind.GRAPH:
+        assert source.path is not None
+        graph = read_graph(source.path)
+        if seq_len not in (None, graph.seq_len):
+            raise InputError(
+                f"{model} was traced with sequences of {graph.seq_len} tokens, not {seq_len}",
+                hint=f"trace it again: planner trace MODEL --seq-len {seq_len} -o {model}",
+            )
+        return graph
+    return traced_graph(TraceRequest(source, TRACED_BATCH_SIZE, seq_len, precision), default_folder())
+
+
+def training_of(request: Request, num_devices: int, seq_len: int, notes: list[str]) -> Training:
+    """The training as asked; the default global batch is said in ``notes``."""
+    batch = request.global_batch_size
+    if batch is None:
+        # The smallest multiple of the number of devices with at least the default number of tokens.
+        batch = -(-DEFAULT_BATCH_TOKENS // (seq_len * num_devices)) * num_devices
+        notes.append(f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)")
+    if batch < 1:
+        raise InputError(f"the global batch must be at least 1 sequence, got {batch}", hint="give --global-batch B")
+    return Training(batch, seq_len, request.precision, request.optimizer)

@@ -1,0 +1,96 @@
+"""Why nothing fits: the constraint that binds at the layout that lacks least, and the smallest change that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from costmodels.vocabulary.terms import MemoryTerm
+from hardware_profiles.mixed import grown
+from hardware_profiles.schema import ClusterSpec
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.host import HostMemory
+from planner.layout.layout import NO_PINS, Pins, Training
+from planner.parallelism import Offload
+from planner.translate.to_plan import layout_text, offloaded_bytes
+
+GIB = 2**30
+# How many times as many GPUs are tried when nothing fits.
+MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+
+NamedBytes = Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What was searched, or could be instead."""
+
+    cluster: ClusterSpec
+    training: Training
+    pins: Pins
+
+
+Fits = Callable[[Attempt], bool]  # whether any layout fits
+# Parts of the memory that are named.
+MOST_PARTS = 3
+
+
+def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str) -> str:
+    """The rule and its values. ``space_text`` says of what ``closest`` is the smallest."""
+    need, room = max(zip(closest.ledgers, closest.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
+    host = closest.host
+    even = f"Even the smallest of {space_text} ({layout_text(closest.layout)}) needs"
+    if host is None or host.share < need.total_bytes / room:
+        return (
+            f"nothing fits: memory binds. {even} {need.total_bytes / GIB:.1f} GiB on its worst GPU, and "
+            f"{cluster.profile.device.name} has {room / GIB:.1f} GiB. {_parts_text(need.rows)}"
+        )
+    name, needed, capacity, rows = _scarcest(host)
+    return (
+        f"nothing fits: {name} binds. {even} {needed / GIB:.1f} GiB of it on its fullest node, and a node of "
+        f"{cluster.profile.name} has {capacity / GIB:.1f} GiB. {_parts_text(rows)}"
+    )
+
+
+def _scarcest(host: HostMemory) -> tuple[str, float, float, NamedBytes]:
+    """What binds on a node: its name, what is needed, what there is, and what takes it."""
+    states = host.states
+    if states.on_nvme and states.nvme_bytes / host.nvme_capacity_bytes >= host.share:
+        return "NVMe", states.nvme_bytes, host.nvme_capacity_bytes, ((MemoryTerm.OPTIMIZER, states.optimizer),)
+    return "host memory", states.ram_bytes, host.ram_capacity_bytes, tuple(offloaded_bytes(host).items())
+
+
+def _parts_text(rows: NamedBytes) -> str:
+    largest = sorted(rows, key=lambda row: -row[1])[:MOST_PARTS]
+    return "Largest parts, in GiB: " + ", ".join(
+        f"{name.replace('_', ' ')} {num_bytes / GIB:.1f}" for name, num_bytes in largest
+    )
+
+
+def smallest_change(asked: Attempt, fits: Fits) -> str:
+    """The first with which something fits: dropping one pin, dropping all, offloading, more GPUs."""
+    pins = asked.pins
+    for field in fields(pins):
+        if getattr(pins, field.name) is None:
+            continue
+        if fits(replace(asked, pins=replace(pins, **{field.name: None}))):
+            return f"drop --{field.name.replace('_', '-')}: without that pin a plan fits"
+    if pins != NO_PINS and fits(replace(asked, pins=NO_PINS)):
+        return f"drop the pins {pins.describe()}: without all of them a plan fits"
+    offloading = replace(asked, pins=replace(pins, offload=Offload.CPU))
+    if pins.offload in (None, Offload.NONE) and fits(offloading):
+        return "add --offload cpu: with optimiser states in host memory a plan fits, which planner run cannot train yet"
+    return _more_devices(asked, fits) or "use devices with more memory, a shorter --seq-len, or --precision bf16"
+
+
+def _more_devices(asked: Attempt, fits: Fits) -> str | None:
+    """The fewest times as many devices with which something fits."""
+    pins, training, cluster = asked.pins, asked.training, asked.cluster
+    for factor in MORE_DEVICES:
+        num_devices = cluster.num_devices * factor
+        batch = -(-max(training.global_batch_size, num_devices) // num_devices) * num_devices
+        if fits(Attempt(grown(cluster, factor), replace(training, global_batch_size=batch), NO_PINS)):
+            devices = f"--gpus {num_devices}" if cluster.mixed is None else f"{factor} times as many of each"
+            options = devices + (f" --global-batch {batch}" if batch != training.global_batch_size else "")
+            return f"use {options}{' without pins' if pins != NO_PINS else ''}: on that many of these GPUs a plan fits"
+    return None
