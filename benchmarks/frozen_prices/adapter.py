@@ -14,6 +14,8 @@ from typing import Any
 
 from costmodels.recipe import attention_kernel, load_recipe
 from planner.api import Problem, check_offload, limits_of, load_cluster, load_graph, shard_for_degrees
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Pins, Training
 from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Preference, Recompute, ScheduleName
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
@@ -23,9 +25,8 @@ from planner.solver.bounds import bounds
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.search import search
-from planner.space.columns import Columns
 from planner.space.device_groups import over_groups
-from planner.space.search_space import Choice, Pins, Training, build_space
+from planner.space.search_space import build_space
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,12 +46,12 @@ def _target(setting: Json) -> tuple[PricingTarget, Training]:
     return PricingTarget(graph, cluster, precision.value, recipe, kernel, once), training
 
 
-def _choice(layout: Json) -> Choice:
+def _choice(layout: Json) -> Layout:
     mesh = MeshShape(**{name: layout[name] for name in asdict(MeshShape())})
-    return Choice(mesh, *(ENUMS.get(n, lambda value: value)(layout[n]) for n in Choice._fields if n != "mesh"))
+    return Layout(mesh, *(ENUMS.get(n, lambda value: value)(layout[n]) for n in Layout._fields if n != "mesh"))
 
 
-def _layout(choice: Choice) -> Json:
+def _layout(choice: Layout) -> Json:
     return {**asdict(choice.mesh), **choice._asdict(), "groups": list(choice.groups)} | {"mesh": None}
 
 

@@ -38,14 +38,14 @@ from numpy.typing import NDArray
 
 from costmodels.memory import MemoryLedger
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.layout import Layout
 from planner.parallelism import Offload
 from planner.pricing.cost_table import CostTable, UnitRow, num_updated
 from planner.pricing.offloading import on_node
 from planner.pricing.rank_memory import reserve_fraction
 from planner.pricing.stages import even_starts
 from planner.pricing.unit_costs import UnitStates
-from planner.layout.columns import Array, Columns, Positions
-from planner.layout.layout import Layout
 
 CHUNK = 20_000
 # Trainable and frozen elements, and of the trainable those of experts.
