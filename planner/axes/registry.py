@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import reduce
+from math import prod
 from typing import Any
 
-from planner.axes.base import Asked, Axis, Executed
+from planner.axes.base import Asked, Axis, Executed, undivided
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
 from planner.axes.expert import EXPERT
@@ -79,17 +79,17 @@ def state_collectives(own: Own, framework: Framework) -> tuple[Collective, ...]:
 
 def violations(asked: Asked) -> list[str]:
     """Each rule that the pins break by themselves, with its values."""
-    found = [violation for axis in AXES for violation in axis.violations(asked)]
-    return found + _product_violations(asked, is_divided=not found)
+    return [*(found for axis in AXES for found in axis.violations(asked)), *_product_violations(asked)]
 
 
-def _product_violations(asked: Asked, *, is_divided: bool) -> list[str]:
+def _product_violations(asked: Asked) -> list[str]:
     """Degrees that divide the devices one by one, and not together."""
     pins, n = asked.pins, asked.limits.num_devices
     degrees = {name: getattr(pins, name) for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None}
-    product = reduce(lambda a, b: a * b, degrees.values(), 1)
+    product = prod(degrees.values())
     found: list[str] = []
-    if len(degrees) > 1 and is_divided and n % product:
+    each_divides = not any(undivided(name, degree, n) for name, degree in degrees.items())
+    if len(degrees) > 1 and each_divides and n % product:
         found.append(f"{' * '.join(degrees)} = {product} does not divide the {n} GPUs")
     if len(degrees) == 4 and product != n:
         found.append(f"pp * dp * cp * tp = {product}, but there are {n} GPUs")

@@ -1,0 +1,232 @@
+"""Prices of units against closed forms: published counts of activations, rooflines and rings written out."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from costmodels.communication import collective_time_s, dispatch_parts
+from costmodels.recipe import attention_kernel, load_recipe
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
+from hardware_profiles.schema import CollectiveName
+from planner.axes.framework import Framework
+from planner.axes.lowered import Kernel, Work
+from planner.axes.traced import representatives
+from planner.parallelism import Recompute
+from planner.pricing.kernels import kernel_times
+from planner.pricing.machine import Machine
+from planner.pricing.placements import Decision, decide
+from planner.pricing.rows import data_rows, element_rows, work_rows
+from planner.pricing.states import Data, Element
+from planner.solver.cp_sat import CpSatSolver
+from planner.table.keys import DataKey, TensorSplit, WorkKey
+from costmodels.vocabulary.terms import Holding, Time
+from tests.planning import A100, cluster_of, graph_of
+
+CLUSTER = cluster_of(A100, 64)
+MACHINE = Machine(CLUSTER)
+BLOCK = 1  # kinds of units: embedding, block, head
+WHOLE = TensorSplit(1, False)
+MODES, TIMES, HOLDINGS = list(Recompute), list(Time), list(Holding)
+
+
+def framework_of(recipe: str = "planner", attention: str | None = None) -> Framework:
+    found = load_recipe(recipe)
+    return Framework.of(found, "bf16", None if attention is None else attention_kernel(attention))
+
+
+@cache
+def decision_of(model: str, seq_len: int, split: TensorSplit) -> Decision:
+    found = decide(graph_of(model, seq_len), split, {}, MACHINE, framework_of(), CpSatSolver().solve_placement)
+    assert found is not None
+    return found
+
+
+class Row:
+    """The prices of a model's blocks under one key."""
+
+    def __init__(self, model: str, seq_len: int, key: WorkKey, framework: Framework | None = None) -> None:
+        decisions = {key.tensor: decision_of(model, seq_len, key.tensor)}
+        rows = work_rows(graph_of(model, seq_len), decisions, [key], MACHINE, framework or framework_of())
+        self._time_s, self._num_bytes = rows.time_s[0, :, BLOCK], rows.num_bytes[0, :, BLOCK]
+
+    def seconds(self, time: Time, mode: Recompute = Recompute.NONE) -> float:
+        return float(self._time_s[MODES.index(mode), TIMES.index(time)])
+
+    def held(self, holding: Holding, mode: Recompute = Recompute.NONE) -> float:
+        return float(self._num_bytes[MODES.index(mode), HOLDINGS.index(holding)])
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_activations_of_a_layer_are_those_that_megatron_counts(
+    tp: int, sequence_parallel: bool, micro_batch_size: int
+) -> None:
+    """Korthikanti et al. (2022), equations 1, 2 and 4, for GPT-3 with attention's scores in memory:
+
+        no parallelism         s b h (34 + 5 a s / h)
+        t-way tensor           s b h (10 + 24 / t + 5 a s / (h t))
+        with the sequence      s b h (34 / t + 5 a s / (h t))
+
+    Our GPT has no dropout behind attention and the MLP, so their two masks of s b h bytes, whole under tensor
+    parallelism, are not kept; both layer norms keep a mean and a deviation of 4 bytes a token besides.
+    """
+    s, h, a, b, t = 1024, 12288, 96, micro_batch_size, tp
+    framework = framework_of("megatron-lm-2022", load_recipe("megatron-lm-2022").plain_kernel)
+    assert framework.recipe.dropout > 0
+    row = Row("gpt3-175b", s, WorkKey(TensorSplit(tp, sequence_parallel), 1, 1, b), framework)
+    whole, statistics = (32 / t, 16 / t) if sequence_parallel else (8 + 24 / t, 16)
+    expected = s * b * h * (whole + 5 * a * s / (h * t)) + s * b * statistics
+    assert row.held(Holding.KEPT) == pytest.approx(expected, rel=1e-9)
+    # Full recomputation keeps the layer's input, 2 s b h; its part where the sequence is split.
+    assert row.held(Holding.KEPT, Recompute.FULL) == 2 * s * b * h / (t if sequence_parallel else 1)
+    # Selective recomputation of attention's core leaves the 5 a s / h out.
+    attention = s * b * h * 5 * a * s / (h * t)
+    assert row.held(Holding.KEPT, Recompute.SELECTIVE) == pytest.approx(expected - attention, rel=1e-9)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 8])
+def test_context_parallelism_divides_what_is_kept(cp: int) -> None:
+    whole, part = (Row("llama3-8b", 2048, WorkKey(WHOLE, 1, each, 2)) for each in (1, cp))
+    for mode in Recompute:
+        assert part.held(Holding.KEPT, mode) == pytest.approx(whole.held(Holding.KEPT, mode) / cp)
+    assert part.held(Holding.BOUNDARY) == 2 * 2048 * 4096 * 2 / cp
+
+
+def test_what_crosses_to_the_next_stage() -> None:
+    """b · s · h in 16 bits; a rank's part of it where the sequence is split."""
+    for split, share in ((WHOLE, 1), (TensorSplit(8, False), 1), (TensorSplit(8, True), 8)):
+        row = Row("llama3-8b", 2048, WorkKey(split, 1, 1, 3))
+        assert row.held(Holding.BOUNDARY) == 3 * 2048 * 4096 * 2 / share
+
+
+def kernel(op_class: OpClass, flops: float, moved: float, weights: float, weight_flops: float = 0.0) -> Kernel:
+    work = Work(flops, moved, weights, 1)
+    return Kernel(0, "op", op_class, False, work, work, weight_flops, 0.0, 0.0, (), (), 0, (), 0.0, follows_batch=True)
+
+
+def test_kernels_take_what_the_roofline_says() -> None:
+    """launch + max(FLOPs / (peak · efficiency) and half a size, bytes / bandwidth), with weights read once."""
+    device, framework = CLUSTER.profile.device, framework_of("planner")
+    recipe = framework.recipe
+    sizes = np.array([0.25, 1.0, 8.0])
+    gemm = device.efficiency["gemm"]
+    half = gemm.half_size_flops.value if gemm.half_size_flops else 0.0
+    rate = device.peak_flops_per_s["bf16"].value * gemm.fraction.value
+    bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
+    launch = device.kernel_launch_s.value
+    product = kernel(OpClass.GEMM, 3e12, 4e8, 2e8, weight_flops=1e12)
+    times = kernel_times([product], sizes, MACHINE, framework)
+    for size, forward, backward in zip(sizes, times.forward_s[:, 0], times.backward_s[:, 0], strict=True):
+        flops, num_bytes = 3e12 * size / recipe.product_rate.value, 4e8 * size + 2e8
+        assert forward == pytest.approx(launch + max((flops + half) / rate, num_bytes / bandwidth), rel=1e-12)
+        # The input's gradient and the weight's are a kernel each, with half of the work.
+        twice = 2 * (launch + max((flops / 2 + half) / rate, num_bytes / 2 / bandwidth))
+        assert backward == pytest.approx(twice, rel=1e-12)
+    elementwise = kernel(OpClass.MEMORY_BOUND, 0.0, 1e8, 0.0)
+    times = kernel_times([elementwise, kernel(OpClass.MEMORY_BOUND, 0.0, 0.0, 0.0)], sizes, MACHINE, framework)
+    np.testing.assert_allclose(
+        times.forward_s[:, 0], launch + 1e8 * sizes * recipe.memory_traffic.value / bandwidth, rtol=1e-12
+    )
+    assert not times.forward_s[:, 1].any()
+
+
+def test_a_slow_host_is_waited_for() -> None:
+    """A block of a few positions takes the host's time to issue its kernels and collectives, less these."""
+    recipe = load_recipe("planner")
+    slow = recipe.host_s_per_kernel.model_copy(update={"value": 1.0})
+    framework = Framework.of(recipe.model_copy(update={"host_s_per_kernel": slow}), "bf16")
+    block = representatives(graph_of("llama3-8b", 2048))[BLOCK]
+    nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in block.nodes]
+    row = Row("llama3-8b", 2048, WorkKey(WHOLE, 1, 1, 1), framework)
+    assert row.seconds(Time.COMPUTE_FORWARD) == pytest.approx(sum(node.num_kernels for node in nodes))
+    assert row.seconds(Time.COMPUTE_BACKWARD) == pytest.approx(sum(node.num_backward_kernels for node in nodes))
+    # Full recomputation issues all of it again; selective recomputation repeats kernels without the wait.
+    assert row.seconds(Time.RECOMPUTE, Recompute.FULL) == row.seconds(Time.COMPUTE_FORWARD)
+    assert row.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) < 0.1
+
+
+def test_collectives_take_what_their_bytes_take() -> None:
+    """Two all-reduces of b · s · h each way, at the recipe's rate, less the share that it hides."""
+    framework = framework_of("nanotron")
+    row = Row("gpt3-175b", 1024, WorkKey(TensorSplit(8, False), 1, 1, 2), framework)
+    rate, overlap = framework.recipe.tensor_parallel_rate.value, framework.recipe.tensor_overlap.value
+    size = 2 * 1024 * 12288 * 2 / rate
+    one = collective_time_s(Collective(CollectiveKind.ALL_REDUCE, size, GroupPlacement(8, 1)), CLUSTER)
+    for time in (Time.TENSOR_FORWARD, Time.TENSOR_BACKWARD):
+        assert row.seconds(time) == pytest.approx(2 * one * (1 - overlap), rel=1e-9)
+
+
+def test_experts_exchange_rows_and_hold_them_twice() -> None:
+    whole, shared = (Row("mixtral-8x7b", 1024, WorkKey(WHOLE, ep, 1, 2)) for ep in (1, 8))
+    size = 2 * 1024 * 2 * 4096 * 2  # micro-batch, tokens, top_k, hidden, bytes
+    one = collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, size, GroupPlacement(8, 1)), CLUSTER)
+    assert shared.seconds(Time.EXPERT_FORWARD) == pytest.approx(2 * one, rel=1e-12)
+    assert shared.seconds(Time.EXPERT_BACKWARD) == pytest.approx(2 * one, rel=1e-12)
+    assert shared.held(Holding.WORKING) == pytest.approx(whole.held(Holding.WORKING) + size)
+    # Selective recomputation makes inputs of products again, so rows go to their experts once more; full, and back.
+    again = [each.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) for each in (whole, shared)]
+    assert again[1] - again[0] == pytest.approx(one, rel=1e-9)
+    forward = shared.seconds(Time.COMPUTE_FORWARD) + shared.seconds(Time.EXPERT_FORWARD)
+    assert shared.seconds(Time.RECOMPUTE, Recompute.FULL) == pytest.approx(forward, rel=1e-12)
+
+
+def test_a_node_gets_a_token_once() -> None:
+    """16 ranks on 2 nodes, 8 experts of a token: over NVLink 8 rows, between nodes 2 · (1 - 2^-8) / 8 of them."""
+    group = GroupPlacement(16, 1)
+    (inside, all_rows), (across, share) = dispatch_parts(group, 8, CLUSTER)
+    assert (inside, all_rows, across) == (GroupPlacement(8, 1), 1.0, group)
+    assert share == pytest.approx(2 * (1 - 2**-8) / 8, rel=1e-12)
+    assert dispatch_parts(GroupPlacement(8, 1), 8, CLUSTER) == ((GroupPlacement(8, 1), 1.0),)
+
+
+def test_states_move_as_rings_move_them() -> None:
+    """n ranks of one node: (n - 1) / n of the bytes and n - 1 latencies each, twice for an all-reduce."""
+    model, seq_len, n = "llama3-8b", 2048, 8
+    graph, decisions = graph_of(model, seq_len), {WHOLE: decision_of(model, seq_len, WHOLE)}
+    framework = framework_of()
+    recipe, tier, device = framework.recipe, CLUSTER.profile.tiers[0], CLUSTER.profile.device
+    elements = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    (row,) = element_rows(graph, decisions, [WHOLE])
+    assert row[BLOCK].tolist() == [elements, 0.0, 0.0, 0.0]
+    assert [each.name for each in Element] == ["TRAINABLE", "FROZEN", "TIED", "EXPERT"]
+    keys = [DataKey(WHOLE, 1, 1, n, 1, 3), DataKey(WHOLE, 1, n, 1, 1, 0), DataKey(WHOLE, 1, 1, 1, 1, 0)]
+    sharded, replicated, alone = data_rows(graph, decisions, keys, MACHINE, framework)[:, BLOCK]
+    assert [each.name for each in Data] == ["GATHER", "REDUCE", "ACCUMULATE"]
+
+    def ring_s(kind: CollectiveName, num_bytes: float, passes: int) -> float:
+        rate = tier.collectives.get(kind)
+        latency = (rate or tier).latency_s.value
+        general = tier.efficiency if kind != "all_reduce" else tier.all_reduce_efficiency or tier.efficiency
+        efficiency = (rate.efficiency if rate else general).value
+        bus = tier.bandwidth_bytes_per_s.value * efficiency * tier.links_per_node / CLUSTER.profile.node.num_devices
+        moved = num_bytes / recipe.data_parallel_rate.value
+        return device.kernel_launch_s.value + passes * ((n - 1) * latency + (n - 1) / n * moved / bus)
+
+    reduced = elements * recipe.state.reduction_bytes.value
+    assert sharded[0] == pytest.approx(ring_s("all_gather", elements * 2, 1), rel=1e-9)
+    assert sharded[1] == pytest.approx(ring_s("reduce_scatter", reduced, 1), rel=1e-9)
+    assert replicated[0] == 0.0
+    assert replicated[1] == pytest.approx(ring_s("all_reduce", reduced, 2), rel=1e-9)
+    assert alone[:2].tolist() == [0.0, 0.0]
+    bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
+    added = elements * recipe.accumulation_bytes.value / bandwidth
+    assert [row[2] for row in (sharded, replicated, alone)] == pytest.approx([added] * 3, rel=1e-12)
+
+
+def test_rows_stand_where_their_keys_do() -> None:
+    """Many keys at once give what each gives alone."""
+    model, seq_len = "mixtral-8x7b", 1024
+    splits = (WHOLE, TensorSplit(2, True))
+    decisions = {split: decision_of(model, seq_len, split) for split in splits}
+    graph, framework = graph_of(model, seq_len), framework_of()
+    keys = [WorkKey(split, ep, cp, mb) for mb in (3, 1) for cp in (2, 1) for ep in (8, 1) for split in splits]
+    together = work_rows(graph, decisions, keys, MACHINE, framework)
+    for row, key in enumerate(keys):
+        alone = work_rows(graph, decisions, [key], MACHINE, framework)
+        np.testing.assert_allclose(together.time_s[row], alone.time_s[0], rtol=1e-12)
+        np.testing.assert_allclose(together.num_bytes[row], alone.num_bytes[0], rtol=1e-12)
+    states = [DataKey(split, ep, 1, 8, 1, zero) for zero in (3, 1) for ep in (8, 1) for split in splits]
+    many = data_rows(graph, decisions, states, MACHINE, framework)
+    for row, key in enumerate(states):
+        np.testing.assert_allclose(many[row], data_rows(graph, decisions, [key], MACHINE, framework)[0], rtol=1e-12)
