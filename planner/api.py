@@ -16,6 +16,7 @@ from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph, OpClass
+from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Offload, Optimizer, Placement, Precision, Preference
@@ -25,7 +26,6 @@ from planner.pricing.offloading import unpriced_offload
 from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, ShardKey, build_table, shard_units
-from planner.pricing.unit_costs import mixes_positions_outside_attention
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.solver import decode, existing
 from planner.solver.base import StageSolver

@@ -7,33 +7,22 @@ A multiply-add counts as 2 FLOPs and attention counts without regard to a mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from planner.operators.call import AttributeValue
+from planner.operators.op_class import OpClass
 
 if TYPE_CHECKING:
     import networkx as nx
 
 SCHEMA_VERSION = 1
 
-AttributeValue = bool | int | float | str | None | tuple[int | None, ...]
-
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class OpClass(StrEnum):
-    """Operators that share an efficiency; the same names as ``costmodels.workload.OpClass``."""
-
-    GEMM = "gemm"
-    GROUPED_GEMM = "grouped_gemm"
-    ATTENTION = "attention"
-    CONVOLUTION = "convolution"
-    MEMORY_BOUND = "memory_bound"
-    VIEW = "view"  # moves no bytes: reshapes, slices, tuple elements
 
 
 class Parameter(_Value):
@@ -120,12 +109,6 @@ class CutPoint(_Value):
     node: int  # the last before the cut
     tensors: tuple[int, ...]  # node ids
     num_bytes: int
-
-
-def op_name(op: str) -> str:
-    """``aten.linear.default`` -> ``linear``."""
-    parts = op.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
 
 
 class ModelGraph(_Value):

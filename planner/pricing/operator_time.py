@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
 from costmodels.compute import op_time_s
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
@@ -11,6 +10,7 @@ from costmodels.workload import OpClass as PricedClass
 from costmodels.workload import OpWorkload
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph, Node, OpClass
+from planner.graph.node_operators import is_norm, num_scores
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,6 @@ def node_time_s(node: Node, target: PricingTarget, *, fraction: float, scale: fl
     num_kernels = 2 if is_product else 1  # input gradient and weight gradient
     workload = OpWorkload(PricedClass(node.op_class.value), flops / rate / num_kernels, num_bytes / num_kernels)
     return num_kernels * op_time_s(workload, device, precision)
-
-
-def is_norm(node: Node) -> bool:
-    """Whether the operator is a layer norm or an RMS norm."""
-    return "rms_norm" in node.op or "layer_norm" in node.op
-
-
-def num_scores(node: Node, graph: ModelGraph) -> float:
-    """Elements of the score matrix of an attention operator: batch · heads · queries · keys."""
-    keys = next((graph.nodes[o].shape[-2] for o in node.operands[1:2] if isinstance(o, int)), node.shape[-2])
-    return prod(node.shape[:-1]) * keys
 
 
 def kernels_issued(node: Node, target: PricingTarget, *, backward: bool) -> int:

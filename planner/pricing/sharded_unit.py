@@ -14,12 +14,13 @@ from math import prod
 
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
-from planner.graph.model_graph import Node, OpClass, Unit, op_name
-from planner.graph.op_call import FLOATING, ITEM_BYTES
+from planner.graph.model_graph import Node, OpClass, Unit
+from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
+from planner.operators.call import FLOATING, ITEM_BYTES
+from planner.operators.placement_rules import OpStrategy
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.pricing.operator_time import PricingTarget, node_time_s
 from planner.problems import PlacementProblem, PlacementSolution
-from planner.space.op_rules import OpStrategy, has_rule, is_view, strategies
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class PlacementModel:
         states: list[_State] = []
         for rule in self._allowed_rules(node):
             rule_terms = self._parameter_gradient_terms(node, rule)
-            if is_view(node) and self._has_gradient(node) and rule.is_replicated:  # partial gradients pass through
+            # Partial gradients pass through a view.
+            if node.op_class is OpClass.VIEW and self._has_gradient(node) and rule.is_replicated:
                 through = (True,) * len(rule.operands)
                 states.append(_State(rule.operands, through, rule.output, rule.output, True, 1.0, rule_terms))
             for placement in self._redistributions(node, rule.output):
@@ -332,9 +334,9 @@ class PlacementModel:
     def _would_redistribute(self, source_id: int, target: Node, position: int, states: tuple[_State, _State]) -> bool:
         """Whether DTensor brings this operand from where the first state leaves it to where the second wants it."""
         before, state = states
-        if not has_rule(target):
+        if not has_placement_rule(target):
             return True  # gathered for an operator without a rule
-        if is_view(target) and op_name(target.op) not in {"split", "chunk", "unbind", "split_with_sizes"}:
+        if not is_redistributed(target):
             return False
         if not isinstance(state.operands[position], Shard):
             return not self._works_where_it_lies(target, position, before.placement)

@@ -8,7 +8,7 @@ from functools import cached_property
 from costmodels.communication import collective_time_s
 from costmodels.workload import Collective, CollectiveKind, GroupPlacement
 from planner.graph.experts import expert_parameters
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.pricing.expert_parallel import exchange
 from planner.pricing.operator_time import PricingTarget, kernels_issued, node_time_s
@@ -234,9 +234,3 @@ def _context_parallel_s(
             gather_s += collective_time_s(Collective(CollectiveKind.ALL_GATHER, size, group), target.cluster)
             reduce_s += collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, size, group), target.cluster)
     return gather_s, gather_s + reduce_s
-
-
-def mixes_positions_outside_attention(graph: ModelGraph) -> bool:
-    """Whether an operator besides attention looks along the sequence, so that the sequence cannot be split."""
-    mixing = {"conv1d", "conv2d", "conv3d", "convolution", "cumsum", "fft_rfft", "flip", "roll", "scan"}
-    return any(op_name(n.op) in mixing and n.batch_dependent and is_floating(n) for n in graph.nodes)

@@ -10,25 +10,28 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 
-from planner.graph.model_graph import Node, OpClass, Unit, op_name
-from planner.graph.op_call import ITEM_BYTES
+from planner.graph.model_graph import Node, OpClass, Unit
+from planner.graph.node_operators import (
+    is_cast,
+    is_kept_by_selective_recomputation,
+    is_loss,
+    is_norm,
+    num_scores,
+    runs_in_eight_bits,
+)
+from planner.operators.call import ITEM_BYTES
 from planner.parallelism import Recompute, Shard
-from planner.pricing.operator_time import PricingTarget, is_norm, num_scores
+from planner.pricing.operator_time import PricingTarget
 from planner.pricing.sharded_unit import ShardedUnit, is_floating, tensor_bytes
 from planner.pricing.split_backward import is_deferred
 
-_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
-# Precisions and products of Transformer Engine.
+# Precisions of Transformer Engine.
 EIGHT_BIT = {"fp8"}
-EIGHT_BIT_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM}
-# Operators that turn logits into a loss, and those that only change a tensor's dtype.
-LOSSES = {"cross_entropy_loss"}
-CASTS = {"to", "_to_copy", "float"}
 
 
 def kept_products(nodes: list[Node], target: PricingTarget) -> list[Node]:
     """Operators whose outputs selective recomputation keeps."""
-    products = [n for n in nodes if n.op_class in _PRODUCTS]
+    products = [n for n in nodes if is_kept_by_selective_recomputation(n)]
     if target.recipe.selective == "alternate_products":
         attention = [n for n in products if n.op_class is OpClass.ATTENTION]
         return attention + [n for n in products if n.op_class is not OpClass.ATTENTION][::2]
@@ -45,7 +48,7 @@ class UnitMemory:
         splits_sequence = any(sharded.placements.get(i) == Shard(1) for i in unit.boundary)
         self._splits_sequence = splits_sequence
         self._keeps_split = target.recipe.gathers_inputs_again and splits_sequence
-        self._loss = next((n for n in self._nodes() if op_name(n.op) in LOSSES), None)
+        self._loss = next((n for n in self._nodes() if is_loss(n)), None)
         self._kept: dict[Recompute, float] = {}
 
     def local_bytes(self, node: Node) -> float:
@@ -137,7 +140,7 @@ class UnitMemory:
         """The loss and the casts and views before it: the recipe's facts count their gradients."""
         found: set[int] = set()
         node = self._loss
-        while node is not None and (node is self._loss or node.op_class is OpClass.VIEW or op_name(node.op) in CASTS):
+        while node is not None and (node is self._loss or node.op_class is OpClass.VIEW or is_cast(node)):
             found.add(node.id)
             node = next((self._graph.nodes[o] for o in node.operands if isinstance(o, int)), None)
         return found
@@ -190,7 +193,7 @@ class UnitMemory:
         """For each storage that is saved: whether products save it, and whether other operators do."""
         found: dict[int, tuple[bool, bool]] = {}
         for node in self._nodes():
-            is_product = node.op_class in EIGHT_BIT_PRODUCTS
+            is_product = runs_in_eight_bits(node)
             for storage in self._saved_by([node]):
                 by_products, by_others = found.get(storage, (False, False))
                 found[storage] = (by_products or is_product, by_others or not is_product)

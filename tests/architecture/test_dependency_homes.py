@@ -77,6 +77,7 @@ def test_every_third_party_import_is_declared() -> None:
         "planner.parallelism",
         "planner.plan.schema",
         "planner.graph.model_graph",
+        "planner.operators.work",
         "costmodels.compute",
         "costmodels.communication",
         "costmodels.memory",

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.parallelism import Recompute
 from planner.pricing.sharded_unit import PricingTarget
 from planner.pricing.table_builder import representatives, shard_units
@@ -12,7 +13,6 @@ from planner.pricing.unit_costs import (
     UnitStates,
     UnitWork,
     batch_scale,
-    mixes_positions_outside_attention,
     unit_states,
 )
 from planner.solver.cp_sat import CpSatSolver
