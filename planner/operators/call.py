@@ -54,7 +54,6 @@ class OpCall:
     output: TensorValue
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict[str, AttributeValue])
     output_bytes: int = 0  # of all outputs
-    overload: str = "default"
 
     @property
     def operands(self) -> tuple[TensorValue, ...]:
