@@ -15,6 +15,11 @@ class OpClass(StrEnum):
     MEMORY_BOUND = "memory_bound"
     VIEW = "view"  # moves no bytes: reshapes, slices, tuple elements; no profile has an efficiency for it
 
+    @property
+    def is_product(self) -> bool:
+        """Whether its time is that of multiplications."""
+        return self not in (OpClass.MEMORY_BOUND, OpClass.VIEW)
+
 
 class CollectiveKind(StrEnum):
     """Communication operators."""

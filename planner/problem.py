@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
-from planner.axes.context import mixes_positions_outside_attention
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph, OpClass
+from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.parallelism import Placement, Preference

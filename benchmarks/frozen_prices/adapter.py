@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from costmodels.recipe import attention_kernel, load_recipe
-from planner.api import Problem, check_offload, limits_of, load_cluster, load_graph, shard_for_degrees
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.axes.unlike_devices import over_groups
+from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins, Training
-from planner.parallelism import MeshShape, Offload, Optimizer, Precision, Preference, Recompute, ScheduleName
-from planner.pricing.operator_time import PricingTarget
-from planner.pricing.point import Point, Priced
-from planner.pricing.table_builder import build_table, shard_units
+from planner.parallelism import Offload, Optimizer, Precision, Preference, Recompute
+from planner.pricing.placements import decide
+from planner.pricing.table_builder import build_table
+from planner.pricing.target import PricingTarget
+from planner.problem import Problem, decided, decided_for_degrees, limits_of
 from planner.problems import PlacementProblem, PlacementSolution
+from planner.request import check_offload, load_cluster, load_graph
 from planner.solver.bounds import bounds
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
-from planner.solver.search import search
-from planner.space.device_groups import over_groups
 from planner.space.search_space import build_space
+from planner.table.keys import TensorSplit
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +50,13 @@ def _target(setting: Json) -> tuple[PricingTarget, Training]:
     return PricingTarget(graph, cluster, precision.value, recipe, kernel, once), training
 
 
-def _choice(layout: Json) -> Layout:
-    mesh = MeshShape(**{name: layout[name] for name in asdict(MeshShape())})
+def _chosen(layout: Json) -> Layout:
+    mesh = Mesh(**{name: layout[name] for name in asdict(Mesh())})
     return Layout(mesh, *(ENUMS.get(n, lambda value: value)(layout[n]) for n in Layout._fields if n != "mesh"))
 
 
-def _layout(choice: Layout) -> Json:
-    return {**asdict(choice.mesh), **choice._asdict(), "groups": list(choice.groups)} | {"mesh": None}
+def _layout(chosen: Layout) -> Json:
+    return {**asdict(chosen.mesh), **chosen._asdict(), "groups": list(chosen.groups)} | {"mesh": None}
 
 
 def _pins(pins: Json) -> Pins:
@@ -64,17 +68,17 @@ class Space:
 
     def __init__(self, setting: Json) -> None:
         self._target, self._training = _target(setting)
-        shardings = shard_for_degrees(self._target, Pins(), {}, CpSatSolver())
-        self._limits = limits_of(self._target.graph, self._target.cluster, shardings)
+        decisions = decided_for_degrees(self._target, Pins(), CpSatSolver())
+        self._limits = limits_of(self._target.graph, self._target.cluster, decisions)
 
     def with_pins(self, pins: Json) -> tuple[int, Callable[[int], Json]]:
         """How many layouts the pins leave, and each by its number; planner.errors.PlannerError where none."""
         fixed, cluster = _pins(pins), self._target.cluster
         check_offload(cluster, fixed.offload)
-        choices = build_space(self._training, fixed, self._limits).choices
+        layouts = build_space(self._training, fixed, self._limits).layouts
         if cluster.mixed is not None:
-            choices = Columns.joined([choices, over_groups(choices, cluster.mixed.groups)])
-        return len(choices), lambda index: _layout(choices[index])
+            layouts = Columns.joined([layouts, over_groups(layouts, cluster.mixed.groups)])
+        return len(layouts), lambda index: _layout(layouts[index])
 
 
 class Table:
@@ -82,25 +86,25 @@ class Table:
 
     def __init__(self, setting: Json, layouts: Sequence[Json]) -> None:
         target, training = _target(setting)
-        self._choices, solve = [_choice(layout) for layout in layouts], CpSatSolver().solve_placement
-        keys = sorted({(choice.mesh.tp, choice.sequence_parallel) for choice in self._choices})
-        found = {key: shard_units(target, key, {}, solve) for key in keys}
-        shardings = {key: sharding for key, sharding in found.items() if sharding is not None}
-        self._table = build_table(target, training, shardings, self._choices)
-        self._points = [Point(self._table, choice) for choice in self._choices]
+        self._layouts, solver = [_chosen(layout) for layout in layouts], CpSatSolver()
+        splits = Columns.of(Layout, self._layouts).by(TensorSplit)[0]
+        found = {split: decided(target, split, {}, solver) for split in splits}
+        decisions = {split: decision for split, decision in found.items() if decision is not None}
+        self._table = build_table(target, training, decisions, self._layouts)
+        self._evaluators = [Evaluator(self._table, layout) for layout in self._layouts]
         self.is_block = list(self._table.units.is_block)
 
     def bounds(self) -> list[Json]:
         """Lower bounds of every layout."""
-        found = asdict(bounds(self._table, self._choices))
-        return [{name: float(array[i]) for name, array in found.items()} for i in range(len(self._choices))]
+        found = asdict(bounds(self._table, self._layouts))
+        return [{name: float(array[i]) for name, array in found.items()} for i in range(len(self._layouts))]
 
     def cuts(self, index: int) -> Json:
         """How a layout is cut: as the recipe's framework does, and by the solver where it is cut freely."""
-        point = self._points[index]
-        cuts: Json = {"framework": list(point.starts()), "even": list(point.even_starts())}
-        if point.choice.mesh.pp > 1 and point.choice.schedule.is_cut_freely:
-            solution = DynamicProgramSolver().solve_stages(point.stage_problem())
+        evaluator = self._evaluators[index]
+        cuts: Json = {"framework": list(evaluator.starts()), "even": list(evaluator.even_starts())}
+        if evaluator.layout.mesh.pp > 1 and evaluator.layout.schedule.rules.has_one_stage:
+            solution = DynamicProgramSolver().solve_stages(evaluator.stage_problem())
             cuts["solver"] = (
                 None if solution is None else {"starts": list(solution.starts), "bound_s": solution.bound_s}
             )
@@ -108,7 +112,7 @@ class Table:
 
     def price(self, index: int, starts: Sequence[int]) -> Json:
         """Everything that a layout with its cut costs."""
-        steady, exact = (self._points[index].price(tuple(starts), exact=exact) for exact in (False, True))
+        steady, exact = (self._evaluators[index].evaluate(tuple(starts), exact=exact) for exact in (False, True))
         memory: Json = {}
         for phase, ledger in steady.memory[0].phases:
             held = [rank.ledger(phase) for rank in steady.memory]
@@ -119,8 +123,8 @@ class Table:
         }  # fmt: skip
 
 
-def _times(priced: Priced) -> Json:
-    return {"step_time_s": float(priced.step_time_s), **{k: float(v) for k, v in asdict(priced.breakdown).items()}}
+def _times(found: Evaluated) -> Json:
+    return {"step_time_s": float(found.step_time_s), **{term.value: float(v) for term, v in found.breakdown.items()}}
 
 
 def placements(setting: Json, tp: int, sequence_parallel: bool) -> list[Json]:
@@ -132,28 +136,32 @@ def placements(setting: Json, tp: int, sequence_parallel: bool) -> list[Json]:
         seen.append((problem, CpSatSolver().solve_placement(problem)))
         return seen[-1][1]
 
-    units = shard_units(target, (tp, sequence_parallel), {}, solve) or ()
-    placed = [{n: {str(k): str(v) for k, v in getattr(unit, n).items()} for n in PLACED} for unit in reversed(units)]
+    split = TensorSplit(tp, sequence_parallel)
+    units = decide(target.graph, split, {}, target.machine, target.framework, solve) or ()
+    placed = [
+        {n: {str(k): str(v) for k, v in getattr(unit, field).items()} for n, field in PLACED.items()}
+        for unit in reversed(units)
+    ]
     programs = [{"problem": asdict(p), "solution": None if s is None else asdict(s)} for p, s in seen]
     return [{**program, "placed": placed[i] if i < len(placed) else None} for i, program in enumerate(programs)]
 
 
-PLACED = ("placements", "parameters", "module_outputs", "fractions")
+PLACED = {name: name for name in ("placements", "parameters", "module_outputs")} | {"fractions": "shares"}
 
 
 def searched(setting: Json, pins: Json) -> Json:
     """A whole search as ``planner search`` makes it, and its processor seconds."""
     target, training = _target(setting)
     began = time.process_time()
-    problem = Problem.build(target.graph, target.cluster, training, _pins(pins))
-    outcome = search(problem.table, problem.space.choices, problem.solver)
+    problem = Problem.build(target, training, _pins(pins))
+    outcome = problem.solved(time_limit_s=None, progress=None)
     best, preferred = outcome.best, None
     if best is not None:
-        baseline = search(problem.table, problem.baseline_choices, problem.solver)
+        baseline = problem.solved_baseline()
         preferred = problem.preferred(outcome, baseline, Preference.SIMPLE).best
     return {
-        "fastest": best and {"layout": _layout(best.choice), "starts": list(best.starts), **_times(best)},
-        "preferred": preferred and {"layout": _layout(preferred.choice), "step_time_s": preferred.step_time_s},
+        "fastest": best and {"layout": _layout(best.layout), "starts": list(best.starts), **_times(best)},
+        "preferred": preferred and {"layout": _layout(preferred.layout), "step_time_s": preferred.step_time_s},
         "bound_s": outcome.bound_s, "status": "OPTIMAL" if outcome.is_exhausted else "FEASIBLE",
         "num_candidates": outcome.num_candidates, "num_visited": outcome.num_visited,
         "cpu_s": time.process_time() - began,

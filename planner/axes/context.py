@@ -17,13 +17,9 @@ from planner.axes.base import Asked, Axis, Executed, divisors, pinned_degrees, u
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Kernel, RankWork, Role
 from planner.axes.placement import UnitPlacement
-from planner.axes.traced import is_floating
-from planner.graph.model_graph import ModelGraph, op_name
 from planner.table.keys import WorkKey
 
 MAX_CONTEXT_PARALLEL = 64
-# Operators besides attention that look along the sequence.
-MIXING = frozenset("conv1d conv2d conv3d convolution cumsum fft_rfft flip roll scan".split())
 
 
 class ContextKey(NamedTuple):
@@ -87,11 +83,6 @@ class ContextAxis(Axis[ContextKey]):
 
 
 CONTEXT = ContextAxis()
-
-
-def mixes_positions_outside_attention(graph: ModelGraph) -> bool:
-    """Whether an operator besides attention looks along the sequence, so that the sequence cannot be split."""
-    return any(op_name(n.op) in MIXING and n.batch_dependent and is_floating(n) for n in graph.nodes)
 
 
 def _gathered(kernel: Kernel, group: GroupPlacement) -> list[Collective]:

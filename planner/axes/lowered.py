@@ -68,6 +68,8 @@ class Kernel:
     operator: str
     op_class: OpClass
     is_view: bool  # launches nothing and moves nothing, as a rule
+    is_kept_product: bool  # selective recomputation keeps its output
+    is_eight_bit: bool  # where the precision has 8 bits
     forward: Work
     backward: Work
     weight_gradient_flops: float  # part of the backward pass
@@ -87,6 +89,8 @@ class Kernel:
             self.operator,
             self.op_class,
             self.is_view,
+            self.is_kept_product,
+            self.is_eight_bit,
             self.forward.times(share),
             self.backward.times(share),
             self.weight_gradient_flops * share,

@@ -18,11 +18,12 @@ from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
 from planner.axes.traced import is_floating, kernel_of, tensors_of
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
-from planner.graph.op_call import ITEM_BYTES
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
+from planner.operators.call import ITEM_BYTES
+from planner.operators.placement_rules import OpStrategy
 from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.problems import PlacementSolution
-from planner.space.op_rules import OpStrategy, has_rule, is_view, strategies
 from planner.table.keys import TensorSplit
 
 Collectives = tuple[Collective, ...]
@@ -206,7 +207,7 @@ class _Ways:
         of_rule = self._of_parameters(node, rule)
         share = rule.compute_fraction
         found: list[Alternative] = []
-        if is_view(node) and has_gradient and rule.is_replicated:  # partial gradients pass through
+        if node.op_class is OpClass.VIEW and has_gradient and rule.is_replicated:  # partial gradients pass through
             through = (True,) * len(rule.operands)
             found.append(Alternative(kernel, of_rule, rule.operands, through, rule.output, rule.output, True, share))
         for placement in self._redistributions(node, rule.output):
@@ -379,9 +380,9 @@ class _Feeding:
     def _is_redistributed(self, before: Alternative, after: Alternative) -> bool:
         """Whether DTensor brings the operand from where one alternative leaves it to where the other wants it."""
         user, node = self.user, self.node
-        if not has_rule(user):
+        if not has_placement_rule(user):
             return True  # gathered for an operator without a rule
-        if is_view(user) and op_name(user.op) not in {"split", "chunk", "unbind", "split_with_sizes"}:
+        if not is_redistributed(user):
             return False
         if not isinstance(after.operands[self.position], Shard):
             return not self._works_where_it_lies(before.placement)

@@ -17,8 +17,6 @@ from planner.axes.placement import UnitPlacement
 from planner.parallelism import Recompute
 from planner.table.keys import WorkKey
 
-_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION}
-
 
 class RecomputeAxis(Axis[tuple[()]]):
     """Activation checkpointing of blocks."""
@@ -70,7 +68,7 @@ def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputat
 
 def _kept_products(unit: RankUnit, selective: str) -> list[Kernel]:
     """Operators whose outputs selective recomputation keeps."""
-    products = [kernel for kernel in unit.kernels if kernel.op_class in _PRODUCTS]
+    products = [kernel for kernel in unit.kernels if kernel.is_kept_product]
     if selective != "alternate_products":
         return products
     attention = [kernel for kernel in products if kernel.op_class is OpClass.ATTENTION]

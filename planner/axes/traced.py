@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from costmodels.vocabulary.workload import OpClass as PricedClass
 from planner.axes.lowered import (
     ExpertRows,
     Kernel,
@@ -19,12 +18,17 @@ from planner.axes.lowered import (
     Work,
 )
 from planner.graph.experts import expert_parameters, expert_work
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
-from planner.graph.op_call import FLOATING, ITEM_BYTES
-
-# Operators that turn logits into a loss, and those that only change a tensor's dtype.
-LOSSES = {"cross_entropy_loss"}
-CASTS = {"to", "_to_copy", "float"}
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.graph.node_operators import (
+    is_cast,
+    is_kept_by_selective_recomputation,
+    is_loss,
+    is_norm,
+    num_scores,
+    runs_in_eight_bits,
+)
+from planner.operators.call import FLOATING, ITEM_BYTES
+from planner.operators.registry import op_name
 
 
 def representatives(graph: ModelGraph) -> list[Unit]:
@@ -96,13 +100,15 @@ def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
     return Kernel(
         id=node.id,
         operator=op_name(node.op),
-        op_class=PricedClass.MEMORY_BOUND if is_view else PricedClass(node.op_class.value),
+        op_class=OpClass.MEMORY_BOUND if is_view else node.op_class,
         is_view=is_view,
+        is_kept_product=is_kept_by_selective_recomputation(node),
+        is_eight_bit=runs_in_eight_bits(node),
         forward=_of_sequence(forward, per_sequence),
         backward=_of_sequence(backward, per_sequence),
         weight_gradient_flops=node.weight_gradient_flops * per_sequence,
-        scores=_num_scores(node, graph) * per_sequence if is_attention else 0.0,
-        norm_elements=prod(node.shape) * per_sequence if _is_norm(node) else 0.0,
+        scores=num_scores(node, graph) * per_sequence if is_attention else 0.0,
+        norm_elements=prod(node.shape) * per_sequence if is_norm(node) else 0.0,
         inputs=tuple(o for o in node.operands if isinstance(o, int)),
         keys_and_values=tuple(o for o in node.operands[1:3] if isinstance(o, int)) if is_attention else (),
         storage=node.storage,
@@ -137,25 +143,14 @@ def _of_sequence(work: Work, per_sequence: float) -> Work:
     return Work(work.flops * per_sequence, work.moved_bytes * per_sequence, work.weight_bytes, work.launches)
 
 
-def _is_norm(node: Node) -> bool:
-    """Whether the operator is a layer norm or an RMS norm."""
-    return "rms_norm" in node.op or "layer_norm" in node.op
-
-
-def _num_scores(node: Node, graph: ModelGraph) -> float:
-    """Elements of the score matrix of an attention operator: batch · heads · queries · keys."""
-    keys = next((graph.nodes[o].shape[-2] for o in node.operands[1:2] if isinstance(o, int)), node.shape[-2])
-    return prod(node.shape[:-1]) * keys
-
-
 def _loss(graph: ModelGraph, nodes: list[Node]) -> Loss | None:
     """The loss, and the casts and views before it: a framework's facts count their gradients as the logits'."""
-    loss = next((node for node in nodes if op_name(node.op) in LOSSES), None)
+    loss = next((node for node in nodes if is_loss(node)), None)
     if loss is None:
         return None
     copies: set[int] = set()
     node: Node | None = loss
-    while node is not None and (node is loss or node.op_class is OpClass.VIEW or op_name(node.op) in CASTS):
+    while node is not None and (node is loss or node.op_class is OpClass.VIEW or is_cast(node)):
         copies.add(node.id)
         node = next((graph.nodes[o] for o in node.operands if isinstance(o, int)), None)
     logits = next(o for o in loss.operands if isinstance(o, int))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 from costmodels.ledger import StateBytes
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from planner.layout.columns import Array
@@ -9,7 +11,15 @@ from planner.layout.layout import Layout
 from planner.table.cost_table import KindOfElement
 
 
-def held_elements(elements: float, experts: float, ep: int) -> float:
+@overload
+def held_elements(elements: float, experts: float, ep: int) -> float: ...
+
+
+@overload
+def held_elements(elements: Array, experts: Array, ep: Array) -> Array: ...
+
+
+def held_elements(elements: float | Array, experts: float | Array, ep: int | Array) -> float | Array:
     """Of ``elements`` with all ``experts`` among them, those that one of ``ep`` ranks works with."""
     return elements - experts * (1 - 1 / ep)
 

@@ -18,31 +18,12 @@ from torch.utils.checkpoint import (
 )
 
 from planner.errors import PlanError
+from planner.operators.registry import kept_by_selective_recomputation
 from planner.parallelism import Recompute
 from planner.plan.schema import RecomputeRule
 
-_aten = torch.ops.aten
-_collective = torch.ops._c10d_functional
-
-KEPT_OPERATORS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.linear.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-        _collective.all_reduce.default,
-        _collective.all_gather_into_tensor.default,
-        _collective.reduce_scatter_tensor.default,
-        _collective.all_to_all_single.default,
-    }
-)
-"""What SELECTIVE keeps: outputs of matrix products, of fused attention, and of explicit collectives."""
+KEPT = kept_by_selective_recomputation()
+"""What SELECTIVE keeps: outputs of products (of matrices, groups of rows, convolutions, attention) and collectives."""
 
 
 def apply_recompute(module: nn.Module, rules: Sequence[RecomputeRule]) -> None:
@@ -82,4 +63,5 @@ def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 def _policy(
     context: SelectiveCheckpointContext, operator: OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    name, _, _ = str(operator).rpartition(".")  # aten.mm of aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

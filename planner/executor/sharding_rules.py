@@ -13,6 +13,9 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from planner.operators.record import Trait
+from planner.operators.registry import names_with
+
 _aten = torch.ops.aten
 _Rule = tuple[list[Placement | None], list[Placement | None]]
 
@@ -28,8 +31,8 @@ def register_sharding_rules() -> None:
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_cpu_attention_backward)
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
-    for operator in (_aten.nonzero.default, _aten._unique2.default, _aten.bincount.default):
-        handlers[operator] = _computed_whole
+    for name in names_with(Trait.SIZE_BY_VALUES):
+        handlers[getattr(_aten, name).default] = _computed_whole
 
 
 def _computed_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

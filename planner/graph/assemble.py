@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.graph.model_graph import CutPoint, ModelGraph, Node, Parameter, Unit
-from planner.graph.op_call import TensorValue
 from planner.graph.units import find_units
+from planner.operators.call import TensorValue
 
 
 @dataclass(frozen=True)

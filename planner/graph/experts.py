@@ -11,13 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit, op_name
-
-# Operators that give rows another order or number: what lies behind them is no expert's work any more.
-ROW_MOVES = frozenset(
-    {"index", "index_select", "gather", "take_along_dim", "index_add", "index_put", "index_copy", "scatter",
-     "scatter_add", "scatter_reduce", "masked_scatter", "repeat_interleave"}
-)  # fmt: skip
+from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
+from planner.operators.record import Trait
+from planner.operators.registry import operator_of
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,5 @@ def expert_work(graph: ModelGraph, unit: Unit) -> ExpertWork | None:
 
 def _keeps_rows(node: Node, num_rows: set[int]) -> bool:
     """Whether each row of the output is made of the same row of the input."""
-    name = op_name(node.op).rstrip("_")
-    is_rowwise = node.op_class in (OpClass.MEMORY_BOUND, OpClass.VIEW) and name not in ROW_MOVES
+    is_rowwise = not node.op_class.is_product and not operator_of(node.op).has(Trait.MOVES_ROWS)
     return is_rowwise and bool(node.shape) and node.shape[0] in num_rows

@@ -82,6 +82,7 @@ def _code_digest() -> str:
         folder / "model_file.py",
         *sorted((folder / "graph").rglob("*.py")),
         *sorted((folder / "models").rglob("*.py")),
+        *sorted((folder / "operators").rglob("*.py")),
     ]
     return digest_of(*(part for file in files for part in (file.name, file.read_bytes())))
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardware_profiles.vocabulary import OpClass
-
-if TYPE_CHECKING:
-    import networkx as nx
+from planner.operators.call import AttributeValue
 
 SCHEMA_VERSION = 1
-
-AttributeValue = bool | int | float | str | None | tuple[int | None, ...]
 
 
 class _Value(BaseModel):
@@ -112,12 +108,6 @@ class CutPoint(_Value):
     num_bytes: int
 
 
-def op_name(op: str) -> str:
-    """``aten.linear.default`` -> ``linear``."""
-    parts = op.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
 class ModelGraph(_Value):
     """The operator DAG of a model with its loss. Key names are the contract of graph.json."""
 
@@ -146,12 +136,3 @@ class ModelGraph(_Value):
     def parameter_of(self) -> Mapping[str, Parameter]:
         """Each parameter under every FQN that it has."""
         return {name: p for p in self.parameters for name in p.names}
-
-    def to_networkx(self) -> nx.DiGraph[int]:
-        """The DAG with each node's value under ``"node"``."""
-        import networkx as nx  # here: a command that reads a graph from the cache takes a quarter less time without it
-
-        graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from((node.id, {"node": node}) for node in self.nodes)
-        graph.add_edges_from(self.edges)
-        return graph

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 
 from costmodels.vocabulary.terms import Holding, Pass
-from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, Recomputation, Tensor
 from planner.layout.columns import Array
@@ -24,7 +23,6 @@ from planner.pricing.split_work import is_deferred
 
 # Precisions and products of Transformer Engine.
 EIGHT_BIT = {"fp8"}
-EIGHT_BIT_PRODUCTS = {OpClass.GEMM, OpClass.GROUPED_GEMM}
 # Kernels that the CUDA driver queues before a launch blocks: no farther can the host be ahead of the device.
 LAUNCH_QUEUE = 1024
 
@@ -149,7 +147,7 @@ class _Held:
         """For each tensor that is saved: whether products save it, and whether other operators do."""
         found: dict[int, tuple[bool, bool]] = {}
         for kernel in self._unit.kernels:
-            is_product = kernel.op_class in EIGHT_BIT_PRODUCTS
+            is_product = kernel.is_eight_bit
             for tensor in kernel.saves:
                 by_products, by_others = found.get(tensor, (False, False))
                 found[tensor] = (by_products or is_product, by_others or not is_product)

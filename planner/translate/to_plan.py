@@ -201,7 +201,7 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         memory_capacities_bytes=tuple(map(round, found.capacity_bytes)) if found.layout.groups else (),
         memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in found.ledgers),
         memory_phases_bytes=tuple(
-            {phase.value: term_bytes(ledger) for phase, ledger in rank.phases} for rank in found.memory
+            {phase: term_bytes(ledger) for phase, ledger in rank.phases} for rank in found.memory
         ),
         memory_term_tags={name: name.provenance for ledger in found.ledgers for name in term_bytes(ledger)},
         host_memory_bytes={

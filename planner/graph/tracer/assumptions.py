@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.graph.tracer.failure import TraceStoppedError
 from planner.graph.tracer.frames import user_frame, user_place
-from planner.graph.tracer.fx_reading import SCALARS, base_of
+from planner.graph.tracer.fx_reading import asks_for_value, base_overload_name, operator_behind
+from planner.operators.record import Trait
 
 MAX_FOLLOWED = 2**20  # elements: larger tensors have no values here, but for what is chosen by value
 MAX_ANSWERS = 1024  # to one call of a function: more than a layer's experts, fewer than a loop that never ends
@@ -40,12 +41,6 @@ MAX_GUESSES = 8  # lines whose other branch is tried
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _READS_VALUES = "its data is not allocated yet"  # what torch says of a kernel that looks at a tensor without values
-_CONDITIONS = frozenset(("is_nonzero", "equal"))
-_BY_SHAPE = frozenset(
-    ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-)  # their operand gives a shape, dtype and device alone
-_WITHOUT_VALUES = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "empty_permuted"))
-_CHOICES = frozenset(("topk", "argmax", "argmin", "sort", "argsort", "multinomial", "max", "min"))
 
 T = TypeVar("T")
 
@@ -127,10 +122,10 @@ class Assumptions:
         self._notes[f"{user_place()} {what}"] = None
 
     def _answer(self, overload: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        name = base_of(overload)
+        operator, name = operator_behind(overload), base_overload_name(overload)
         tensors = _tensors((args, kwargs))
-        if name in SCALARS:
-            return self._scalar(name, tensors)
+        if asks_for_value(operator):
+            return self._scalar(tensors, is_condition=operator.has(Trait.GIVES_CONDITION))
         if name == "masked_select":
             return self._index(tensors[0], tensors[1:])
         if name == "index" and isinstance(args[1], Sequence):
@@ -160,13 +155,13 @@ class Assumptions:
         self._known[id(stand_in)] = (stand_in, _Known(values))
         return stand_in
 
-    def _scalar(self, name: str, tensors: Sequence[torch.Tensor]) -> bool | int | float:
+    def _scalar(self, tensors: Sequence[torch.Tensor], *, is_condition: bool) -> bool | int | float:
         values = [value for tensor in tensors if (value := self.values_of(tensor)) is not None]
         if len(values) == len(tensors):
             with unset_fake_temporarily():
-                number = torch.equal(*values) if name == "equal" else values[0].item()
-            return bool(number) if name in _CONDITIONS else number
-        if name in _CONDITIONS or tensors[0].dtype is torch.bool:
+                number = values[0].item() if len(values) == 1 else torch.equal(*values)
+            return bool(number) if is_condition else number
+        if is_condition or tensors[0].dtype is torch.bool:
             return self._guess()
         self._note("reads a number from a tensor whose values are not known: taken as 1")
         return 1.0 if tensors[0].is_floating_point() else 1
@@ -201,11 +196,11 @@ class Assumptions:
         """Finds the values of ``result`` where those of the operands are known."""
         outputs = _tensors(result)
         tensors = _tensors((args, kwargs))
-        name = base_of(overload)
+        operator = operator_behind(overload)
         known = {id(tensor): self._look_up(tensor) for tensor in tensors}
         if not outputs or not _can_be_followed(overload, outputs):
             self._forget(overload, outputs)
-        elif all(known.values()) or name in _BY_SHAPE:
+        elif all(known.values()) or operator.has(Trait.SHAPE_ALONE):
             assumed = frozenset[str]().union(*(k.assumed for k in known.values() if k is not None))
 
             def real(leaf: object) -> object:
@@ -219,7 +214,7 @@ class Assumptions:
             values = _tensors(_run_for_real(overload, real_args, real_kwargs))
             for output, value in zip(outputs, values, strict=True):
                 self._known[id(output)] = (output, _Known(value, assumed))
-        elif name in _CHOICES:
+        elif operator.has(Trait.CHOOSES):
             arguments = dict(zip((a.name for a in overload._schema.arguments), args, strict=False)) | dict(kwargs)
             self._spread(str(overload), tensors[0], arguments.get("dim"), outputs)
         else:
@@ -319,7 +314,7 @@ def _evenly(output: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _can_be_followed(overload: OpOverload, outputs: Sequence[torch.Tensor]) -> bool:
-    if torch.Tag.nondeterministic_seeded in overload.tags or base_of(overload) in _WITHOUT_VALUES:
+    if torch.Tag.nondeterministic_seeded in overload.tags or operator_behind(overload).has(Trait.VALUES_UNSET):
         return False
     return sum(output.numel() for output in outputs) <= MAX_FOLLOWED
 

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from planner.graph.model_graph import AttributeValue
-from planner.graph.op_call import TensorValue
-
-# Operators that hand a tensor's values to Python.
-SCALARS = frozenset(("item", "_local_scalar_dense", "is_nonzero", "equal"))
+from planner.operators.call import AttributeValue, TensorValue
+from planner.operators.record import Operator, Trait
+from planner.operators.registry import base_of, operator_called
 
 
 class ValueDependentSizeError(ValueError):
@@ -72,24 +70,37 @@ def base_name(node: fx.Node) -> tuple[str, bool]:
     """``relu_`` as (``relu``, True): the operator's name and whether it writes to an operand."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return str(getattr(node.target, "__name__", node.target)), False
-    written, name = _own_name(node.target), base_of(node.target)
-    return name, name != written
+    name = base_overload_name(node.target)
+    return name, name != _own_name(node.target)
 
 
-def base_of(overload: torch._ops.OpOverload) -> str:
-    """``relu`` for ``aten.relu_.default``: the operator's name, whether it writes to an operand or not."""
-    name = _own_name(overload)
-    mutating = name.endswith("_") and not name.endswith("__") and name != "detach_"
-    return name[:-1] if mutating else name
+def operator_run_by(node: fx.Node) -> Operator:
+    """The record of the operator that the node runs."""
+    return operator_called(base_name(node)[0])
+
+
+def operator_behind(overload: torch._ops.OpOverload) -> Operator:
+    """The record of an overload."""
+    return operator_called(base_overload_name(overload))
+
+
+def base_overload_name(overload: torch._ops.OpOverload) -> str:
+    """``relu`` for ``aten.relu_.default``."""
+    return base_of(_own_name(overload))
 
 
 def _own_name(overload: torch._ops.OpOverload) -> str:
     return overload._schema.name.split("::")[-1]
 
 
+def asks_for_value(operator: Operator) -> bool:
+    """Whether the operator hands a tensor's value to Python."""
+    return operator.has(Trait.GIVES_NUMBER) or operator.has(Trait.GIVES_CONDITION)
+
+
 def past_same_shape(value: object) -> fx.Node | None:
     """The node behind ``value``, or behind the reshapes to its own shape that lie before it."""
-    while isinstance(value, fx.Node) and base_name(value)[0] in ("reshape", "view", "contiguous"):
+    while isinstance(value, fx.Node) and operator_run_by(value).has(Trait.KEEPS_ORDER):
         before = value.args[0]
         if not isinstance(before, fx.Node) or before.meta["val"].shape != value.meta["val"].shape:
             break

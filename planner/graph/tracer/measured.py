@@ -9,10 +9,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.graph.model_graph import OpClass
-from planner.graph.op_call import Saved, TensorValue
-from planner.graph.op_work import Products
 from planner.graph.tracer.fx_reading import named_arguments
+from planner.operators.call import Saved, TensorValue
+from planner.operators.product_rules import Products
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def _run(node: fx.Node, tensors: Mapping[str, TensorValue], inputs: Mapping[str,
     weights = [inputs[name] for name, t in tensors.items() if t.requires_grad and t.is_weight]
     backward = _gradient_flops(differentiable, [*others, *weights])
     flops = forward.get_total_flops()
-    op_class = OpClass.GEMM if flops else OpClass.MEMORY_BOUND
-    products = Products(op_class, flops, backward, backward - _gradient_flops(differentiable, others))
+    products = Products(flops, backward, backward - _gradient_flops(differentiable, others))
     own = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}  # pyright: ignore[reportPrivateUsage]
     extra = sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own)
     return Measured(products, Saved(tuple(own[storage] for storage in kept if storage in own), extra))

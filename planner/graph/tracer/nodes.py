@@ -14,21 +14,20 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from planner.graph.model_graph import AttributeValue, Node, OpClass, Parameter
-from planner.graph.op_call import OpCall, Saved, TensorValue
-from planner.graph.op_work import Products, work_of
-from planner.graph.saved import keep_all, saved_for_backward
+from hardware_profiles.vocabulary import OpClass
+from planner.graph.model_graph import Node, Parameter
 from planner.graph.tracer.failure import Failure, TraceStoppedError
 from planner.graph.tracer.frames import short_place
 from planner.graph.tracer.fx_reading import (
-    SCALARS,
     ValueDependentSizeError,
+    asks_for_value,
     attribute_value,
     base_name,
     distinct_bytes,
     flat_nodes,
     inlined_region,
     named_arguments,
+    operator_run_by,
     past_same_shape,
     storage_bytes,
     storage_of,
@@ -37,14 +36,14 @@ from planner.graph.tracer.fx_reading import (
 )
 from planner.graph.tracer.measured import measure
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
+from planner.operators.call import AttributeValue, OpCall, Saved, TensorValue
+from planner.operators.product_rules import Products
+from planner.operators.record import Trait
+from planner.operators.registry import operator_called
+from planner.operators.saved_rules import keep_all
+from planner.operators.work import saved_for_backward, work_of
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
-_SHAPE_ONLY = frozenset(
-    f"{prefix}{kind}"
-    for prefix, kinds in (("new_", ("zeros", "ones", "full", "empty")), ("", ("zeros_like", "ones_like", "full_like")))
-    for kind in kinds
-) | frozenset(("empty_like", "rand_like", "randn_like"))
-_NO_GRADIENT = frozenset(("detach", "detach_")) | _SHAPE_ONLY
 _IGNORED_ARGUMENTS = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking", "generator"))
 _SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -169,7 +168,8 @@ class NodeBuilder:
             }
             self._inherit_stack(graph, node)
             return self._add_nodes(graph.graph, graph, scope, grad_enabled=grad_enabled if enabled is None else enabled)
-        if base_name(node)[0] in SCALARS and _module_names(node):  # the loss, outside the model, may read what it likes
+        # The loss, outside the model, may read what it likes.
+        if asks_for_value(operator_run_by(node)) and _module_names(node):
             self._reads_values.add(self._module_of(node))
         if not values_of(node) or str(getattr(target, "__name__", target)).startswith(_DROPPED):
             return []
@@ -238,7 +238,8 @@ class NodeBuilder:
         call = OpCall(name, {key: entry.value for key, entry in entries.items()}, first, attributes, written)
         saved, measured = (Saved(), None) if is_view else self._saved(node, call)
         work = work_of(call, _bytes_of(call, saved), is_view=is_view, measured=measured)
-        batch_dependent = name not in _SHAPE_ONLY and any(entry.batch_dependent for entry in entries.values())
+        takes_values = not operator_called(name).has(Trait.SHAPE_ALONE)
+        batch_dependent = takes_values and any(entry.batch_dependent for entry in entries.values())
         self._nodes.append(
             Node(
                 id=new,
@@ -288,7 +289,8 @@ class NodeBuilder:
         self, name: str, value: torch.Tensor, entries: Mapping[str, _Entry], *, grad_enabled: bool
     ) -> TensorValue:
         tensors = [entry.value for entry in entries.values()]
-        differentiable = grad_enabled and name not in _NO_GRADIENT and value.dtype.is_floating_point
+        cuts = operator_called(name).has(Trait.CUTS_GRADIENT)
+        differentiable = grad_enabled and not cuts and value.dtype.is_floating_point
         requires_grad = differentiable and any(tensor.requires_grad for tensor in tensors)
         is_weight = any(tensor.is_weight for tensor in tensors) and not any(
             entry.batch_dependent for entry in entries.values()
@@ -305,8 +307,8 @@ class NodeBuilder:
         source = next(iter(entries.values()))
         if is_mutating:
             return source.owner, False
-        passes_through = name in ("dropout", "feature_dropout") and (node.args[1] == 0 or node.args[2] is False)
-        if passes_through or self._is_free_on_cuda(node, name):
+        passes_through = operator_called(name).has(Trait.DROPOUT) and (node.args[1] == 0 or node.args[2] is False)
+        if passes_through or self._is_free_on_cuda(node):
             self._owners[storage_of(values[0])] = source.owner
             return source.owner, True
         storages = {storage_of(value) for value in values}
@@ -314,19 +316,19 @@ class NodeBuilder:
             return self._owners[next(iter(storages))], True
         return new, False
 
-    def _is_free_on_cuda(self, node: fx.Node, name: str) -> bool:
+    def _is_free_on_cuda(self, node: fx.Node) -> bool:
         """Whether this copies attention's output back to (batch, sequence, heads, width).
 
         CUDA's attention kernels write that layout, so there ``transpose(1, 2).reshape(...)`` is a
         view; the meta device's is (batch, heads, sequence, width), where it is a copy.
         """
-        if name not in ("reshape", "contiguous", "flatten", "clone", "view", "_unsafe_view"):
+        if not operator_run_by(node).has(Trait.KEEPS_ORDER):
             return False
         parent = past_same_shape(node.args[0])
-        if parent is None or base_name(parent)[0] not in ("transpose", "permute"):
+        if parent is None or not operator_run_by(parent).has(Trait.PERMUTES_DIMS):
             return False
         attention = past_same_shape(parent.args[0])
-        if attention is None or base_name(attention)[0] != "scaled_dot_product_attention":
+        if attention is None or operator_run_by(attention).work.op_class is not OpClass.ATTENTION:
             return False
         before, after = attention.meta["val"].shape, parent.meta["val"].shape
         return len(before) == 4 and after == (before[0], before[2], before[1], before[3])

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.graph.tracer.flex_attention import on_any_device, register_flex_attention
 from planner.graph.tracer.frames import user_frame
-from planner.graph.tracer.fx_reading import SCALARS, base_of, storage_of
+from planner.graph.tracer.fx_reading import asks_for_value, operator_behind, storage_of
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
 from planner.graph.tracer.stand_ins import Batch, TrainingStep
 
@@ -99,7 +99,7 @@ class _Recorder(SchemaCheckMode):
         with no_python_dispatcher():
             result = self._run(func, args, kwargs)
         passes_through = not func._schema.is_mutable and id(result) in self._known
-        asks_for_values = base_of(func) in SCALARS
+        asks_for_values = asks_for_value(operator_behind(func))
         if not passes_through and (asks_for_values or any(map(_is_tensor, tree_leaves(result)))):
             self._append(func, args, kwargs, result)
         return result

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels.recipe import Recipe, load_recipe
+from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
@@ -27,7 +28,6 @@ from planner.pricing.placements import Decision, decide
 from planner.pricing.work import Case, price_work
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import DataKey, TensorSplit, WorkKey
-from costmodels.vocabulary.terms import Pass
 from tests.planning import A100, cluster_of, graph_of
 
 SEQ_LEN, BF16, BLOCK = 1024, 2, 1  # kinds of units: embedding, block, head

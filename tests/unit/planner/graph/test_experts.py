@@ -3,7 +3,8 @@
 import pytest
 
 from planner.graph.experts import expert_parameters, expert_work, num_experts
-from planner.graph.model_graph import ModelGraph, Unit, op_name
+from planner.graph.model_graph import ModelGraph, Unit
+from planner.operators.registry import op_name
 from tests.planning import graph_of
 
 SEQ_LEN, TOP_K, HIDDEN, WIDTH, EXPERTS, SPARSE = 64, 2, 64, 64, 8, 3  # moe-tiny: the first of its four layers is dense

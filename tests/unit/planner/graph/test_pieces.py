@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from planner.graph.model_graph import ModelGraph
-from planner.graph.op_call import ITEM_BYTES
 from planner.graph.pieces import COARSE_SHARE
 from planner.graph.tracer import trace_model
+from planner.operators.call import ITEM_BYTES
 from tests.unit.planner.graph.test_structure import assert_partitions
 from tests.unit.planner.graph.traced import graph_of, loaded_from_code
 

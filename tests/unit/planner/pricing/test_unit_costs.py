@@ -3,18 +3,18 @@
 from functools import cache
 
 import pytest
-
-from planner.parallelism import Recompute
 from planner.pricing.sharded_unit import PricingTarget
-from planner.pricing.table_builder import representatives, shard_units
 from planner.pricing.unit_costs import (
     UnitCosts,
     UnitStates,
     UnitWork,
     batch_scale,
-    mixes_positions_outside_attention,
     unit_states,
 )
+
+from planner.graph.node_operators import mixes_positions_outside_attention
+from planner.parallelism import Recompute
+from planner.pricing.table_builder import representatives, shard_units
 from planner.solver.cp_sat import CpSatSolver
 from tests.planning import A100, cluster_of, graph_of
 

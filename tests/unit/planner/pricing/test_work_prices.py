@@ -7,6 +7,7 @@ import pytest
 
 from costmodels.communication import collective_time_s, dispatch_parts
 from costmodels.recipe import attention_kernel, load_recipe
+from costmodels.vocabulary.terms import Holding, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import CollectiveName
 from planner.axes.framework import Framework
@@ -20,7 +21,6 @@ from planner.pricing.rows import data_rows, element_rows, work_rows
 from planner.pricing.states import Data, Element
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import DataKey, TensorSplit, WorkKey
-from costmodels.vocabulary.terms import Holding, Time
 from tests.planning import A100, cluster_of, graph_of
 
 CLUSTER = cluster_of(A100, 64)
@@ -102,7 +102,25 @@ def test_what_crosses_to_the_next_stage() -> None:
 
 def kernel(op_class: OpClass, flops: float, moved: float, weights: float, weight_flops: float = 0.0) -> Kernel:
     work = Work(flops, moved, weights, 1)
-    return Kernel(0, "op", op_class, False, work, work, weight_flops, 0.0, 0.0, (), (), 0, (), 0.0, follows_batch=True)
+    return Kernel(
+        0,
+        "op",
+        op_class,
+        False,
+        False,
+        False,
+        work,
+        work,
+        weight_flops,
+        0.0,
+        0.0,
+        (),
+        (),
+        0,
+        (),
+        0.0,
+        follows_batch=True,
+    )
 
 
 def test_kernels_take_what_the_roofline_says() -> None:

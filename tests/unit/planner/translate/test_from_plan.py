@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from planner.pricing.point import Point
 
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import Problem, Request, find_plan, price_plan
@@ -12,7 +13,6 @@ from planner.graph.graph_file import write_graph
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
-from planner.pricing.point import Point
 from planner.solver import existing
 from planner.solver.search import search
 from tests.planning import graph_of, problem_of

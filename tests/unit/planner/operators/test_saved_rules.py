@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from planner.graph.op_call import OpCall, Saved, TensorValue
-from planner.graph.saved import saved_for_backward
+from planner.operators.call import OpCall, Saved, TensorValue
+from planner.operators.work import saved_for_backward
 
 ROWS = torch.tensor([0, 1, 2])
 PLACES = torch.zeros(3, 5, dtype=torch.long)

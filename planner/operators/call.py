@@ -1,4 +1,4 @@
-"""One call of an operator as the work rules see it: its tensors by name, its other arguments, its result."""
+"""One call of an operator as the rules see it: its tensors by name, its other arguments, its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.graph.model_graph import AttributeValue
+AttributeValue = bool | int | float | str | None | tuple[int | None, ...]
 
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -54,7 +54,6 @@ class OpCall:
     output: TensorValue
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict[str, AttributeValue])
     output_bytes: int = 0  # of all outputs
-    overload: str = "default"
 
     @property
     def operands(self) -> tuple[TensorValue, ...]:

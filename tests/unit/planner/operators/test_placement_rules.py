@@ -19,11 +19,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
-from planner.graph.model_graph import ModelGraph, Node, OpClass, op_name
+from planner.graph.model_graph import ModelGraph, Node, OpClass
+from planner.graph.node_operators import has_placement_rule, strategies
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
+from planner.operators.placement_rules import OpStrategy, leading_dims
+from planner.operators.registry import op_name
 from planner.parallelism import Partial, Placement, Replicate, Shard
-from planner.space.op_rules import OpStrategy, has_rule, leading_dims, strategies
 from tests.fake_world import fake_world
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 
@@ -191,7 +193,7 @@ def test_every_heavy_operator_has_a_rule(model: str, folder: Path) -> None:
     traced = graph(model, folder)
     heavy = [n for n in traced.nodes if n.op_class in (OpClass.GEMM, OpClass.ATTENTION)]
     assert heavy
-    assert all(has_rule(n) for n in heavy)
+    assert all(has_placement_rule(n) for n in heavy)
     assert all(any(s.compute_fraction == 0.5 for s in strategies(n, traced, 2)) for n in heavy)
 
 
@@ -216,7 +218,7 @@ def node(op: str, shape: tuple[int, ...], operands: tuple[int | str | None, ...]
 
 def test_an_operator_without_a_rule_is_replicated(folder: Path) -> None:
     unknown = node("aten.fft_rfft.default", (2, 8, 8), (0,))
-    assert not has_rule(unknown)
+    assert not has_placement_rule(unknown)
     (only,) = strategies(unknown, graph("gpt-tiny", folder), 2)
     assert only.is_replicated
 

@@ -2,22 +2,22 @@
 
 A strategy says, for one operator on an axis of ``degree`` ranks: the placement each operand must
 have, the placement the output then has, the share of the work left on a rank, and which operand
-gradients come out as partial sums. Replicating everything is always the first strategy, so that an
-operator without a rule is still planned.
+gradients come out as partial sums. Replicating everything is a strategy of every operator and in no
+rule, so that an operator without one is still planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.graph.model_graph import ModelGraph, Node, OpClass, op_name
+from planner.operators.call import AttributeValue
 from planner.parallelism import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """One way to run an operator on the axis; tuples are aligned with ``Node.operands``."""
+    """One way to run an operator on the axis; tuples are aligned with the operands."""
 
     operands: tuple[Placement, ...]
     output: Placement
@@ -31,93 +31,60 @@ class OpStrategy:
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
+    """A tensor that an operator takes; ``shape`` is () of a buffer or constant."""
+
     shape: tuple[int, ...]
     is_parameter: bool
 
 
-Rule = Callable[[Node, Sequence[_Operand], int], list[OpStrategy]]
+@dataclass(frozen=True)
+class Applied:
+    """An operator of a graph as placement rules see it."""
 
-_ELEMENTWISE = frozenset(
-    "add sub mul div rsub pow neg abs exp log rsqrt sqrt sin cos tanh sigmoid relu gelu silu where clamp masked_fill "
-    "dropout native_dropout to _to_copy clone contiguous type_as leaky_relu elu softplus mish hardtanh hardswish erf "
-    "reciprocal square logical_not logical_and logical_or eq ne lt le gt ge add_ mul_ sub_ div_ relu_ silu_ gelu_ "
-    "masked_fill_ dropout_ copy_ detach alias float".split()
-)
-_NORMS = {"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"}
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "std", "softmax", "_softmax", "log_softmax", "logsumexp", "cumsum"}
-_VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "expand"}
-_MULTI = {"split", "split_with_sizes", "chunk", "unbind", "slice", "select", "narrow", "tensor_split"}
+    operands: tuple[Operand, ...]
+    shape: tuple[int, ...]  # of the output
+    attributes: Mapping[str, AttributeValue]
+    batch_dependent: bool
 
 
-def strategies(node: Node, graph: ModelGraph, degree: int) -> list[OpStrategy]:
-    """Every strategy of ``node`` on an axis of ``degree`` ranks, replication first."""
-    operands = [_operand(o, graph) for o in node.operands]
-    found = [_replicated(len(operands))]
-    rule = _rule(op_name(node.op))
-    if rule is not None:
-        found += [s for s in rule(node, operands, degree) if s not in found]
-    return found
+PlacementRule = Callable[[Applied, int], list[OpStrategy]]  # on an axis of so many ranks; replication stands apart
 
 
-def has_rule(node: Node) -> bool:
-    """Whether the operator can be anything but replicated."""
-    return _rule(op_name(node.op)) is not None
-
-
-def _operand(operand: int | str | None, graph: ModelGraph) -> _Operand:
-    if operand is None:
-        return _Operand((), is_parameter=False)
-    if isinstance(operand, str):
-        parameter = graph.parameter_of.get(operand)
-        return _Operand(() if parameter is None else parameter.shape, is_parameter=True)
-    return _Operand(graph.nodes[operand].shape, is_parameter=False)
-
-
-def _replicated(num_operands: int) -> OpStrategy:
+def replicated(num_operands: int) -> OpStrategy:
+    """Every rank does everything."""
     return OpStrategy((Replicate(),) * num_operands, Replicate(), 1.0, (False,) * num_operands)
-
-
-def _rule(name: str) -> Rule | None:
-    if name in _ELEMENTWISE:
-        return _elementwise
-    if name in _NORMS:
-        return _norm
-    if name in _REDUCTIONS:
-        return _reduction
-    if name in _VIEWS:
-        return _view
-    if name in _MULTI:
-        return _along_dim
-    return _RULES.get(name)
 
 
 def _splits(shape: Sequence[int], dim: int, degree: int) -> bool:
     return 0 <= dim < len(shape) and shape[dim] % degree == 0 and shape[dim] >= degree
 
 
-def _linear(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def linear(applied: Applied, degree: int) -> list[OpStrategy]:
     """y = x W^T + b with W [n, k]; x may have any number of leading dims."""
+    operands = applied.operands
     if len(operands) < 2 or not operands[1].is_parameter:
         return []
-    return _matrix_product(node, operands, degree, x_at=0, weight_at=1, weight_out_dim=0)
+    return _matrix_product(applied, degree, x_at=0, weight_at=1, weight_out_dim=0)
 
 
-def _addmm(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def addmm(applied: Applied, degree: int) -> list[OpStrategy]:
     """y = b + x W with W [k, n]."""
+    operands = applied.operands
     if len(operands) < 3 or not operands[2].is_parameter:
         return []
-    return _matrix_product(node, operands, degree, x_at=1, weight_at=2, weight_out_dim=1)
+    return _matrix_product(applied, degree, x_at=1, weight_at=2, weight_out_dim=1)
 
 
-def _mm(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def mm(applied: Applied, degree: int) -> list[OpStrategy]:
     """y = x W with a parameter, or the product of two activations."""
+    operands = applied.operands
     if len(operands) == 2 and operands[1].is_parameter and len(operands[1].shape) == 2:
-        return _matrix_product(node, operands, degree, x_at=0, weight_at=1, weight_out_dim=1)
+        return _matrix_product(applied, degree, x_at=0, weight_at=1, weight_out_dim=1)
     if len(operands) != 2 or any(o.is_parameter for o in operands):
         return []
     found: list[OpStrategy] = []
-    batch_dims = len(node.shape) - 2
+    batch_dims = len(applied.shape) - 2
     for dim in range(1, batch_dims):  # batch-like dims after the batch itself, such as heads
         if all(_splits(o.shape, dim, degree) for o in operands):
             found.append(OpStrategy((Shard(dim), Shard(dim)), Shard(dim), 1 / degree, (False, False)))
@@ -125,8 +92,9 @@ def _mm(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrateg
 
 
 def _matrix_product(
-    node: Node, operands: Sequence[_Operand], degree: int, *, x_at: int, weight_at: int, weight_out_dim: int
+    applied: Applied, degree: int, *, x_at: int, weight_at: int, weight_out_dim: int
 ) -> list[OpStrategy]:
+    operands = applied.operands
     x, weight = operands[x_at], operands[weight_at]
     last = len(x.shape) - 1
     bias_at = [i for i in range(len(operands)) if i not in (x_at, weight_at) and operands[i].shape]
@@ -163,24 +131,26 @@ def _matrix_product(
     return found
 
 
-def _attention(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def attention(applied: Applied, degree: int) -> list[OpStrategy]:
     """q, k, v [b, heads, s, d]: split heads, query and key-value heads alike."""
-    if len(operands) < 3 or len(node.shape) != 4:
+    operands = applied.operands
+    if len(operands) < 3 or len(applied.shape) != 4:
         return []
     if not all(_splits(o.shape, 1, degree) for o in operands[:3]):
         return []
     rest: list[Placement] = [
-        Shard(1) if len(o.shape) == 4 and o.shape[1] == node.shape[1] else Replicate() for o in operands[3:]
+        Shard(1) if len(o.shape) == 4 and o.shape[1] == applied.shape[1] else Replicate() for o in operands[3:]
     ]
     placements = (Shard(1), Shard(1), Shard(1), *rest)
     return [OpStrategy(placements, Shard(1), 1 / degree, (False,) * len(operands))]
 
 
-def _embedding(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def embedding(applied: Applied, degree: int) -> list[OpStrategy]:
     """Table [vocab, hidden] and indices: split the vocabulary (masked partial sums) or the hidden dim."""
+    operands = applied.operands
     if len(operands) < 2 or not operands[0].is_parameter:
         return []
-    table, last = operands[0], len(node.shape) - 1
+    table, last = operands[0], len(applied.shape) - 1
     rest = (Replicate(),) * (len(operands) - 1)
     whole = (False,) * len(operands)
     found: list[OpStrategy] = []
@@ -191,8 +161,9 @@ def _embedding(node: Node, operands: Sequence[_Operand], degree: int) -> list[Op
     return found
 
 
-def _cross_entropy(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def cross_entropy(applied: Applied, degree: int) -> list[OpStrategy]:
     """Logits [..., classes]: split classes (loss parallel)."""
+    operands = applied.operands
     if not operands or operands[0].is_parameter:
         return []
     dim = len(operands[0].shape) - 1
@@ -202,17 +173,19 @@ def _cross_entropy(node: Node, operands: Sequence[_Operand], degree: int) -> lis
     return [OpStrategy((Shard(dim), *rest), Replicate(), 1 / degree, (False,) * len(operands))]
 
 
-def _elementwise(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def elementwise(applied: Applied, degree: int) -> list[OpStrategy]:
+    """Any dim of the result but the batch may be split; what is broadcast along it stays whole."""
+    operands = applied.operands
     found: list[OpStrategy] = []
-    rank = len(node.shape)
+    rank = len(applied.shape)
     for dim in range(1, rank):
-        if not _splits(node.shape, dim, degree):
+        if not _splits(applied.shape, dim, degree):
             continue
         placements: list[Placement] = []
         partial: list[bool] = []
         for operand in operands:
             own = dim - (rank - len(operand.shape))
-            if own >= 0 and operand.shape[own] == node.shape[dim]:
+            if own >= 0 and operand.shape[own] == applied.shape[dim]:
                 placements.append(Shard(own))
                 partial.append(False)
             else:  # broadcast along the split dim: every rank adds its share to the gradient
@@ -222,8 +195,9 @@ def _elementwise(node: Node, operands: Sequence[_Operand], degree: int) -> list[
     return found
 
 
-def _norm(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def norm(applied: Applied, degree: int) -> list[OpStrategy]:
     """Normalisation over the last dims: any earlier dim but the batch may be split."""
+    operands = applied.operands
     if not operands:
         return []
     shape = operands[0].shape
@@ -237,12 +211,13 @@ def _norm(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrat
     return found
 
 
-def _reduction(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def reduction(applied: Applied, degree: int) -> list[OpStrategy]:
     """Reductions and softmax that keep rank: any dim but the reduced ones and the batch."""
-    if len(operands) != 1 or len(operands[0].shape) != len(node.shape):
+    operands = applied.operands
+    if len(operands) != 1 or len(operands[0].shape) != len(applied.shape):
         return []
-    rank = len(node.shape)
-    reduced = {d % rank for d in _dims(node.attributes.get("dim"))}
+    rank = len(applied.shape)
+    reduced = {d % rank for d in _dims(applied.attributes.get("dim"))}
     if not reduced:
         return []
     return [
@@ -265,17 +240,18 @@ def _carry(dim_in: int, dim_out: int, num_operands: int, degree: int) -> OpStrat
     return OpStrategy((Shard(dim_in), *rest), Shard(dim_out), 1 / degree, (False,) * num_operands)
 
 
-def _view(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def view(applied: Applied, degree: int) -> list[OpStrategy]:
     """A split dim survives where it leads the dims it is merged with or cut into; partial sums stay so."""
+    operands = applied.operands
     if not operands:
         return []
     rest = (Replicate(),) * (len(operands) - 1)
     found = [OpStrategy((Partial(), *rest), Partial(), 1.0, (False,) * len(operands))]
-    before, after = operands[0].shape, node.shape
-    if node.batch_dependent and before and after:  # a batch of one must not be taken for a dim of size one
+    before, after = operands[0].shape, applied.shape
+    if applied.batch_dependent and before and after:  # a batch of one must not be taken for a dim of size one
         before, after = (2 * before[0], *before[1:]), (2 * after[0], *after[1:])
     for dim_in, dim_out in leading_dims(before, after):
-        if dim_in >= 1 and _splits(operands[0].shape, dim_in, degree) and _splits(node.shape, dim_out, degree):
+        if dim_in >= 1 and _splits(operands[0].shape, dim_in, degree) and _splits(applied.shape, dim_out, degree):
             found.append(_carry(dim_in, dim_out, len(operands), degree))
     return found
 
@@ -306,14 +282,16 @@ def leading_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[int,
     return pairs
 
 
-def _transpose(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def transpose(applied: Applied, degree: int) -> list[OpStrategy]:
+    """Every dim keeps its placement and takes a new place."""
+    operands = applied.operands
     shape = operands[0].shape
     order = list(range(len(shape)))
-    dims = node.attributes.get("dims")
+    dims = applied.attributes.get("dims")
     if isinstance(dims, tuple) and len(dims) == len(shape):
         order = [d % len(shape) for d in _dims(dims)]
     else:
-        first, second = node.attributes.get("dim0", 0), node.attributes.get("dim1", 1)
+        first, second = applied.attributes.get("dim0", 0), applied.attributes.get("dim1", 1)
         if not isinstance(first, int) or not isinstance(second, int) or len(shape) < 2:
             return []
         a, b = first % len(shape), second % len(shape)
@@ -325,65 +303,64 @@ def _transpose(node: Node, operands: Sequence[_Operand], degree: int) -> list[Op
     ]
 
 
-def _along_dim(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
-    """Splitting, slicing and selecting along one dim: the other dims may be split."""
-    shape = operands[0].shape
-    name = op_name(node.op)
-    dim = node.attributes.get("dim", 0)
-    if not isinstance(dim, int) or not shape:
-        return []
-    cut = dim % len(shape)
-    drops = name in {"unbind", "select"}
-    found: list[OpStrategy] = []
-    for dim_in in range(1, len(shape)):
-        whole = name == "slice" and node.shape == shape  # a slice of everything
-        if (dim_in == cut and not whole) or not _splits(shape, dim_in, degree):
-            continue
-        dim_out = dim_in - 1 if drops and dim_in > cut and len(node.shape) < len(shape) else dim_in
-        found.append(_carry(dim_in, dim_out, len(operands), degree))
+def along_dim(applied: Applied, degree: int) -> list[OpStrategy]:
+    """Splitting and narrowing along one dim: the other dims may be split."""
+    return [_carry(dim, dim, len(applied.operands), degree) for dim in _dims_besides_cut(applied, degree)]
+
+
+def slicing(applied: Applied, degree: int) -> list[OpStrategy]:
+    """As ``along_dim``; of a slice that takes everything, every dim may be split."""
+    operands = applied.operands
+    if applied.shape != operands[0].shape or not isinstance(applied.attributes.get("dim", 0), int):
+        return along_dim(applied, degree)
+    dims = (dim for dim in range(1, len(applied.shape)) if _splits(applied.shape, dim, degree))
+    return [_carry(dim, dim, len(operands), degree) for dim in dims]
+
+
+def taking_dim_away(applied: Applied, degree: int) -> list[OpStrategy]:
+    """As ``along_dim``, of operators whose results lack that dim."""
+    operands, found = applied.operands, list[OpStrategy]()
+    is_gone = len(applied.shape) < len(operands[0].shape)
+    for dim in _dims_besides_cut(applied, degree):
+        behind = is_gone and dim > _cut(applied)
+        found.append(_carry(dim, dim - 1 if behind else dim, len(operands), degree))
     return found
 
 
-def _getitem(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
+def _cut(applied: Applied) -> int:
+    dim = applied.attributes.get("dim", 0)
+    return dim % len(applied.operands[0].shape) if isinstance(dim, int) else 0
+
+
+def _dims_besides_cut(applied: Applied, degree: int) -> list[int]:
+    shape = applied.operands[0].shape
+    if not isinstance(applied.attributes.get("dim", 0), int) or not shape:
+        return []
+    return [dim for dim in range(1, len(shape)) if dim != _cut(applied) and _splits(shape, dim, degree)]
+
+
+def getitem(applied: Applied, degree: int) -> list[OpStrategy]:
     """An element of a tuple: the producer's placement, dim for dim."""
+    operands = applied.operands
     shape = operands[0].shape if operands else ()
-    if len(shape) != len(node.shape):
-        return [_carry(d, d, 1, degree) for d in range(1, len(node.shape)) if _splits(node.shape, d, degree)]
+    if len(shape) != len(applied.shape):
+        return [_carry(d, d, 1, degree) for d in range(1, len(applied.shape)) if _splits(applied.shape, d, degree)]
     return [
         _carry(d, d, len(operands), degree)
         for d in range(1, len(shape))
-        if _splits(node.shape, d, degree) and node.shape[d] == shape[d]
+        if _splits(applied.shape, d, degree) and applied.shape[d] == shape[d]
     ]
 
 
-def _concatenate(node: Node, operands: Sequence[_Operand], degree: int) -> list[OpStrategy]:
-    dim = node.attributes.get("dim", 0)
-    if not isinstance(dim, int) or not operands or any(len(o.shape) != len(node.shape) for o in operands):
+def concatenate(applied: Applied, degree: int) -> list[OpStrategy]:
+    """Pieces side by side: any dim but theirs may be split."""
+    operands = applied.operands
+    dim = applied.attributes.get("dim", 0)
+    if not isinstance(dim, int) or not operands or any(len(o.shape) != len(applied.shape) for o in operands):
         return []
-    cut = dim % len(node.shape)
+    cut = dim % len(applied.shape)
     return [
         OpStrategy((Shard(d),) * len(operands), Shard(d), 1 / degree, (False,) * len(operands))
-        for d in range(1, len(node.shape))
+        for d in range(1, len(applied.shape))
         if d != cut and all(_splits(o.shape, d, degree) for o in operands)
     ]
-
-
-_RULES: dict[str, Rule] = {
-    "linear": _linear,
-    "addmm": _addmm,
-    "mm": _mm,
-    "matmul": _mm,
-    "bmm": _mm,
-    "scaled_dot_product_attention": _attention,
-    "embedding": _embedding,
-    "cross_entropy_loss": _cross_entropy,
-    "transpose": _transpose,
-    "permute": _transpose,
-    "getitem": _getitem,
-    "cat": _concatenate,
-}
-
-
-def is_view(node: Node) -> bool:
-    """Operators that DTensor refuses to run on operands it would have to gather first."""
-    return node.op_class is OpClass.VIEW

@@ -1,0 +1,97 @@
+"""FLOPs of operators made of matrix products, forward and backward.
+
+Those of matrix products, convolutions and attention, a multiply-add counted as 2 and attention without regard to a
+mask: what ``torch.utils.flop_counter`` counts on the meta device. Backward counts one product for each operand that
+wants a gradient; the scores that a flash kernel computes again stand apart in ``recomputed_flops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from planner.operators.call import OpCall, TensorValue
+
+
+@dataclass(frozen=True)
+class Products:
+    """FLOPs of one call."""
+
+    flops: int
+    backward_flops: int
+    weight_gradient_flops: int
+    recomputed_flops: int = 0
+
+
+ProductRule = Callable[[OpCall], Products | None]  # None: this call has no product
+
+
+def no_product(call: OpCall) -> None:
+    """The operator is bound by the memory that it moves."""
+    del call
+
+
+def _products(flops: int, factors: tuple[TensorValue, ...]) -> Products:
+    """Backward has one product as large as the forward one for each factor that wants its gradient."""
+    wanting = [factor for factor in factors if factor.requires_grad]
+    weights = [factor for factor in wanting if factor.is_weight]
+    return Products(flops, flops * len(wanting), flops * len(weights))
+
+
+def linear(call: OpCall) -> Products:
+    """y [..., n] = x [..., k] W^T."""
+    inputs, weight = call.tensor("input"), call.tensor("weight")
+    return _products(2 * call.output.num_elements * inputs.shape[-1], (inputs, weight))
+
+
+def matmul(call: OpCall) -> Products:
+    """The last two operands are the factors; a summand may stand before them."""
+    left, right = (call.operands[-2], call.operands[-1])
+    return _products(2 * call.output.num_elements * left.shape[-1], (left, right))
+
+
+def grouped_matmul(call: OpCall) -> Products:
+    """Rows in groups, each with its own matrix."""
+    left, right = call.operands[0], call.operands[1]
+    if len(left.shape) == 2 and len(right.shape) == 2:  # (m, k) x (k, n): groups lie along k
+        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    else:
+        flops = 2 * call.output.num_elements * left.shape[-1]
+    return _products(flops, (left, right))
+
+
+def einsum(call: OpCall) -> Products | None:
+    """Of two operands with a label that the result lacks; anything else is no product."""
+    equation = str(call.attributes.get("equation", "")).replace(" ", "")
+    inputs, _, result = equation.partition("->")
+    labels = inputs.split(",")
+    sizes: dict[str, int] = {}
+    for names, tensor in zip(labels, call.operands, strict=False):
+        if "." not in names:
+            sizes.update(zip(names, tensor.shape, strict=False))
+    contracts = set(sizes) - set(result)
+    if len(call.operands) != 2 or not contracts or "." in equation:
+        return None
+    return _products(2 * prod(sizes.values()), call.operands)
+
+
+def convolution(call: OpCall) -> Products:
+    """Each output element is a sum over the input channels of its group and the kernel."""
+    inputs, weight = call.tensor("input"), call.tensor("weight")
+    if "transpose" in call.name or call.attributes.get("transposed") is True:
+        flops = 2 * inputs.num_elements * prod(weight.shape[1:])
+    else:
+        flops = 2 * call.output.num_elements * prod(weight.shape[1:])
+    return _products(flops, (inputs, weight))
+
+
+def attention(call: OpCall) -> Products:
+    """Scores and what they weigh; a flash kernel makes the scores once more in backward."""
+    query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    scores, weighted = 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
+    through_scores = query.requires_grad or key.requires_grad
+    backward = weighted * (int(value.requires_grad) + int(through_scores))
+    backward += scores * (int(query.requires_grad) + int(key.requires_grad))
+    return Products(scores + weighted, backward, 0, recomputed_flops=scores)

@@ -1,0 +1,114 @@
+"""Operators made of products: matrix products, convolutions, attention.
+
+``kept_as`` names what torch runs below autograd for them, on CUDA and on the CPU: that is what a selective
+checkpoint sees (``torch/utils/checkpoint.py``). Attention without a fused kernel falls apart into batched products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hardware_profiles.vocabulary import OpClass
+from planner.operators import placement_rules, product_rules, saved_rules
+from planner.operators.record import ONE_PASS, PLAIN, Operator, Trait, named, traits
+from planner.operators.traffic_rules import one_pass_with_weights, one_product_an_operand
+
+_PRODUCT = replace(ONE_PASS, op_class=OpClass.GEMM, products=product_rules.matmul, backward=one_product_an_operand)
+_LINEAR = replace(_PRODUCT, products=product_rules.linear)
+_EINSUM = replace(_PRODUCT, products=product_rules.einsum)
+_GROUPED = replace(_PRODUCT, op_class=OpClass.GROUPED_GEMM, products=product_rules.grouped_matmul)
+_CONVOLUTION = replace(_PRODUCT, op_class=OpClass.CONVOLUTION, products=product_rules.convolution)
+_ATTENTION = replace(
+    ONE_PASS, op_class=OpClass.ATTENTION, products=product_rules.attention, backward=one_pass_with_weights
+)
+
+_EIGHT_BIT = traits(Trait.EIGHT_BIT)
+_MATRIX_PRODUCTS = named("aten.mm aten.addmm aten.bmm aten.baddbmm aten.mv aten.addmv aten.dot")
+_CONVOLUTIONS = named("aten.convolution")
+
+PRODUCTS = (
+    Operator(
+        names=named("linear"),
+        work=_LINEAR,
+        saved=saved_rules.factors_of_product,
+        placements=placement_rules.linear,
+        kept_as=(*_MATRIX_PRODUCTS, "aten.linear"),
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("matmul mm bmm"),
+        work=_PRODUCT,
+        saved=saved_rules.factors_of_product,
+        placements=placement_rules.mm,
+        kept_as=_MATRIX_PRODUCTS,
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("mv dot"),
+        work=_PRODUCT,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=_MATRIX_PRODUCTS,
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("addmm"),
+        work=_PRODUCT,
+        saved=saved_rules.factors_besides_summand,
+        placements=placement_rules.addmm,
+        kept_as=_MATRIX_PRODUCTS,
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("baddbmm"),
+        work=_PRODUCT,
+        saved=saved_rules.factors_besides_summand,
+        placements=None,
+        kept_as=_MATRIX_PRODUCTS,
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("einsum"),
+        work=_EINSUM,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=_MATRIX_PRODUCTS,
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("_grouped_mm grouped_mm grouped_mm_fallback"),
+        work=_GROUPED,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=named("aten._grouped_mm transformers.grouped_mm_fallback"),
+        traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("conv1d conv2d conv3d convolution"),
+        work=_CONVOLUTION,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=_CONVOLUTIONS,
+        traits=traits(Trait.MIXES_POSITIONS),
+    ),
+    Operator(
+        names=named("conv_transpose1d conv_transpose2d"),
+        work=_CONVOLUTION,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=_CONVOLUTIONS,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("scaled_dot_product_attention"),
+        work=_ATTENTION,
+        saved=saved_rules.attention,
+        placements=placement_rules.attention,
+        kept_as=named(
+            "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu "
+            "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention "
+            "aten._scaled_dot_product_fused_attention_overrideable"
+        ),
+        traits=PLAIN,
+    ),
+)

@@ -1,0 +1,243 @@
+"""Operators that combine elements along dims: sums, softmax, norms, pooling, losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.operators import placement_rules, saved_rules
+from planner.operators.record import ONE_PASS, PLAIN, REPEATED, Operator, Trait, named, traits
+
+_TWO_KERNELS = replace(ONE_PASS, num_kernels=2)  # log-softmax, then the loss
+
+REDUCTIONS = (
+    Operator(
+        names=named("sum mean"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("cumsum"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=traits(Trait.MIXES_POSITIONS),
+    ),
+    Operator(
+        names=named("any all"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("bincount nonzero _unique2"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.SIZE_BY_VALUES),
+    ),
+    Operator(
+        names=named("softmax _softmax log_softmax"),
+        work=ONE_PASS,
+        saved=saved_rules.result,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("_log_softmax"),
+        work=ONE_PASS,
+        saved=saved_rules.result,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("var"),
+        work=ONE_PASS,
+        saved=saved_rules.first_operand,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("std logsumexp"),
+        work=ONE_PASS,
+        saved=saved_rules.first_operand_and_result,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("amax amin"),
+        work=ONE_PASS,
+        saved=saved_rules.extremum,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("max min"),
+        work=ONE_PASS,
+        saved=saved_rules.extremum,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.CHOOSES),
+    ),
+    Operator(
+        names=named("norm linalg_vector_norm prod cumprod"),
+        work=ONE_PASS,
+        saved=saved_rules.first_operand_and_result,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("cdist"),
+        work=ONE_PASS,
+        saved=saved_rules.operands_and_result,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("addbmm"),
+        work=ONE_PASS,
+        saved=saved_rules.factors_besides_summand,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("bilinear"),
+        work=ONE_PASS,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"),
+        work=ONE_PASS,
+        saved=saved_rules.first_operand,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("max_pool1d max_pool2d max_pool2d_with_indices"),
+        work=ONE_PASS,
+        saved=saved_rules.first_operand_and_returned_indices,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("interpolate upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("fft_rfft scan"),
+        work=ONE_PASS,
+        saved=None,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.MIXES_POSITIONS),
+    ),
+)
+
+NORMS = (
+    Operator(
+        names=named("layer_norm"),
+        work=ONE_PASS,
+        saved=saved_rules.layer_norm,
+        placements=placement_rules.norm,
+        kept_as=REPEATED,
+        traits=traits(Trait.NORM),
+    ),
+    Operator(
+        names=named("rms_norm"),
+        work=ONE_PASS,
+        saved=saved_rules.rms_norm,
+        placements=placement_rules.norm,
+        kept_as=REPEATED,
+        traits=traits(Trait.NORM),
+    ),
+    Operator(
+        names=named("native_layer_norm _fused_rms_norm"),
+        work=ONE_PASS,
+        saved=None,
+        placements=placement_rules.norm,
+        kept_as=REPEATED,
+        traits=traits(Trait.NORM),
+    ),
+    Operator(
+        names=named("group_norm"),
+        work=ONE_PASS,
+        saved=saved_rules.group_norm,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("batch_norm"),
+        work=ONE_PASS,
+        saved=saved_rules.batch_norm,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("instance_norm"),
+        work=ONE_PASS,
+        saved=saved_rules.instance_norm,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+)
+
+LOSSES = (
+    Operator(
+        names=named("cross_entropy_loss"),
+        work=_TWO_KERNELS,
+        saved=saved_rules.cross_entropy,
+        placements=placement_rules.cross_entropy,
+        kept_as=REPEATED,
+        traits=traits(Trait.LOSS),
+    ),
+    Operator(
+        names=named("nll_loss nll_loss_nd mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits"),
+        work=ONE_PASS,
+        saved=saved_rules.all_operands,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("l1_loss"),
+        work=ONE_PASS,
+        saved=saved_rules.difference,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+    Operator(
+        names=named("kl_div"),
+        work=ONE_PASS,
+        saved=saved_rules.target,
+        placements=None,
+        kept_as=REPEATED,
+        traits=PLAIN,
+    ),
+)

@@ -1,0 +1,126 @@
+"""Selective recomputation repeats no product: neither one operator by one, nor in whole models."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.executor.recompute import apply_recompute
+from planner.operators.products import PRODUCTS
+from planner.parallelism import Recompute
+from planner.plan.schema import RecomputeRule
+
+Product = Callable[..., torch.Tensor]
+
+# What may run twice in these tests: operators that multiply nothing with anything else and add it up.
+CHEAP = {
+    f"aten.{name}"
+    for name in (
+        "t view _unsafe_view permute expand unsqueeze transpose slice empty detach alias tanh mul add add_ "
+        "arange zeros empty_like new_empty_strided as_strided clone native_batch_norm"
+    ).split()
+}
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.rand(*shape) / 8).to(dtype).requires_grad_()
+
+
+def grouped(product: Product) -> tuple[Product, tuple[torch.Tensor, ...]]:
+    ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+    rows, weights = values(8, 16, dtype=torch.bfloat16), values(3, 16, 8, dtype=torch.bfloat16)
+    return lambda rows, weights: product(rows, weights, ends), (rows, weights)
+
+
+def of_transformers(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    pytest.importorskip("transformers.integrations.moe")
+    return torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
+
+
+CASES: dict[str, tuple[Product, tuple[torch.Tensor, ...]]] = {
+    "linear": (F.linear, (values(2, 4, 8), values(6, 8), values(6))),
+    "matmul": (torch.matmul, (values(2, 3, 4, 8), values(2, 3, 8, 5))),
+    "mm": (torch.mm, (values(4, 8), values(8, 5))),
+    "bmm": (torch.bmm, (values(2, 4, 8), values(2, 8, 5))),
+    "mv": (torch.mv, (values(4, 8), values(8))),
+    "dot": (torch.dot, (values(8), values(8))),
+    "addmm": (torch.addmm, (values(5), values(4, 8), values(8, 5))),
+    "baddbmm": (torch.baddbmm, (values(2, 4, 5), values(2, 4, 8), values(2, 8, 5))),
+    "einsum": (lambda a, b: torch.einsum("bik,bkj->bij", a, b), (values(2, 4, 8), values(2, 8, 5))),
+    "_grouped_mm": grouped(lambda rows, weights, ends: torch._grouped_mm(rows, weights, offs=ends)),
+    "grouped_mm": grouped(lambda rows, weights, ends: F.grouped_mm(rows, weights, offs=ends)),
+    "grouped_mm_fallback": grouped(of_transformers),
+    "conv1d": (F.conv1d, (values(2, 4, 8), values(6, 4, 3), values(6))),
+    "conv2d": (F.conv2d, (values(2, 4, 8, 8), values(6, 4, 3, 3))),
+    "conv3d": (F.conv3d, (values(2, 4, 8, 8, 8), values(6, 4, 3, 3, 3))),
+    "convolution": (
+        lambda x, w: torch.convolution(x, w, None, [1], [0], [1], False, [0], 1),
+        (values(2, 4, 8), values(6, 4, 3)),
+    ),
+    "conv_transpose1d": (F.conv_transpose1d, (values(2, 4, 8), values(4, 6, 3))),
+    "conv_transpose2d": (F.conv_transpose2d, (values(2, 4, 8, 8), values(4, 6, 3, 3))),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, (values(2, 4, 8, 16),) * 3),
+}
+
+
+class Names(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[str(func).rpartition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Holder(nn.Module):
+    """A module whose products are in the middle: what is before and behind them must be made again."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.inner = Inner(product)
+
+    def forward(self, *operands: torch.Tensor) -> torch.Tensor:
+        return self.inner(*operands)
+
+
+class Inner(nn.Module):
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, *operands: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.product(*(operand * 2 for operand in operands)))
+
+
+def in_backward(module: nn.Module, operands: tuple[torch.Tensor, ...]) -> Counter[str]:
+    loss = module(*operands).sum()
+    with Names() as names:
+        loss.backward()
+    return names.seen
+
+
+def repeated(module: Callable[[], nn.Module], checkpointed: str, operands: tuple[torch.Tensor, ...]) -> set[str]:
+    """Operators that run more often in backward because ``checkpointed`` recomputes."""
+    plain = in_backward(module(), operands)
+    selective = module()
+    apply_recompute(selective, [RecomputeRule(modules=(checkpointed,), mode=Recompute.SELECTIVE)])
+    return set(in_backward(selective, operands) - plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_product_runs_twice(name: str) -> None:
+    product, operands = CASES[name]
+    again = repeated(lambda: Holder(product), "inner", operands)
+    assert "aten.mul" in again, "nothing was recomputed: the test tests nothing"
+    assert again <= CHEAP
+
+
+def test_every_product_is_tried() -> None:
+    assert {name for operator in PRODUCTS for name in operator.names} == set(CASES)
