@@ -18,6 +18,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,15 +30,21 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.api import Problem, Request, find_plan, load_cluster, load_graph, training_of
+from planner.api import Request, find_plan, load_cluster, load_graph
+from planner.axes.tensor import TENSOR
+from planner.axes.traced import representatives, whole_work
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
-from planner.graph.model_graph import Unit
 from planner.layout.layout import Pins
 from planner.model_file import load_model, resolve_model
 from planner.parallelism import Optimizer, Precision, Recompute
-from planner.pricing.table_builder import representatives
-from planner.pricing.unit_costs import issued_by_host
+from planner.pricing.kernels import kernels_issued
+from planner.pricing.placements import decide
+from planner.pricing.target import PricingTarget
+from planner.pricing.work import issued_by_host
+from planner.solver.cp_sat import CpSatSolver
+from planner.table.keys import TensorSplit
+from planner.table.labels import Pass
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,17 +116,18 @@ def _issued(request: Request) -> tuple[int, int]:
     """Kernels and collectives of one micro-batch, forward and backward, as they are priced."""
     cluster = load_cluster(request.hardware, request.num_devices, [])
     graph = load_graph(request.model, request.seq_len, request.precision)
-    training = training_of(request, cluster.num_devices, graph.seq_len, [])
-    problem = Problem.build(graph, cluster, training, request.pins)
-    sharding = problem.shardings[cluster.num_devices, bool(request.pins.sequence_parallel)]
-    kinds = representatives(graph)
-
-    def of(unit: Unit, kind: int) -> np.ndarray:
-        nodes = [graph.nodes[i] for i in unit.nodes]
-        return np.sum([issued_by_host(nodes, problem.target, sharding[kind], backward=b) for b in (False, True)], 0)
-
-    counts = np.sum([of(kinds[kind], kind) for kind in problem.table.units.kinds], axis=0)
-    return int(counts[0]), int(counts[1])
+    target = PricingTarget(graph, cluster, request.precision.value)
+    framework, split = target.framework, TensorSplit(cluster.num_devices, bool(request.pins.sequence_parallel))
+    decision = decide(graph, split, {}, target.machine, framework, CpSatSolver().solve_placement)
+    assert decision is not None
+    num_units = Counter(unit.kind for unit in graph.units)
+    kernels = collectives = 0
+    for unit, placement in zip(representatives(graph), decision, strict=True):
+        work = TENSOR.work(whole_work(graph, unit), split, placement, framework)
+        for run in Pass:
+            kernels += num_units[unit.kind] * sum(kernels_issued(k, framework, run) for k in work.unit.kernels)
+            collectives += num_units[unit.kind] * len(issued_by_host(work.collectives, run))
+    return kernels, collectives
 
 
 @contextmanager

@@ -33,9 +33,10 @@ class Role(Enum):
 
 
 class Hides(Enum):
-    """What a collective may run beside; how much of it is hidden is found when a step is evaluated.
+    """What a collective may run beside.
 
-    Only ``KERNELS`` is settled before that: the framework's own share of it is hidden.
+    Of ``KERNELS`` the framework's own share is hidden in the price; how much the others hide depends on the units of a
+    rank, the schedule and the number of micro-batches, and is found when a step is evaluated.
     """
 
     NOTHING = auto()
@@ -43,7 +44,6 @@ class Hides(Enum):
     UNIT = auto()  # the pass of a unit that each micro-batch makes
     LAST_BACKWARD = auto()  # the backward pass of the last micro-batch
     FIRST_FORWARD = auto()  # the forward pass of the next step's first micro-batch
-    OTHER_MICRO_BATCH = auto()  # another micro-batch's compute, in schedules that run two at once
 
 
 @dataclass(frozen=True, slots=True)

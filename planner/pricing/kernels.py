@@ -57,12 +57,11 @@ class _Loads(NamedTuple):
 
 def _times_s(kernels: Sequence[Kernel], sizes: Array, machine: Machine, framework: Framework, run: Pass) -> Array:
     works = [work_of(kernel, run) for kernel in kernels]
-    flops, moved, weights, follows = np.array(
-        [
-            (work.flops, work.moved_bytes, work.weight_bytes, kernel.follows_batch)
-            for work, kernel in zip(works, kernels, strict=True)
-        ]
-    ).T
+    numbers = [
+        (work.flops, work.moved_bytes, work.weight_bytes, kernel.follows_batch)
+        for work, kernel in zip(works, kernels, strict=True)
+    ]
+    flops, moved, weights, follows = np.array(numbers, dtype=np.float64).reshape(-1, 4).T
     grown = np.where(follows, sizes[:, None], 1.0)
     loads = _Loads(flops * grown, moved * grown + weights)
     found = np.zeros_like(grown)

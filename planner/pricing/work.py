@@ -88,7 +88,7 @@ class _PricedUnit:
         self._kernels: KernelTimes = kernel_times(unit.kernels, sizes, machine, framework)
         self._compute_s = tuple(each.sum(axis=1) for each in self._kernels)
         self._weights: WeightGradients = weight_gradients(unit.kernels, self._kernels.backward_s, framework)
-        self._num_launches = tuple(sum(kernels_issued(k, framework, run) for k in unit.kernels) for run in Pass)
+        self._num_launches = {run: sum(kernels_issued(k, framework, run) for k in unit.kernels) for run in Pass}
         self._seconds: dict[int, Array] = {}
 
     def exchanges(self, collectives: tuple[Collective, ...]) -> _Exchanges:
@@ -141,15 +141,18 @@ class _PricedUnit:
     def _host_s(self, collectives: Sequence[Collective], run: Pass) -> float:
         """Seconds that the host needs to issue the unit's kernels: however short they are, they come no faster.
 
-        Of collectives only those count that ``issued_by_host`` says: of tensor parallelism those that were placed.
+        Of collectives those of tensor parallelism alone count, and of these those that placements ask for.
         """
-        recipe = self._framework.recipe
-        launches = self._num_launches[0 if run is Pass.FORWARD else 1]
+        recipe, launches = self._framework.recipe, self._num_launches[run]
         seconds = launches * recipe.issue_s(is_sharded=self._unit.is_split)
         per_rank = recipe.host_s_per_collective_rank
-        for collective in collectives:
-            if collective.issued_by_host and collective.runs_in is run:
-                seconds += recipe.host_s_per_collective.value
-                if per_rank is not None and self._machine.has_several_nodes:
-                    seconds += per_rank.value * collective.group.num_ranks
+        for collective in issued_by_host(collectives, run):
+            seconds += recipe.host_s_per_collective.value
+            if per_rank is not None and self._machine.has_several_nodes:
+                seconds += per_rank.value * collective.group.num_ranks
         return seconds
+
+
+def issued_by_host(collectives: Sequence[Collective], run: Pass) -> list[Collective]:
+    """Those of one pass whose issue takes the host's time."""
+    return [each for each in collectives if each.issued_by_host and each.runs_in is run]

@@ -14,7 +14,7 @@ from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
 from planner.axes.expert import EXPERT
 from planner.axes.framework import Framework
-from planner.axes.lowered import Collective, RankWork, Role, StateKind
+from planner.axes.lowered import Collective, Hides, RankWork, Role, StateKind
 from planner.axes.offload import OFFLOAD
 from planner.axes.pipeline import PIPELINE
 from planner.axes.placement import UnitPlacement
@@ -31,7 +31,7 @@ from planner.table.keys import DataKey, TensorSplit, WorkKey
 from tests.planning import A100, cluster_of, graph_of
 
 SEQ_LEN, BF16, BLOCK = 1024, 2, 1  # kinds of units: embedding, block, head
-PLAIN, SEQUENCE = TensorSplit(8, False), TensorSplit(8, True)
+WHOLE, PLAIN, SEQUENCE = TensorSplit(1, False), TensorSplit(8, False), TensorSplit(8, True)
 MACHINE = Machine(cluster_of(A100, 64))
 
 
@@ -229,6 +229,20 @@ def test_groups_that_hold_the_same_states() -> None:
         (CollectiveKind.ALL_REDUCE, 8, 2, reduce_bytes),
         (CollectiveKind.ALL_REDUCE, 2, 8, reduce_bytes),
     ]
+
+
+def test_what_zero_moves_every_micro_batch_hides_behind_it() -> None:
+    """ZeRO 3 gathers for every pass of a unit, from ZeRO 2 on each micro-batch's gradients are reduced; else once."""
+    once = [(Role.GATHER, Hides.FIRST_FORWARD), *[(Role.REDUCE, Hides.LAST_BACKWARD)] * 2]
+    expected = {
+        0: [(Role.REDUCE, Hides.LAST_BACKWARD)],
+        1: once,
+        2: [(Role.GATHER, Hides.FIRST_FORWARD), *[(Role.REDUCE, Hides.UNIT)] * 2],
+        3: [(Role.GATHER, Hides.UNIT), *[(Role.REDUCE, Hides.UNIT)] * 2],
+    }
+    for zero, hides in expected.items():
+        fields = DATA.state_fields(DataKey(WHOLE, 1, 8, 1, 1, 0) if zero == 0 else DataKey(WHOLE, 1, 2, 4, 1, zero))
+        assert [(each.role, each.hides) for each in DATA.state_collectives(fields, framework_of())] == hides
 
 
 def test_a_rank_holds_its_experts_and_its_part_of_the_rest() -> None:

@@ -9,19 +9,21 @@ import pytest
 from costmodels.communication import collective_time_s
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import Quantity
 from planner.api import Problem
+from planner.axes.expert import EXPERT, ExpertKey
+from planner.axes.traced import representatives, whole_work
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
-from planner.pricing.expert_parallel import exchange, on_one_rank
-from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
-from planner.pricing.table_builder import representatives, shard_units, unit_row
-from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
-from planner.solver.cp_sat import CpSatSolver
+from planner.pricing.table_builder import unit_row
+from planner.pricing.target import PricingTarget
 from planner.solver.search import search
+from planner.table.keys import WorkKey
+from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of, problem_of
+from tests.unit.planner.pricing.unit_prices import WHOLE, Prices, decision_of, unit_prices
 
 MODEL, SEQ_LEN, NUM_DEVICES = "mixtral-8x7b", 1024, 32
 HIDDEN, WIDTH, TOP_K, EXPERTS, LAYERS, BF16 = 4096, 14336, 2, 8, 32, 2
@@ -39,14 +41,14 @@ def target_of(imbalance: float | None = None) -> PricingTarget:
 
 @cache
 def block(
-    ep: int, imbalance: float | None = None, micro_batch_size: int = 1, recompute: Recompute = Recompute.NONE
-) -> UnitCosts:
-    target = target_of(imbalance)
-    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    unit = representatives(target.graph)[BLOCK]
-    scale = batch_scale(target.graph, micro_batch_size, 1)
-    return UnitWork(on_one_rank(target, ep), unit, sharding[BLOCK], scale, ep).costs(recompute, 1)
+    ep: int,
+    imbalance: float | None = None,
+    micro_batch_size: int = 1,
+    recompute: Recompute = Recompute.NONE,
+    once_a_node: bool = False,
+) -> Prices:
+    target = replace(target_of(imbalance), dispatches_once_a_node=once_a_node)
+    return unit_prices(target, decision_of(target), WorkKey(WHOLE, ep, 1, micro_batch_size), recompute)[BLOCK]
 
 
 @cache
@@ -61,11 +63,9 @@ def choice_of(ep: int, zero: int) -> Layout:
 
 
 def test_without_expert_parallelism_nothing_changes() -> None:
-    target = target_of(2.0)
-    assert on_one_rank(target, 1) is target
     cost = block(1, 2.0)
     assert cost == block(1)
-    assert cost.expert_forward_s == cost.expert_backward_s == 0
+    assert cost[Time.EXPERT_FORWARD] == cost[Time.EXPERT_BACKWARD] == 0
 
 
 def test_rows_of_every_chosen_expert_travel_both_ways() -> None:
@@ -74,37 +74,28 @@ def test_rows_of_every_chosen_expert_travel_both_ways() -> None:
     num_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
     way_s = collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, num_bytes, GroupPlacement(ep, 1)), cluster)
     cost = block(ep)
-    assert cost.expert_forward_s == cost.expert_backward_s == pytest.approx(2 * way_s)
-    assert cost.working_bytes == pytest.approx(block(1).working_bytes + num_bytes)
-    assert block(ep, micro_batch_size=2).expert_forward_s < 2 * cost.expert_forward_s  # one latency
+    assert cost[Time.EXPERT_FORWARD] == cost[Time.EXPERT_BACKWARD] == pytest.approx(2 * way_s)
+    assert cost[Holding.WORKING] == pytest.approx(block(1)[Holding.WORKING] + num_bytes)
+    assert block(ep, micro_batch_size=2)[Time.EXPERT_FORWARD] < 2 * cost[Time.EXPERT_FORWARD]  # one latency
 
 
 def test_exchange_over_nodes_is_slower() -> None:
     """Of 16 ranks on two nodes half of the rows leave the node."""
-    target = target_of()
-    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    unit = representatives(target.graph)[BLOCK]
-    inside, across = (exchange(target, unit, sharding[BLOCK], 0.5, ep).both_s for ep in (8, 16))
+    inside, across = (block(ep)[Time.EXPERT_FORWARD] for ep in (8, 16))
     assert across > 2 * inside
 
 
 def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
     """Each of k experts is on the other of two nodes by half: a token leaves in 1 - 1/2^k of cases, not k / 2 times."""
-    target = replace(target_of(), dispatches_once_a_node=True)
-    sharding = shard_units(target, (1, False), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    unit = representatives(target.graph)[BLOCK]
-    plain, merged = (
-        [exchange(each, unit, sharding[BLOCK], 0.5, ep).both_s for ep in (8, 16)] for each in (target_of(), target)
-    )
+    plain, merged = ([block(ep, once_a_node=once)[Time.EXPERT_FORWARD] for ep in (8, 16)] for once in (False, True))
     assert merged[0] == plain[0]
     rows_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
     share = (1 - 0.5**TOP_K) / (TOP_K / 2)
 
     def way_s(num_bytes: float, num_ranks: int) -> float:
         group = GroupPlacement(num_ranks, 1)
-        return collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, num_bytes, group), target.cluster)
+        collective = Collective(CollectiveKind.ALL_TO_ALL, num_bytes, group)
+        return collective_time_s(collective, cluster_of(A100, NUM_DEVICES))
 
     assert merged[1] == pytest.approx(2 * max(way_s(share * rows_bytes, 16), way_s(rows_bytes, 8)))
     assert merged[1] < plain[1]
@@ -112,35 +103,37 @@ def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
 
 def test_recomputation_sends_again() -> None:
     full, none = block(8, recompute=Recompute.FULL), block(8)
-    assert full.recompute_s == pytest.approx(none.forward_s + none.expert_forward_s)
+    assert full[Time.RECOMPUTE] == pytest.approx(none[Time.COMPUTE_FORWARD] + none[Time.EXPERT_FORWARD])
     selective = (
-        block(8, recompute=Recompute.SELECTIVE).recompute_s - block(1, recompute=Recompute.SELECTIVE).recompute_s
+        block(8, recompute=Recompute.SELECTIVE)[Time.RECOMPUTE]
+        - block(1, recompute=Recompute.SELECTIVE)[Time.RECOMPUTE]
     )
-    assert selective == pytest.approx(none.expert_forward_s / 2)
+    assert selective == pytest.approx(none[Time.EXPERT_FORWARD] / 2)
 
 
 def test_the_busiest_rank_has_more_rows() -> None:
     even, uneven = block(8), block(8, 1.5)
     assert block(8, 1.0) == even
-    assert even.expert_forward_s < uneven.expert_forward_s < 1.5 * even.expert_forward_s
-    assert even.forward_s < uneven.forward_s < 1.5 * even.forward_s
-    assert even.kept_bytes < uneven.kept_bytes < 1.5 * even.kept_bytes
+    assert even[Time.EXPERT_FORWARD] < uneven[Time.EXPERT_FORWARD] < 1.5 * even[Time.EXPERT_FORWARD]
+    assert even[Time.COMPUTE_FORWARD] < uneven[Time.COMPUTE_FORWARD] < 1.5 * even[Time.COMPUTE_FORWARD]
+    assert even[Holding.KEPT] < uneven[Holding.KEPT] < 1.5 * even[Holding.KEPT]
 
 
 def test_a_rank_reads_its_own_experts_alone() -> None:
     """Products of as many rows with fewer weights: never slower, and as much arithmetic."""
-    graph, divided = target_of().graph, on_one_rank(target_of(), 4).graph
-    for whole, part in zip(graph.nodes, divided.nodes, strict=True):
-        assert (part.flops, part.backward_flops) == (whole.flops, whole.backward_flops)
-        if whole.op_class == "grouped_gemm":
-            weight = EXPERTS * HIDDEN * WIDTH * BF16
-            assert (
-                whole.param_bytes_read - part.param_bytes_read == whole.bytes_read - part.bytes_read == weight * 3 / 4
-            )
-            assert whole.backward_bytes - part.backward_bytes == 2 * weight * 3 / 4
+    target = target_of()
+    work = whole_work(target.graph, representatives(target.graph)[BLOCK])
+    divided = EXPERT.work(work, ExpertKey(4, 1), decision_of(target)[BLOCK], target.framework)
+    for whole, part in zip(work.unit.kernels, divided.unit.kernels, strict=True):
+        assert (part.forward.flops, part.backward.flops) == (whole.forward.flops, whole.backward.flops)
+        if whole.op_class is OpClass.GROUPED_GEMM:
+            away = EXPERTS * HIDDEN * WIDTH * BF16 * 3 / 4
+            assert whole.forward.weight_bytes - part.forward.weight_bytes == away
+            assert whole.backward.weight_bytes - part.backward.weight_bytes == 2 * away
+            assert whole.forward.moved_bytes == part.forward.moved_bytes
         else:
             assert part == whole
-    assert block(4).forward_s <= block(1).forward_s
+    assert block(4)[Time.COMPUTE_FORWARD] <= block(1)[Time.COMPUTE_FORWARD]
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
@@ -180,7 +173,7 @@ def test_all_layouts_price_their_parts() -> None:
     """The breakdown holds the exchange, and the step grows by it where nothing else can."""
     whole, part = (Point(problem().table, choice_of(ep, 1)).price((0,)) for ep in (1, 8))
     assert whole.breakdown.expert_parallel == 0
-    assert part.breakdown.expert_parallel == pytest.approx(2 * LAYERS * 2 * block(8).expert_forward_s)
+    assert part.breakdown.expert_parallel == pytest.approx(2 * LAYERS * 2 * block(8)[Time.EXPERT_FORWARD])
     assert part.peak_memory_bytes < whole.peak_memory_bytes
     assert sum(astuple(part.breakdown)) == pytest.approx(part.step_time_s)
 

@@ -25,9 +25,9 @@ from planner.models.family import build_family
 from planner.models.loss import next_token_loss
 from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.cost_table import CostTable
-from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point
 from planner.pricing.table_builder import build_table, shard_units
+from planner.pricing.target import PricingTarget
 from planner.solver.cp_sat import CpSatSolver
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, problem_of

@@ -1,6 +1,7 @@
 """Facts of a recipe in prices: each changes what it says, by how much it says, and nothing besides."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -9,14 +10,18 @@ from costmodels.recipe import Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
+from planner.axes.traced import representatives
 from planner.layout.layout import Layout
 from planner.parallelism import Recompute
-from planner.pricing.operator_time import PricingTarget
+from planner.pricing.placements import Decision
 from planner.pricing.point import Point, Priced
-from planner.pricing.table_builder import Sharding, build_table, representatives, shard_units
-from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
+from planner.pricing.table_builder import Sharding, build_table, shard_units
+from planner.pricing.target import PricingTarget
 from planner.solver.cp_sat import CpSatSolver
+from planner.table.keys import TensorSplit, WorkKey
+from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of, problem_of
+from tests.unit.planner.pricing.unit_prices import Prices, decision_of, unit_prices
 
 MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
 OURS = load_recipe()
@@ -28,16 +33,21 @@ def target_of(recipe: Recipe) -> PricingTarget:
     return PricingTarget(graph_of(MODEL, SEQ_LEN), cluster_of(A100, 16), "bf16", recipe)
 
 
+@cache
+def split_decision(tp: int, sequence_parallel: bool = False) -> Decision:
+    return decision_of(target_of(OURS), TensorSplit(tp, sequence_parallel))
+
+
+def block(target: PricingTarget, decision: Decision) -> Prices:
+    prices = unit_prices(target, decision, WorkKey(decision[0].split, 1, 1, 1))
+    units = zip(representatives(target.graph), prices, strict=True)
+    return next(each for unit, each in units if unit.is_block)
+
+
 def sharding_of(tp: int, sequence_parallel: bool = False) -> Sharding:
     sharding = shard_units(target_of(OURS), (tp, sequence_parallel), {}, CpSatSolver().solve_placement)
     assert sharding is not None
     return sharding
-
-
-def block(target: PricingTarget, sharding: Sharding) -> UnitCosts:
-    units = zip(representatives(target.graph), sharding, strict=True)
-    unit, sharded = next((unit, sharded) for unit, sharded in units if unit.is_block)
-    return UnitWork(target, unit, sharded, batch_scale(target.graph, 1, 1)).costs(Recompute.NONE, 1)
 
 
 def price(recipe: Recipe, choice: Layout) -> Priced:
@@ -67,21 +77,21 @@ def test_products_that_reduce_apart_add_an_all_reduce_a_block() -> None:
     assert again is not None
     apart = OURS.model_copy(update={"separate_reductions": again})
     all_reduce = Collective(CollectiveKind.ALL_REDUCE, ACTIVATIONS, GroupPlacement(4, 1))
-    before, after = (block(target_of(recipe), sharding_of(4)) for recipe in (OURS, apart))
+    before, after = (block(target_of(recipe), split_decision(4)) for recipe in (OURS, apart))
     added = collective_time_s(all_reduce, cluster_of(A100, 16))
-    assert after.tensor_backward_s - before.tensor_backward_s == pytest.approx(again.value * added)
-    assert after.tensor_forward_s == before.tensor_forward_s
-    for sharding in (sharding_of(1), sharding_of(4, sequence_parallel=True)):
-        assert block(target_of(apart), sharding) == block(target_of(OURS), sharding)
+    assert after[Time.TENSOR_BACKWARD] - before[Time.TENSOR_BACKWARD] == pytest.approx(again.value * added)
+    assert after[Time.TENSOR_FORWARD] == before[Time.TENSOR_FORWARD]
+    for decision in (split_decision(1), split_decision(4, sequence_parallel=True)):
+        assert block(target_of(apart), decision) == block(target_of(OURS), decision)
 
 
 def test_scattered_sends_are_a_rank_s_part() -> None:
     scattered = OURS.model_copy(update={"scatters_sends": True})
-    whole = sharding_of(4)
-    assert block(target_of(OURS), whole).boundary_bytes == pytest.approx(ACTIVATIONS)
-    assert block(target_of(scattered), whole).boundary_bytes == pytest.approx(ACTIVATIONS / 4)
-    split = sharding_of(4, sequence_parallel=True)
-    parts = [block(target_of(recipe), split).boundary_bytes for recipe in (OURS, scattered)]
+    whole = split_decision(4)
+    assert block(target_of(OURS), whole)[Holding.BOUNDARY] == pytest.approx(ACTIVATIONS)
+    assert block(target_of(scattered), whole)[Holding.BOUNDARY] == pytest.approx(ACTIVATIONS / 4)
+    split = split_decision(4, sequence_parallel=True)
+    parts = [block(target_of(recipe), split)[Holding.BOUNDARY] for recipe in (OURS, scattered)]
     assert parts == pytest.approx([ACTIVATIONS / 4] * 2)
 
 
@@ -113,9 +123,9 @@ def test_gradients_of_scores_are_held_in_backward() -> None:
         eager, attention=attention_kernel("eager").model_copy(update={"gradient_score_bytes": no_gradients})
     )
     scores = 32 * SEQ_LEN**2  # of one sequence
-    sharding = sharding_of(1)
-    assert block(eager, sharding).working_bytes == pytest.approx(6 * scores)
-    assert block(without, sharding).working_bytes == block(fused, sharding).working_bytes < 6 * scores
+    decision = split_decision(1)
+    assert block(eager, decision)[Holding.WORKING] == pytest.approx(6 * scores)
+    assert block(without, decision)[Holding.WORKING] == block(fused, decision)[Holding.WORKING] < 6 * scores
     assert graph.batch_size > 1  # so that the traced batch is not mistaken for one sequence
 
 
@@ -123,7 +133,7 @@ def test_products_in_eight_bits_keep_their_inputs_so() -> None:
     cast = OURS.model_copy(update={"eight_bit_inputs": True})
     in_bf16, in_fp8 = (
         [
-            block(replace(target_of(recipe), precision=precision, cluster=H100), sharding_of(1)).kept_bytes
+            block(replace(target_of(recipe), precision=precision, cluster=H100), split_decision(1))[Holding.KEPT]
             for recipe in (OURS, cast)
         ]
         for precision in ("bf16", "fp8")

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.api import Problem
+from planner.axes.lowered import Collective
+from planner.axes.placement import UnitPlacement
+from planner.axes.traced import representatives, tensors_of
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.graph.model_graph import ModelGraph
@@ -20,30 +23,30 @@ from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins
 from planner.model_file import LoadedModel
 from planner.parallelism import Placement, Precision, Recompute, Replicate, Shard
+from planner.pricing.placements import Decision
 from planner.pricing.point import Point
-from planner.pricing.sharded_unit import PricingTarget, ShardedUnit
-from planner.pricing.table_builder import Sharding, representatives, shard_units
-from planner.solver.cp_sat import CpSatSolver
+from planner.pricing.target import PricingTarget
+from planner.table.keys import TensorSplit
+from planner.table.labels import Pass
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, graph_of, training_of
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
+from tests.unit.planner.pricing.unit_prices import decision_of
 
 COLUMNS, ROWS = Shard(0), Shard(1)  # of nn.Linear's weight [out, in]
 
 
 @cache
-def sharding_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> Sharding:
+def placed(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> Decision:
     target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 8), "bf16")
-    found = shard_units(target, (degree, sequence_parallel), {}, CpSatSolver().solve_placement)
-    assert found is not None
-    return found
+    return decision_of(target, TensorSplit(degree, sequence_parallel))
 
 
-def block_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> tuple[str, ShardedUnit]:
+def block_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> tuple[str, UnitPlacement]:
     """The repeated block's name and how it is split."""
     units = representatives(graph_of(model, seq_len))
     (index,) = [i for i, unit in enumerate(units) if unit.is_block]
-    return units[index].name, sharding_of(model, seq_len, degree, sequence_parallel)[index]
+    return units[index].name, placed(model, seq_len, degree, sequence_parallel)[index]
 
 
 def parameters_of(model: str, seq_len: int, degree: int, sequence_parallel: bool) -> dict[str, Placement]:
@@ -51,13 +54,15 @@ def parameters_of(model: str, seq_len: int, degree: int, sequence_parallel: bool
     return {fqn.removeprefix(name + "."): placement for fqn, placement in sharded.parameters.items()}
 
 
-def collectives(sharded: ShardedUnit) -> Counter[tuple[str, str]]:
+def collectives(sharded: UnitPlacement) -> Counter[tuple[str, str]]:
     """Collectives on activations by kind and direction."""
-    return Counter(
-        (term.kind.value, "backward" if term.in_backward else "forward")
-        for term in sharded.communication
-        if term.scales
-    )
+    return Counter((each.kind.value, each.runs_in.value) for each in sharded.collectives if each.follows_batch)
+
+
+def num_bytes(graph: ModelGraph, collective: Collective) -> float:
+    """Of the traced batch."""
+    size = collective.num_bytes(tensors_of(graph, collective.of))
+    return size * BATCH_SIZE if collective.follows_batch else size
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -88,15 +93,18 @@ def test_sequence_parallelism_gathers_and_scatters_instead(degree: int) -> None:
         ("reduce_scatter", "backward"): 2,
     }
     # The norms see a part of the sequence each, so their weights' gradients are summed: small, and once a block.
-    rest = [term for term in sharded.communication if not term.scales]
-    assert [(t.kind, t.in_backward, t.num_bytes) for t in rest] == [(CollectiveKind.ALL_REDUCE, True, 4096 * 2)] * 2
+    graph = graph_of("llama3-8b", 2048)
+    rest = [each for each in sharded.collectives if not each.follows_batch]
+    sums = [(each.kind, each.runs_in, num_bytes(graph, each)) for each in rest]
+    assert sums == [(CollectiveKind.ALL_REDUCE, Pass.BACKWARD, 4096 * 2)] * 2
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_sequence_parallelism_moves_the_same_bytes_and_keeps_less(sequence_parallel: bool) -> None:
     _, sharded = block_of("llama3-8b", 2048, 8, sequence_parallel)
     activations = BATCH_SIZE * 2048 * 4096 * 2
-    assert {term.num_bytes for term in sharded.communication if term.scales} == {activations}
+    graph = graph_of("llama3-8b", 2048)
+    assert {num_bytes(graph, each) for each in sharded.collectives if each.follows_batch} == {activations}
     name, _ = block_of("llama3-8b", 2048, 8, sequence_parallel)
     nodes = graph_of("llama3-8b", 2048).nodes
     norm = next(n for n in nodes if n.module == f"{name}.attention_norm" and "rms_norm" in n.op)
@@ -120,7 +128,7 @@ def test_heads_that_a_degree_does_not_divide_stay_whole() -> None:
     attention = next(
         n for n in graph_of("gpt2-1.5b", 1024).nodes if "attention" in n.op and n.module.startswith(f"{name}.")
     )
-    assert sharded.fractions[attention.id] == 1.0
+    assert sharded.shares[attention.id] == 1.0
     assert sharded.parameters[f"{name}.mlp.up.weight"] == COLUMNS
     assert sharded.parameters[f"{name}.mlp.down.weight"] == ROWS
     assert collectives(sharded)["all_gather", "forward"] >= 1
@@ -133,7 +141,9 @@ def test_hugging_faces_gpt2_pays_for_gathering_its_fused_projection() -> None:
     assert parameters["mlp.c_fc.weight"] == Shard(1)
     assert parameters["mlp.c_proj.weight"] == Shard(0)
     _, sharded = block_of("tests/fixtures/hf/gpt2", 1024, 2, False)
-    gathered = {t.num_bytes for t in sharded.communication if t.kind is CollectiveKind.ALL_GATHER and not t.in_backward}
+    graph = graph_of("tests/fixtures/hf/gpt2", 1024)
+    gathers = [each for each in sharded.collectives if each.kind is CollectiveKind.ALL_GATHER]
+    gathered = {num_bytes(graph, each) for each in gathers if each.runs_in is Pass.FORWARD}
     assert BATCH_SIZE * 1024 * 3 * 1600 * 2 in gathered
 
 
@@ -145,7 +155,7 @@ def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool)
     names = {tied.fqn, *tied.aliases}
     placements = [
         placement
-        for sharded in sharding_of(model, 1024, 2, sequence_parallel)
+        for sharded in placed(model, 1024, 2, sequence_parallel)
         for fqn, placement in sharded.parameters.items()
         if fqn in names
     ]
@@ -157,17 +167,17 @@ def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool)
 def test_every_big_weight_is_split_where_its_dims_divide(degree: int) -> None:
     for model, seq_len in (("llama3-8b", 2048), ("gpt3-1.3b", 1024)):
         parameters = {p.fqn: p for p in graph_of(model, seq_len).parameters}
-        for sharded in sharding_of(model, seq_len, degree, False):
+        for sharded in placed(model, seq_len, degree, False):
             for fqn, placement in sharded.parameters.items():
                 if fqn in parameters and len(parameters[fqn].shape) == 2 and "embedding" not in fqn:
                     assert isinstance(placement, Shard), fqn
 
 
 def test_one_rank_replicates_everything_and_sends_nothing() -> None:
-    for sharded in sharding_of("llama3-8b", 2048, 1, False):
-        assert not sharded.communication
+    for sharded in placed("llama3-8b", 2048, 1, False):
+        assert not sharded.collectives
         assert not sharded.module_outputs
-        assert set(sharded.fractions.values()) <= {1.0}
+        assert set(sharded.shares.values()) <= {1.0}
         assert all(placement == Replicate() for placement in sharded.parameters.values())
 
 
@@ -218,12 +228,13 @@ def priced_and_run(
     pins = Pins(tp=degree, micro_batch=2, sequence_parallel=sequence_parallel, recompute=Recompute.NONE)
     problem = Problem.build(graph, cluster_of(A100, degree), training_of(2, 64), pins)
     (choice,) = problem.space.layouts
-    sharding = problem.shardings[degree, sequence_parallel]
+    target = PricingTarget(graph, cluster_of(A100, degree), "bf16")
+    decision = decision_of(target, TensorSplit(degree, sequence_parallel))
     priced = Counter[str]()
     for kind in problem.table.units.kinds:
-        for term in sharding[kind].communication:
-            name = "gather" if term.kind is CollectiveKind.ALL_GATHER else "reduce"
-            priced[name] += term.num_bytes / 2 > MANY_ELEMENTS
+        for each in decision[kind].collectives:
+            name = "gather" if each.kind is CollectiveKind.ALL_GATHER else "reduce"
+            priced[name] += num_bytes(graph, each) / 2 > MANY_ELEMENTS
     plan = problem.describe(Point(problem.table, choice).price((0,)))
     whole = plan.training.model_copy(update={"precision": Precision.FP32})
     tokens = torch.zeros(2, 64, dtype=torch.int64)

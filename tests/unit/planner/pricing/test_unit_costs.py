@@ -3,23 +3,26 @@
 from functools import cache
 
 import pytest
-from planner.pricing.sharded_unit import PricingTarget
-from planner.pricing.unit_costs import (
-    UnitCosts,
-    UnitStates,
-    UnitWork,
-    batch_scale,
-    unit_states,
-)
 
-from planner.graph.node_operators import mixes_positions_outside_attention
+from planner.axes.context import mixes_positions_outside_attention
+from planner.axes.traced import representatives
 from planner.parallelism import Recompute
-from planner.pricing.table_builder import representatives, shard_units
-from planner.solver.cp_sat import CpSatSolver
+from planner.pricing.rows import element_rows
+from planner.pricing.target import PricingTarget
+from planner.table.keys import TensorSplit, WorkKey
+from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of
+from tests.unit.planner.pricing.unit_prices import Prices, decision_of, unit_prices
 
 MODELS = [("llama3-8b", 2048), ("gpt2-1.5b", 1024)]
-TIMES = ("forward_s", "backward_s", "tensor_forward_s", "tensor_backward_s", "context_forward_s", "context_backward_s")
+TIMES = (
+    Time.COMPUTE_FORWARD,
+    Time.COMPUTE_BACKWARD,
+    Time.TENSOR_FORWARD,
+    Time.TENSOR_BACKWARD,
+    Time.CONTEXT_FORWARD,
+    Time.CONTEXT_BACKWARD,
+)
 
 
 @cache
@@ -31,25 +34,19 @@ def costs(
     cp: int = 1,
     tp: int = 1,
     sequence_parallel: bool = False,
-) -> tuple[UnitCosts, ...]:
+) -> tuple[Prices, ...]:
     """Of every kind of unit, in order."""
-    graph = graph_of(model, seq_len)
-    target = PricingTarget(graph, cluster_of(A100, 64), "bf16")
-    sharding = shard_units(target, (tp, sequence_parallel), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    return tuple(
-        UnitWork(target, unit, sharded, batch_scale(graph, micro_batch_size, cp)).costs(recompute, cp)
-        for unit, sharded in zip(representatives(graph), sharding, strict=True)
-    )
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 64), "bf16")
+    split = TensorSplit(tp, sequence_parallel)
+    return unit_prices(target, decision_of(target, split), WorkKey(split, 1, cp, micro_batch_size), recompute)
 
 
-def states(model: str, seq_len: int, tp: int) -> tuple[UnitStates, ...]:
-    graph = graph_of(model, seq_len)
-    target = PricingTarget(graph, cluster_of(A100, 64), "bf16")
-    sharding = shard_units(target, (tp, False), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    pairs = zip(representatives(graph), sharding, strict=True)
-    return tuple(unit_states(graph, unit, sharded) for unit, sharded in pairs)
+def states(model: str, seq_len: int, tp: int) -> list[list[float]]:
+    """Trainable, frozen, tied and experts' elements of every kind of unit."""
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 64), "bf16")
+    split = TensorSplit(tp, False)
+    (row,) = element_rows(target.graph, {split: decision_of(target, split)}, [split])
+    return row.tolist()
 
 
 @pytest.mark.parametrize(("model", "seq_len"), MODELS)
@@ -57,9 +54,9 @@ def states(model: str, seq_len: int, tp: int) -> tuple[UnitStates, ...]:
 def test_activations_grow_with_the_micro_batch(model: str, seq_len: int, recompute: Recompute) -> None:
     one, four = (costs(model, seq_len, recompute, micro) for micro in (1, 4))
     for small, large in zip(one, four, strict=True):
-        assert large.kept_bytes == pytest.approx(4 * small.kept_bytes)
-        assert large.boundary_bytes == pytest.approx(4 * small.boundary_bytes)
-        assert small.working_bytes <= large.working_bytes <= 4 * small.working_bytes * (1 + 1e-9)
+        assert large[Holding.KEPT] == pytest.approx(4 * small[Holding.KEPT])
+        assert large[Holding.BOUNDARY] == pytest.approx(4 * small[Holding.BOUNDARY])
+        assert small[Holding.WORKING] <= large[Holding.WORKING] <= 4 * small[Holding.WORKING] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("model", "seq_len"), MODELS)
@@ -67,28 +64,36 @@ def test_time_grows_with_the_micro_batch_but_not_faster(model: str, seq_len: int
     one, four = (costs(model, seq_len, micro_batch_size=micro, tp=2) for micro in (1, 4))
     for small, large in zip(one, four, strict=True):
         # Compute and communication together: beside longer collectives less of a slow host's time is left to wait for.
-        for names in (("forward_s", "tensor_forward_s"), ("backward_s", "tensor_backward_s"), ("recompute_s",)):
-            before, after = (sum(getattr(costs_of, name) for name in names) for costs_of in (small, large))
+        for names in (
+            (Time.COMPUTE_FORWARD, Time.TENSOR_FORWARD),
+            (Time.COMPUTE_BACKWARD, Time.TENSOR_BACKWARD),
+            (Time.RECOMPUTE,),
+        ):
+            before, after = (sum(costs_of[name] for name in names) for costs_of in (small, large))
             assert before <= after * (1 + 1e-9)
             assert after <= 4 * before * (1 + 1e-9)
     many, more = (costs(model, seq_len, micro_batch_size=micro, tp=2) for micro in (16, 64))
-    block = max(range(len(one)), key=lambda k: one[k].forward_s)
-    assert more[block].forward_s > 3 * many[block].forward_s  # large operators scale almost with their work
+    block = max(range(len(one)), key=lambda k: one[k][Time.COMPUTE_FORWARD])
+    assert (
+        more[block][Time.COMPUTE_FORWARD] > 3 * many[block][Time.COMPUTE_FORWARD]
+    )  # large operators scale almost with their work
 
 
 @pytest.mark.parametrize(("model", "seq_len"), MODELS)
 def test_context_parallelism_divides_activations_and_adds_communication(model: str, seq_len: int) -> None:
     whole, halved = (costs(model, seq_len, cp=cp) for cp in (1, 2))
-    assert all(unit.context_forward_s == unit.context_backward_s == 0.0 for unit in whole)
+    assert all(unit[Time.CONTEXT_FORWARD] == unit[Time.CONTEXT_BACKWARD] == 0.0 for unit in whole)
     for before, after in zip(whole, halved, strict=True):
-        assert after.kept_bytes == pytest.approx(before.kept_bytes / 2)
-        assert after.boundary_bytes == pytest.approx(before.boundary_bytes / 2)
-        assert before.forward_s / 2 * (1 - 1e-9) <= after.forward_s <= before.forward_s
-    assert any(unit.context_forward_s > 0 for unit in halved)
+        assert after[Holding.KEPT] == pytest.approx(before[Holding.KEPT] / 2)
+        assert after[Holding.BOUNDARY] == pytest.approx(before[Holding.BOUNDARY] / 2)
+        assert (
+            before[Time.COMPUTE_FORWARD] / 2 * (1 - 1e-9) <= after[Time.COMPUTE_FORWARD] <= before[Time.COMPUTE_FORWARD]
+        )
+    assert any(unit[Time.CONTEXT_FORWARD] > 0 for unit in halved)
     for unit in halved:
         # Keys and values are gathered, gathered again, and their gradients scattered.
-        assert unit.context_backward_s >= unit.context_forward_s
-        assert (unit.context_forward_s > 0) == (unit.context_backward_s > 0)
+        assert unit[Time.CONTEXT_BACKWARD] >= unit[Time.CONTEXT_FORWARD]
+        assert (unit[Time.CONTEXT_FORWARD] > 0) == (unit[Time.CONTEXT_BACKWARD] > 0)
 
 
 @pytest.mark.parametrize(("model", "seq_len"), MODELS)
@@ -96,27 +101,27 @@ def test_context_parallelism_divides_activations_and_adds_communication(model: s
 def test_recomputation_keeps_less_and_repeats_more(model: str, seq_len: int, tp: int) -> None:
     none, selective, full = (costs(model, seq_len, mode, 2, 2, tp) for mode in Recompute)
     for a, b, c in zip(none, selective, full, strict=True):
-        assert a.kept_bytes >= b.kept_bytes >= c.kept_bytes > 0
-        assert 0.0 == a.recompute_s <= b.recompute_s <= c.recompute_s
+        assert a[Holding.KEPT] >= b[Holding.KEPT] >= c[Holding.KEPT] > 0
+        assert 0.0 == a[Time.RECOMPUTE] <= b[Time.RECOMPUTE] <= c[Time.RECOMPUTE]
         # What is not kept is made again, and held while this unit's backward runs.
-        assert a.kept_bytes + a.working_bytes == pytest.approx(b.kept_bytes + b.working_bytes)
-        assert a.kept_bytes + a.working_bytes == pytest.approx(c.kept_bytes + c.working_bytes)
+        assert a[Holding.KEPT] + a[Holding.WORKING] == pytest.approx(b[Holding.KEPT] + b[Holding.WORKING])
+        assert a[Holding.KEPT] + a[Holding.WORKING] == pytest.approx(c[Holding.KEPT] + c[Holding.WORKING])
         for name in TIMES:
-            assert getattr(a, name) == getattr(b, name) == getattr(c, name), name
+            assert a[name] == b[name] == c[name], name
     graph = graph_of(model, seq_len)
     for unit, a, c in zip(representatives(graph), none, full, strict=True):
         if unit.is_block:
-            assert a.kept_bytes > 4 * c.kept_bytes
-            assert c.recompute_s >= c.tensor_forward_s + c.context_forward_s
+            assert a[Holding.KEPT] > 4 * c[Holding.KEPT]
+            assert c[Time.RECOMPUTE] >= c[Time.TENSOR_FORWARD] + c[Time.CONTEXT_FORWARD]
         else:
-            assert a.kept_bytes == c.kept_bytes  # what lies outside the blocks is kept
+            assert a[Holding.KEPT] == c[Holding.KEPT]  # what lies outside the blocks is kept
 
 
 def test_full_recomputation_keeps_a_blocks_input_alone() -> None:
     graph = graph_of("llama3-8b", 2048)
     index = next(k for k, unit in enumerate(representatives(graph)) if unit.is_block)
     for micro, cp in ((1, 1), (4, 2)):
-        kept = costs("llama3-8b", 2048, Recompute.FULL, micro, cp)[index].kept_bytes
+        kept = costs("llama3-8b", 2048, Recompute.FULL, micro, cp)[index][Holding.KEPT]
         assert kept == micro * 2048 * 4096 * 2 / cp
 
 
@@ -124,7 +129,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
     graph = graph_of("llama3-8b", 2048)
     index = next(k for k, unit in enumerate(representatives(graph)) if unit.is_block)
     whole, plain, sequence = (
-        costs("llama3-8b", 2048, tp=tp, sequence_parallel=is_sequence)[index].kept_bytes
+        costs("llama3-8b", 2048, tp=tp, sequence_parallel=is_sequence)[index][Holding.KEPT]
         for tp, is_sequence in ((1, False), (8, False), (8, True))
     )
     assert whole > plain > sequence >= whole / 8
@@ -134,8 +139,8 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
 def test_tensor_parallelism_divides_the_weights(tp: int) -> None:
     whole, split = states("llama3-8b", 2048, 1), states("llama3-8b", 2048, tp)
     for before, after in zip(whole, split, strict=True):
-        assert before.trainable / tp <= after.trainable <= before.trainable / tp * 1.01  # norms stay whole
-        assert before.frozen == after.frozen == 0
+        assert before[0] / tp <= after[0] <= before[0] / tp * 1.01  # norms stay whole
+        assert before[1] == after[1] == 0
 
 
 def test_every_parameter_belongs_to_one_unit() -> None:
@@ -145,8 +150,8 @@ def test_every_parameter_belongs_to_one_unit() -> None:
             unit.kind: elements
             for unit, elements in zip(representatives(graph), states(model, seq_len, 1), strict=True)
         }
-        assert sum(kinds[unit.kind].total for unit in graph.units) == graph.num_params
-        tied = sum(kinds[unit.kind].tied for unit in graph.units)
+        assert sum(sum(kinds[unit.kind][:2]) for unit in graph.units) == graph.num_params
+        tied = sum(kinds[unit.kind][2] for unit in graph.units)
         assert tied == sum(p.num_elements * len(p.aliases) for p in graph.parameters)
 
 
