@@ -1,5 +1,6 @@
-"""Selective recomputation repeats no product: neither one operator by one, nor in whole models."""
+"""Selective recomputation repeats no product: neither operator by operator nor in a whole model."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.executor.recompute import apply_recompute
+from planner.model_file import call_model, load_model, resolve_model, training_batch
 from planner.operators.products import PRODUCTS
 from planner.parallelism import Recompute
 from planner.plan.schema import RecomputeRule
@@ -99,6 +101,10 @@ class Inner(nn.Module):
         return torch.tanh(self.product(*(operand * 2 for operand in operands)))
 
 
+# What torch runs for products of the model below.
+PRODUCTS_OF_EXPERTS = {"aten.mm", "aten._grouped_mm", "aten._scaled_dot_product_flash_attention_for_cpu"}
+
+
 def in_backward(module: nn.Module, operands: tuple[torch.Tensor, ...]) -> Counter[str]:
     loss = module(*operands).sum()
     with Names() as names:
@@ -124,3 +130,23 @@ def test_no_product_runs_twice(name: str) -> None:
 
 def test_every_product_is_tried() -> None:
     assert {name for operator in PRODUCTS for name in operator.names} == set(CASES)
+
+
+def products_in_training(mode: Recompute) -> Counter[str]:
+    """Products that a training step of a model with experts runs."""
+    loaded = load_model(resolve_model("moe-tiny"))
+    torch.manual_seed(0)
+    model, inputs = loaded.build(), loaded.example_inputs(2, 16)
+    blocks = tuple(name for name, _ in model.named_modules() if re.fullmatch(r".*layers\.\d+", name))
+    assert len(blocks) == 4
+    apply_recompute(model, [RecomputeRule(modules=blocks, mode=mode)])
+    with Names() as names:
+        loaded.loss_fn(call_model(model, inputs), training_batch(inputs)).backward()
+    return Counter({name: names.seen[name] for name in PRODUCTS_OF_EXPERTS})
+
+
+def test_a_model_with_experts_repeats_no_product() -> None:
+    products = products_in_training(Recompute.NONE)
+    assert all(products.values())
+    assert products_in_training(Recompute.SELECTIVE) == products
+    assert products_in_training(Recompute.FULL) > products
