@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.published.data import UNSEEN
+from benchmarks.published.frameworks import recipe_called
 from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.summary import Row, Summary
-from costmodels.recipe import load_recipe
 
 INTRODUCTION = """# How close predictions come
 
@@ -32,7 +32,7 @@ NOT_MODELLED = """## What is not modelled
   micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
-  GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
+  GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
 - All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
@@ -123,7 +123,7 @@ def _bands(names: set[str]) -> str:
         "|---|---|---|---|",
     ]
     for name in ("planner", *sorted(names - {"planner"})):
-        band = load_recipe(name).error_band
+        band = recipe_called(name).error_band
         if band is not None:
             lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.coverage:.0%} | {band.num_runs} |")
     return "\n".join(lines) + "\n"

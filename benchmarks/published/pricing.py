@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
+from benchmarks.published.frameworks import as_run, attention_name_of, framework_name_of, recipe_called, recipe_name_of
 from benchmarks.published.machines import cluster_of
-from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
-from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
+from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
+from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.schedule import validate_schedule
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
+from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.model_file import ModelKind, ModelSource, family_model
@@ -20,6 +22,7 @@ from planner.pricing.operator_time import PricingTarget
 from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, shard_units
 from planner.solver.cp_sat import CpSatSolver
+from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.space.search_space import Choice, Training
 
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
@@ -43,6 +46,7 @@ class Prediction:
     priced: Priced
     cluster: ClusterSpec
     recipe_name: str = ""
+    framework: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,22 +73,23 @@ class RunPricer:
         cluster = self.cluster(run)
         choice = choice_of(run)
         precision = _precision(run)
-        recipe = self.recipe(recipe_name_of(run))
+        recipe = as_run(self.recipe(recipe_name_of(run)), run)
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        once_a_node = dispatches_once_a_node(run)
+        once_a_node = dispatches_once_a_node(run.software.kernels)
         target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
         sharding = self._sharding(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         key = (choice.mesh.tp, choice.sequence_parallel)
         table = build_table(target, training, {key: sharding}, (choice,))
         point = Point(table, choice)
-        return Prediction(point.price(point.starts()), cluster, recipe.name)
+        starts = _starts(point, run.software)
+        return Prediction(point.price(starts), cluster, recipe.name, framework_name_of(run))
 
     def recipe(self, name: str) -> Recipe:
         """The recipe called ``name``, as it stands here."""
-        return self.recipes.get(name) or load_recipe(name)
+        return self.recipes.get(name) or recipe_called(name)
 
     def cluster(self, run: Run) -> ClusterSpec:
         """The machine of ``run``, its device as it stands here."""
@@ -117,6 +122,23 @@ class RunPricer:
         if sharding is None:
             raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")
         return sharding
+
+
+def _starts(point: Point, software: Software) -> tuple[int, ...]:
+    """First units of the stages: as the row tells them, else balanced by our own solver, else as the framework cuts."""
+    blocks = [unit for unit, is_block in enumerate(point.table.units.is_block) if is_block]
+    stage_layers = software.stage_layers
+    if not stage_layers:
+        cuts_by_weight, one_a_rank = point.table.recipe.partition == "weighted", point.choice.virtual_stages == 1
+        by_hand = software.partition == "balanced" and one_a_rank and not cuts_by_weight
+        balanced = DynamicProgramSolver().solve_stages(point.stage_problem()) if by_hand else None
+        return point.starts() if balanced is None else balanced.starts
+    if len(stage_layers) != point.num_stages or sum(stage_layers) != len(blocks):
+        raise UnpriceableRunError(
+            f"stage_layers tell {sum(stage_layers)} blocks in {len(stage_layers)} stages, the run has {len(blocks)} in "
+            f"{point.num_stages}"
+        )
+    return (0, *(blocks[before] for before in accumulate(stage_layers[:-1])))
 
 
 def choice_of(run: Run) -> Choice:
@@ -161,7 +183,7 @@ def _zero_stage(run: Run) -> int:
     if layout.dp * layout.cp == 1:
         return 0
     # torchtitan, fsdp_reshard_after_forward "default": not with pipelines; gradients wait for the last micro-batch.
-    gathers_once = layout.pp > 1 and not load_recipe(recipe_name_of(run)).reshards_in_pipelines
+    gathers_once = layout.pp > 1 and not recipe_called(recipe_name_of(run)).reshards_in_pipelines
     return min(layout.zero_stage, 1) if gathers_once else layout.zero_stage
 
 
@@ -174,7 +196,7 @@ def _schedule(name: str) -> ScheduleName:
 
 def _mesh(run: Run) -> MeshShape:
     layout = run.layout
-    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if "HSDP" in run.text else layout.dp))
+    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
     if layout.dp % shard:
         raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
     if layout.zero_stage == 0:

@@ -15,6 +15,7 @@ from planner.pricing.unit_costs import UnitCosts, UnitWork, batch_scale
 from planner.solver.cp_sat import CpSatSolver
 from planner.space.search_space import Choice
 from tests.planning import A100, cluster_of, graph_of, problem_of
+from tests.recipes import STUDY_RECIPES
 
 MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
 OURS = load_recipe()
@@ -61,7 +62,7 @@ def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Cho
 
 
 def test_products_that_reduce_apart_add_an_all_reduce_a_block() -> None:
-    again = load_recipe("megatron-layouts-2023").separate_reductions
+    again = load_recipe(STUDY_RECIPES["megatron-layouts-2023"]).separate_reductions
     assert again is not None
     apart = OURS.model_copy(update={"separate_reductions": again})
     all_reduce = Collective(CollectiveKind.ALL_REDUCE, ACTIVATIONS, GroupPlacement(4, 1))
