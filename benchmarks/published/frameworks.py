@@ -61,20 +61,8 @@ def study_recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in STUDY_RECIPES.glob("*.json")))
 
 
-def as_run(recipe: Recipe, run: Run) -> Recipe:
-    """``recipe`` with what the row says of overlaps, where it says it."""
-    overlap = _overlap_of(run)
-    update: dict[str, object] = {}
-    if "grad-reduce" in overlap:
-        update["overlaps_reduction"] = overlap["grad-reduce"]
-    if "param-gather" in overlap:
-        update["overlaps_gather"] = overlap["param-gather"]
-    if overlap.get("tp-comm") is False:
-        update["tensor_overlap"] = recipe.tensor_overlap.model_copy(update={"value": 0.0})
-    return recipe.model_copy(update=update)
-
-
-def _overlap_of(run: Run) -> Mapping[str, bool]:
+def overlap_of(run: Run) -> Mapping[str, bool]:
+    """What the run overlaps, from what the row says."""
     told, name = dict(run.software.overlap), framework_name_of(run)
     return told if name in (UNKNOWN, LAYOUT_STUDY_FRAMEWORK) else framework_of(name).overlap_of(told)
 

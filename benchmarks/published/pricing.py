@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from benchmarks.published.frameworks import as_run, attention_name_of, framework_name_of, recipe_called, recipe_name_of
+from benchmarks.published.frameworks import (
+    attention_name_of,
+    framework_name_of,
+    overlap_of,
+    recipe_called,
+    recipe_name_of,
+)
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.schedule import validate_schedule
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
+from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
@@ -73,7 +80,7 @@ class RunPricer:
         cluster = self.cluster(run)
         choice = choice_of(run)
         precision = _precision(run)
-        recipe = as_run(self.recipe(recipe_name_of(run)), run)
+        recipe = with_overlap(self.recipe(recipe_name_of(run)), overlap_of(run))
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
@@ -178,13 +185,8 @@ def choice_of(run: Run) -> Choice:
 
 
 def _zero_stage(run: Run) -> int:
-    """The stage that is run: nothing is sharded on one rank, and FSDP under a pipeline gathers once a step."""
-    layout = run.layout
-    if layout.dp * layout.cp == 1:
-        return 0
-    # torchtitan, fsdp_reshard_after_forward "default": not with pipelines; gradients wait for the last micro-batch.
-    gathers_once = layout.pp > 1 and not recipe_called(recipe_name_of(run)).reshards_in_pipelines
-    return min(layout.zero_stage, 1) if gathers_once else layout.zero_stage
+    layout, recipe = run.layout, recipe_called(recipe_name_of(run))
+    return effective_zero_stage(recipe, layout.zero_stage, num_ranks=layout.dp * layout.cp, pp=layout.pp)
 
 
 def _schedule(name: str) -> ScheduleName:

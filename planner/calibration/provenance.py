@@ -14,7 +14,7 @@ def measured(measurement: ClusterMeasurement, value: float, what: str) -> Quanti
 def fitted(measurement: ClusterMeasurement, value: float, what: str, num_rows: int) -> Quantity:
     """A number with which a formula of costmodels comes closest to ``num_rows`` timings."""
     source = _source(measurement, what)
-    fit = Fit(to=f"timings of this machine, {what}", num_rows=num_rows)
+    fit = Fit(to="timings of this machine", num_rows=num_rows)
     return Quantity(value=value, tag="fitted", source=source, date=measurement.date, fit=fit)
 
 
