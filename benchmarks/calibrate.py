@@ -185,19 +185,23 @@ def report_held_out(
         f"leave one source out: MAPE {_mape(every):.1%}, median {median(map(abs, every)):.1%}, bias {fmean(every):+.1%}"
     )
     spread, groups = layout_error(found)
-    print(f"between two layouts: {spread:.1%} (median over {groups} groups of runs that differ in layout alone)")
+    if spread is not None:
+        print(f"between two layouts: {spread:.1%} (median over {groups} groups of runs that differ in layout alone)")
     return found
 
 
-def layout_error(held_out: HeldOut) -> tuple[float, int]:
+def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
     """How far two layouts' measured ratio lies from the predicted one, and the number of groups this is the median of.
 
-    Of each group of runs that differ in layout alone the median over its pairs, each group counting alike.
+    None where there is no group. Of each group of runs that differ in layout alone the median over its pairs, each group
+    counting alike.
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for run, error in (pair for pairs in held_out.values() for pair in pairs):
         groups[run.group].append(error)
     large = [found for found in groups.values() if len(found) >= MIN_GROUP_ROWS]
+    if not large:
+        return None, 0
     return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large), len(large)
 
 

@@ -148,7 +148,7 @@ def facts_of(found: RecipeFit, recipe: Recipe, fit: Fit, tool: str) -> dict[str,
     return {**facts, "host_s_per_collective": fitted(per_collective, twice)}
 
 
-def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: float) -> ErrorBand:
+def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: float | None) -> ErrorBand:
     """The band of measured over predicted step times of held-out runs, one sequence a source.
 
     Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
@@ -162,7 +162,7 @@ def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: 
         coverage=COVERAGE,
         num_runs=sum(map(len, ratios)),
         source=source,
-        between_layouts=round(between_layouts, 3),
+        between_layouts=None if between_layouts is None else round(between_layouts, 3),
     )
 
 
