@@ -193,8 +193,8 @@ def report_held_out(
 def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
     """How far two layouts' measured ratio lies from the predicted one, and the number of groups this is the median of.
 
-    None where there is no group. Of each group of runs that differ in layout alone the median over its pairs, each group
-    counting alike.
+    None where there is no group. Of each group of runs that differ in layout alone the median over its pairs is taken;
+    each group counts alike.
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for run, error in (pair for pairs in held_out.values() for pair in pairs):
