@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.virtual_cluster import virtual_cluster, why_unavailable
-from costmodels.communication import collective_time_s
-from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.probes.detect import detect, nearest_profile
 from hardware_profiles.probes.measurement import ClusterMeasurement, CollectiveTiming
-from hardware_profiles.probes.profiler import profile_of
 from hardware_profiles.schema import ClusterProfile, ClusterSpec
+from planner.calibration.held_back import predicted_collective_s, without_half_of_collectives
+from planner.calibration.profile import profile_of
 
 RESULTS = Path(__file__).parent / "results"
 TARGET_MEDIAN_ERROR = 0.15
@@ -43,21 +42,6 @@ class Row:
         return abs(self.predicted_s / self.measured_s - 1)
 
 
-def hold_back(measurement: ClusterMeasurement) -> tuple[ClusterMeasurement, tuple[CollectiveTiming, ...]]:
-    """The measurement with every second size of each sweep, and the timings of the other sizes.
-
-    The largest size stays in the fit: prediction is between the sizes, as in use.
-    """
-    kept: list[CollectiveTiming] = []
-    held: list[CollectiveTiming] = []
-    sweeps = {(t.kind, t.num_ranks, t.stride): None for t in measurement.collectives}
-    for kind, num_ranks, stride in sweeps:
-        sweep = [t for t in measurement.collectives if (t.kind, t.num_ranks, t.stride) == (kind, num_ranks, stride)]
-        for index, timing in enumerate(sorted(sweep, key=lambda t: t.num_bytes, reverse=True)):
-            (held if index % 2 else kept).append(timing)
-    return measurement.model_copy(update={"collectives": tuple(kept)}), tuple(held)
-
-
 def predict(profile: ClusterProfile, held: Sequence[CollectiveTiming], num_devices: int) -> list[Row]:
     """The cost model's answer to each timing."""
     cluster = ClusterSpec(profile=profile, num_devices=num_devices)
@@ -68,9 +52,7 @@ def predict(profile: ClusterProfile, held: Sequence[CollectiveTiming], num_devic
             stride=t.stride,
             num_bytes=t.num_bytes,
             measured_s=t.time_s,
-            predicted_s=collective_time_s(
-                Collective(CollectiveKind(t.kind), t.num_bytes, GroupPlacement(t.num_ranks, t.stride)), cluster
-            ),
+            predicted_s=predicted_collective_s(cluster, t),
         )
         for t in held
     ]
@@ -111,7 +93,7 @@ def main() -> None:
         measurement = measure(given.hosts, given.processes, given.link_mbit)
     else:
         measurement = ClusterMeasurement.model_validate_json(given.timings.read_text())
-    fitted, held = hold_back(measurement)
+    fitted, held = without_half_of_collectives(measurement)
     profile = profile_of(fitted, nearest_profile(detect())[0])
     rows = predict(profile, held, measurement.num_ranks)
     for row in rows:

@@ -18,18 +18,16 @@ from pathlib import Path
 
 import torch
 
-from costmodels.compute import op_time_s
-from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.probes.detect import detect, nearest_profile
-from hardware_profiles.probes.device_fit import device_of
 from hardware_profiles.probes.hosts import host_facts
 from hardware_profiles.probes.measurement import ClusterMeasurement, OpTiming
 from hardware_profiles.probes.profiler import measure_device
 from hardware_profiles.schema import DeviceProfile
+from planner.calibration.device import device_of
+from planner.calibration.held_back import HELD_CLASSES, predicted_operator_s, without_half_of_operators
 
 RESULTS = Path(__file__).parent / "results"
 TARGET_MEDIAN_ERROR = 0.05
-CLASSES = ("gemm", "attention")
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,13 @@ def measure(*, quick: bool) -> ClusterMeasurement:
     )
 
 
-def hold_back(operators: Sequence[OpTiming]) -> tuple[tuple[OpTiming, ...], tuple[OpTiming, ...]]:
-    """Every second shape by work, of each class and dtype; memory-bound operators are all fitted."""
-    kept: list[OpTiming] = []
-    held: list[OpTiming] = []
-    for key in {(op.op_class, op.dtype): None for op in operators}:
-        alike = sorted((op for op in operators if (op.op_class, op.dtype) == key), key=lambda op: (op.flops, op.shape))
-        for index, op in enumerate(alike):
-            (held if op.op_class in CLASSES and index % 2 else kept).append(op)
-    return tuple(kept), tuple(held)
-
-
 def predict(device: DeviceProfile, held: Sequence[OpTiming], dtype: str) -> list[Row]:
     """The cost model's answer to each shape in ``dtype``."""
     return [
-        Row(op.op_class, op.dtype, op.shape, op.time_s,
-            op_time_s(OpWorkload(OpClass(op.op_class), op.flops, op.num_bytes), device, op.dtype))
-        for op in held if op.dtype == dtype
-    ]  # fmt: skip
+        Row(op.op_class, op.dtype, op.shape, op.time_s, predicted_operator_s(device, op))
+        for op in held
+        if op.dtype == dtype
+    ]
 
 
 def main() -> None:
@@ -94,14 +81,14 @@ def main() -> None:
     else:
         measurement = ClusterMeasurement.model_validate_json(given.timings.read_text())
     first = measurement.devices[0]
-    kept, held = hold_back(first.operators)
+    kept, held = without_half_of_operators(first.operators)
     fitted = measurement.model_copy(update={"devices": (first.model_copy(update={"operators": kept}),)})
     device = device_of(fitted, nearest_profile(detect())[0])
     rows = predict(device, held, "fp32" if first.device_name == "cpu" else "bf16")
     for row in rows:
         print(f"{row.op_class:10} {row.dtype} {row.shape:32} measured {row.measured_s * 1e6:11.1f} us  "
               f"predicted {row.predicted_s * 1e6:11.1f} us  error {row.error:6.1%}")  # fmt: skip
-    medians = {name: statistics.median(row.error for row in rows if row.op_class == name) for name in CLASSES}
+    medians = {name: statistics.median(row.error for row in rows if row.op_class == name) for name in HELD_CLASSES}
     for name, error in medians.items():
         print(f"median error of {name}: {error:.1%} (target {TARGET_MEDIAN_ERROR:.0%})")
     if not given.dry_run:
@@ -122,7 +109,7 @@ def write_results(
         "rows": [{**asdict(row), "error": row.error} for row in rows],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    counts = {group: sum(row.op_class == group for row in rows) for group in CLASSES}
+    counts = {group: sum(row.op_class == group for row in rows) for group in HELD_CLASSES}
     lines = [
         f"# Operators predicted at shapes that the fit has not seen: {device.name}, {measurement.date}",
         "",

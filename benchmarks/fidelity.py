@@ -94,7 +94,8 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def print_summary(summary: Summary) -> None:
     """The figures of the summary, and the confusion table of feasibility."""
-    print(f"\nrows {summary.num_rows}, skipped {summary.num_skipped}")
+    unknown = f", of an unknown framework {summary.num_unknown_framework}" if summary.num_unknown_framework else ""
+    print(f"\nrows {summary.num_rows}, skipped {summary.num_skipped}{unknown}")
     print(
         f"step time: MAPE {_percent(summary.mape)}, median {_percent(summary.median_ape)}, "
         f"90th percentile {_percent(summary.p90_ape)}, bias {_percent(summary.bias)}"

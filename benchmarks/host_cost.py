@@ -1,13 +1,10 @@
 """How long the host takes to issue the operators of a micro-batch, as our executor runs it: with and without DTensor.
 
 ``python -m benchmarks.host_cost`` runs small models through the executor on one rank of a fake process group, where
-kernels take next to nothing and collectives nothing, so that what is left is Python, autograd and dispatch. It fits
-
-    seconds = d + kernels · a                      without tensor parallelism
-    seconds = d + kernels · b + collectives · c    with it
-
-to Llama-shaped models, predicts a GPT that the fit has not seen, and writes both to ``benchmarks/results/``. Kernels
-and collectives are those that ``planner.pricing`` counts. Seconds are of the process's CPU time on one thread.
+kernels take next to nothing and collectives nothing, so that what is left is Python, autograd and dispatch. It fits the
+host's cost (``planner.calibration.host_cost``) to Llama-shaped models, predicts a GPT that the fit has not seen, and
+writes both to ``benchmarks/results/``. Kernels and collectives are those that ``planner.pricing`` counts. Seconds are
+of the process's CPU time on one thread.
 """
 
 from __future__ import annotations
@@ -21,18 +18,19 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.api import Request, find_plan, load_cluster, load_graph
+from costmodels.vocabulary.terms import Pass
+from planner.api import find_plan
 from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_work
+from planner.calibration.host_cost import HostCost, HostTiming, fit_host_cost
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.layout.layout import Pins
@@ -42,9 +40,9 @@ from planner.pricing.kernels import kernels_issued
 from planner.pricing.placements import decide
 from planner.pricing.target import PricingTarget
 from planner.pricing.work import issued_by_host
+from planner.request import Request, load_cluster, load_graph
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit
-from planner.table.labels import Pass
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,33 +60,7 @@ def build_model():
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model under one setting, what the host issues for a micro-batch, and how long it takes."""
-
-    model: str
-    tp: int
-    sequence_parallel: bool
-    num_kernels: int
-    num_collectives: int
-    measured_s: float
-
-
-@dataclass(frozen=True)
-class HostCost:
-    """The fitted seconds."""
-
-    kernel_s: float
-    sharded_kernel_s: float
-    collective_s: float
-    microbatch_s: float  # whatever the model
-
-    def predict(self, case: Case) -> float:
-        """Seconds of one micro-batch."""
-        return float(np.dot(_counts(case), list(asdict(self).values())))
-
-
-def measure(model: str, name: str, tp: int, *, sequence_parallel: bool) -> Case:
+def measure(model: str, name: str, tp: int, *, sequence_parallel: bool) -> HostTiming:
     """One micro-batch of ``model`` through the executor on rank 0 of ``tp``."""
     pins = Pins(
         tp=tp, pp=1, cp=1, dp=1, zero=0, micro_batch=1, recompute=Recompute.NONE,
@@ -109,7 +81,7 @@ def measure(model: str, name: str, tp: int, *, sequence_parallel: bool) -> Case:
             module.forward_backward(batch)
             seconds.append((time.process_time() - start) / NUM_MICROBATCHES)
     kernels, collectives = _issued(request)
-    return Case(name, tp, sequence_parallel, kernels, collectives, statistics.median(seconds[WARM_UPS:]))
+    return HostTiming(name, tp, sequence_parallel, kernels, collectives, statistics.median(seconds[WARM_UPS:]))
 
 
 def _issued(request: Request) -> tuple[int, int]:
@@ -139,34 +111,22 @@ def _fake_world(num_ranks: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def fit(cases: list[Case]) -> HostCost:
-    """Least squares of relative errors."""
-    rows = np.array([_counts(case) for case in cases]) / np.array([[case.measured_s] for case in cases])
-    return HostCost(*map(float, np.linalg.lstsq(rows, np.ones(len(cases)))[0]))
-
-
-def _counts(case: Case) -> list[int]:
-    """What each of the fitted seconds is spent on."""
-    plain, sharded = (case.num_kernels, 0) if case.tp == 1 else (0, case.num_kernels)
-    return [plain, sharded, case.num_collectives, 1]
-
-
 def main() -> None:
     """Measures, fits, predicts, and writes the results."""
     torch.set_num_threads(1)
     settings = ((1, False), (2, False), (2, True), (4, True))
     with tempfile.TemporaryDirectory() as folder:
-        fitted: list[Case] = []
+        fitted: list[HostTiming] = []
         for layers in (4, 8):
             file = Path(folder) / f"llama_{layers}.py"
             file.write_text(LLAMA.format(layers=layers))
             fitted += [measure(str(file), f"Llama, {layers} layers", tp, sequence_parallel=sp) for tp, sp in settings]
     gpt = str(ROOT / "examples" / "tiny_gpt.py")
     held = [measure(gpt, "GPT, 4 layers", tp, sequence_parallel=sp) for tp, sp in settings]
-    write_results(fit(fitted), fitted, held)
+    write_results(fit_host_cost(fitted), fitted, held)
 
 
-def write_results(cost: HostCost, fitted: list[Case], held: list[Case]) -> None:
+def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTiming]) -> None:
     """One markdown and one JSON file, named after the day; the table is printed too."""
     name = f"host_cost_cpu_{date.today()}"
     rows = [{**asdict(case), "predicted_s": cost.predict(case), "held_back": case in held} for case in (*fitted, *held)]

@@ -73,21 +73,46 @@ def collective_lines(kind: CollectiveKind, group: GroupPlacement, cluster: Clust
     if not uses:
         return ()
     launch_s = cluster.profile.device.kernel_launch_s.value
-    lines: list[Line] = []
+    lines = lines_over(kind, group.num_ranks, uses, knows_trees=cluster.profile.backend != "gloo")
+    return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
+
+
+def lines_over(
+    kind: CollectiveKind, num_ranks: int, uses: tuple[TierUse, ...], *, knows_trees: bool
+) -> tuple[Line, ...]:
+    """As ``collective_lines`` over tiers that are used as ``uses`` says, without the launch; a ring stands first."""
     match kind:
         case CollectiveKind.ALL_REDUCE:
             bus_bytes_per_s = min(use.ranks_per_inner_domain * use.all_reduce_bytes_per_s for use in uses)
-            lines.append(_ring(2, group.num_ranks, uses, bus_bytes_per_s))
-            if cluster.profile.backend != "gloo" and not (len(uses) == 1 and uses[0].is_innermost):
-                lines.append(_hierarchical(uses, bus_bytes_per_s))
+            ring = _ring(2, num_ranks, uses, bus_bytes_per_s)
+            if not knows_trees or (len(uses) == 1 and uses[0].is_innermost):
+                return (ring,)
+            return ring, _hierarchical(uses, bus_bytes_per_s)
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
             bus_bytes_per_s = min(use.ranks_per_inner_domain * use.bytes_per_s for use in uses)
-            lines.append(_ring(1, group.num_ranks, uses, bus_bytes_per_s))
+            return (_ring(1, num_ranks, uses, bus_bytes_per_s),)
         case CollectiveKind.ALL_TO_ALL:
-            lines.append(_all_to_all(group.num_ranks, uses))
+            return (_all_to_all(num_ranks, uses),)
         case CollectiveKind.SEND_RECV:
-            lines.append((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)))
-    return tuple((launch_s + latency_s, slope) for latency_s, slope in lines)
+            return ((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)),)
+
+
+def tier_at_unit_rates(num_ranks: int) -> TierUse:
+    """A tier of one second a step and one byte a second, crossed by ``num_ranks`` ranks in as many inner domains.
+
+    The line over it is what a line over any such tier has of its latency and of one over its rate.
+    """
+    return TierUse(
+        is_innermost=True,
+        latency_s=1.0,
+        bytes_per_s=1.0,
+        all_reduce_bytes_per_s=1.0,
+        all_to_all_bytes_per_s=1.0,
+        send_bytes_per_s=1.0,
+        num_inner_domains=num_ranks,
+        num_domains=1,
+        ranks_per_inner_domain=1,
+    )
 
 
 def collective_times_s(lines: Sequence[Line], num_bytes: FloatArray) -> FloatArray:
@@ -213,7 +238,8 @@ def _use(
     inner, outer = domains
     node = cluster.profile.node.num_devices
     at_scale = fraction_at_scale(tier.efficiency_at_scale, num_nodes)
-    wire = tier.bandwidth_bytes_per_s.value * at_scale / tier.oversubscription
+    link = tier.bandwidth_bytes_per_s.value * at_scale / tier.oversubscription
+    wire = tier.wire_bytes_per_s(node) * at_scale
     links_per_device = tier.links_per_node / node
     all_reduce = tier.all_reduce_efficiency or tier.efficiency
     all_to_all = tier.all_to_all_efficiency or tier.efficiency
@@ -222,10 +248,10 @@ def _use(
     return TierUse(
         is_innermost=tier.name == cluster.profile.tiers[0].name,
         latency_s=tier.latency_s.value,
-        bytes_per_s=wire * links_per_device * tier.efficiency.value,
-        all_reduce_bytes_per_s=wire * links_per_device * all_reduce.value,
-        all_to_all_bytes_per_s=wire * links_per_device * all_to_all.value,
-        send_bytes_per_s=wire * links_per_sender * tier.efficiency.value,
+        bytes_per_s=wire * tier.efficiency.value,
+        all_reduce_bytes_per_s=wire * all_reduce.value,
+        all_to_all_bytes_per_s=wire * all_to_all.value,
+        send_bytes_per_s=link * links_per_sender * tier.efficiency.value,
         num_inner_domains=inner,
         num_domains=outer,
         ranks_per_inner_domain=max(1, group.num_ranks // inner),

@@ -2,6 +2,10 @@
 
 A recipe says which kernels run, what stays in memory per parameter and what is hidden behind what; how fast kernels and
 links are is the hardware profile's. ``planner search`` prices for our own executor, the recipe ``planner``.
+
+A recipe's file may name another with ``extends`` and then says only in what it differs: a fact that it states replaces
+the other's, null takes an optional one away, and whatever it does not state is as there. Name, description and error
+band are always its own.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,6 +44,9 @@ class AttentionKernel(_Value):
     dropout_saved_bytes: Quantity  # of these, what only dropout keeps
     gradient_score_bytes: Quantity  # held more in backward than what is saved, at its peak
     num_kernels: Annotated[int, Field(ge=1)] = 1  # forward; backward has twice as many
+    # On devices whose names begin otherwise it is as fast as the kernel ``elsewhere``; none named: so fast everywhere.
+    devices: tuple[str, ...] = ()
+    elsewhere: str | None = None
 
 
 class StateFacts(_Value):
@@ -129,6 +138,7 @@ class Recipe(_Value):
     sends_block: bool = False  # a pipeline rank, its host too, goes on only when what it sends has arrived
     scatters_sends: bool = False  # each rank of tensor parallelism sends its part of what all of them hold
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
+    head_weight: Quantity | None = None  # of weighted stages: the head's parameters count so much; None: in full
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.
     overflow_s_per_byte: Quantity | None = None  # None: not known
@@ -157,16 +167,72 @@ def attention_kernel(name: str) -> AttentionKernel:
     return known[name]
 
 
+# What a recipe never takes over from the one that it extends.
+OWN_FACTS = ("name", "description", "error_band")
+
+
 @lru_cache(maxsize=32)
-def load_recipe(name: str = OUR_RECIPE) -> Recipe:
-    """The shipped recipe ``name``; ValueError lists those that there are."""
-    path = files("costmodels") / "recipes" / f"{name}.json"
-    if name not in list_recipes():
-        raise ValueError(f"no recipe {name!r}; shipped are {', '.join(list_recipes())}")
-    return Recipe.model_validate_json(path.read_text(encoding="utf-8"))
+def load_recipe(name_or_path: str = OUR_RECIPE) -> Recipe:
+    """The shipped recipe of that name, or the one in a JSON file; ValueError where there is none or it is not sound."""
+    return Recipe.model_validate(resolved_content(name_or_path))
+
+
+def resolved_content(name_or_path: str) -> dict[str, object]:
+    """A recipe's whole content, with what it takes over from others; ValueError where these go in a circle."""
+    return _resolved(_file_of(name_or_path, None), ())
+
+
+def stated_content(name_or_path: str) -> dict[str, object]:
+    """What a recipe's file itself states, ``extends`` included."""
+    return _stated(_file_of(name_or_path, None))
 
 
 def list_recipes() -> tuple[str, ...]:
     """Names of all shipped recipes."""
     names = (entry.name.removesuffix(".json") for entry in (files("costmodels") / "recipes").iterdir())
     return tuple(sorted(name for name in names if name not in ("attention", "__pycache__")))
+
+
+def _file_of(name_or_path: str, beside: Traversable | None) -> Traversable:
+    """The file of a recipe; one that is extended may also be named as it lies beside the one that extends it."""
+    if name_or_path.endswith(".json"):
+        return Path(name_or_path)
+    if isinstance(beside, Path) and (neighbour := beside.parent / f"{name_or_path}.json").is_file():
+        return neighbour
+    if name_or_path not in list_recipes():
+        raise ValueError(f"no recipe {name_or_path!r}; shipped are {', '.join(list_recipes())}")
+    return files("costmodels") / "recipes" / f"{name_or_path}.json"
+
+
+def _stated(file: Traversable) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the recipe {file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the recipe {file} holds no JSON object")
+    return content
+
+
+def _resolved(file: Traversable, extending: tuple[str, ...]) -> dict[str, object]:
+    chain = (*extending, str(file))
+    if str(file) in extending:
+        raise ValueError(f"recipes extend each other in a circle: {' extends '.join(chain)}")
+    content = _stated(file)
+    extended = content.pop("extends", None)
+    if extended is None:
+        return content
+    base = _resolved(_file_of(str(extended), file), chain)
+    return merged({key: value for key, value in base.items() if key not in OWN_FACTS}, content)
+
+
+def merged(base: dict[str, object], stated: dict[str, object]) -> dict[str, object]:
+    """``base`` with what is ``stated`` in its place; a quantity is replaced as a whole."""
+    result = dict(base)
+    for key, value in stated.items():
+        below = result.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and "value" not in value:
+            result[key] = merged(below, value)
+        else:
+            result[key] = value
+    return result

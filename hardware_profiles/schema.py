@@ -1,19 +1,24 @@
 """The schema of a hardware profile: what one kind of cluster can do, each number with its provenance.
 
 Base units only: bytes, seconds, FLOP/s, bytes/s (per direction). A profile describes one kind of
-node and the network between such nodes; the number of nodes is chosen when planning.
+node and the network between such nodes; the number of nodes is chosen when planning. Beside each field of a device, a
+node and its software stands what a cluster of unlike devices has of it (``Weakest``).
 """
 
 from __future__ import annotations
 
 import datetime
+from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION = 1
 
-Tag = Literal["measured", "published", "datasheet"]
+# How a number is known. measured: read off a machine directly. published: somebody else's measurement. datasheet: what
+# the maker says. specified: what some code does, a definition, or our own choice. fitted: chosen so that a formula
+# comes close to measurements; ``Quantity.fit`` says to which.
+Tag = Literal["measured", "published", "datasheet", "specified", "fitted"]
 OpClassName = Literal["gemm", "grouped_gemm", "attention", "convolution", "memory_bound"]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -23,6 +28,29 @@ class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Weakest(Enum):
+    """What stands for several unlike devices, nodes or softwares that are used as if they were alike.
+
+    None of one of them, which is not known, makes the whole None, except under ``MOST_OR_ONE``.
+    """
+
+    LEAST = "the least of them"
+    MOST = "the most of them"
+    MOST_OR_ONE = "the most of them, None counted as 1"
+    MEAN = "the mean over all devices"
+    NAMES = "all names that differ"
+    LEFT_OUT = "the schema's default: together they are no kind of their own"
+    BY_SLOWEST = "worked out in hardware_profiles/slowest.py from several fields"
+
+
+class Fit(_Value):
+    """What a number was fitted to, and how close the formula came to rows that had no part in the fit."""
+
+    to: Annotated[str, Field(min_length=1)]
+    num_rows: Annotated[int, Field(ge=1)]
+    held_out_error: Annotated[float, Field(ge=0)] | None = None  # mean absolute relative error; None: never tried
+
+
 class Quantity(_Value):
     """A number, how it is known, and where it stands."""
 
@@ -30,6 +58,13 @@ class Quantity(_Value):
     tag: Tag
     source: Annotated[str, Field(min_length=1)]
     date: datetime.date | None = None
+    fit: Fit | None = None  # of a fitted number, and of no other
+
+    @model_validator(mode="after")
+    def _says_its_fit(self) -> Quantity:
+        if (self.tag == "fitted") != (self.fit is not None):
+            raise ValueError(f"a number is tagged fitted where, and only where, it says its fit; the tag is {self.tag}")
+        return self
 
 
 class Efficiency(_Value):
@@ -49,32 +84,35 @@ class Efficiency(_Value):
 class DeviceProfile(_Value):
     """One accelerator (or, for ``cpu-gloo``, one process's share of the host)."""
 
-    name: str
-    vendor: str
-    memory_bytes: Quantity
-    memory_bandwidth_bytes_per_s: Quantity
-    peak_flops_per_s: dict[DTypeName, Quantity]
-    kernel_launch_s: Quantity
-    efficiency: dict[OpClassName, Efficiency]
-    sm_count: int | None = None
-    usd_per_hour: Quantity | None = None
-    watts: Quantity | None = None
-    failures_per_device_year: Quantity | None = None  # interruptions of a job, over all causes, per device of it
-    detected_names: tuple[str, ...] = ()  # what the driver calls this device
+    name: Annotated[str, Weakest.NAMES]
+    vendor: Annotated[str, Weakest.NAMES]
+    memory_bytes: Annotated[Quantity, Weakest.LEAST]
+    memory_bandwidth_bytes_per_s: Annotated[Quantity, Weakest.LEAST]
+    peak_flops_per_s: Annotated[dict[DTypeName, Quantity], Weakest.BY_SLOWEST]
+    kernel_launch_s: Annotated[Quantity, Weakest.MOST]
+    efficiency: Annotated[dict[OpClassName, Efficiency], Weakest.BY_SLOWEST]
+    sm_count: Annotated[int | None, Weakest.LEAST] = None
+    usd_per_hour: Annotated[Quantity | None, Weakest.MEAN] = None
+    watts: Annotated[Quantity | None, Weakest.MEAN] = None
+    # Interruptions of a job, over all causes, per device of it.
+    failures_per_device_year: Annotated[Quantity | None, Weakest.MEAN] = None
+    detected_names: Annotated[tuple[str, ...], Weakest.LEFT_OUT] = ()  # what the driver calls this device
 
 
 class NodeProfile(_Value):
     """One host."""
 
-    num_devices: Annotated[int, Field(ge=1)]
-    cpu_cores: int | None = None
-    num_numa_nodes: int | None = None
-    ram_bytes: Quantity | None = None
-    host_link_bytes_per_s: Quantity | None = None  # device <-> host, per device and direction
-    devices_per_host_link: Quantity | None = None  # devices behind one link to the host; None: each has its own
-    host_memory_bandwidth_bytes_per_s: Quantity | None = None  # per node, reading and writing together
-    nvme_bandwidth_bytes_per_s: Quantity | None = None  # per node
-    nvme_bytes: Quantity | None = None
+    num_devices: Annotated[int, Field(ge=1), Weakest.LEAST]
+    cpu_cores: Annotated[int | None, Weakest.LEAST] = None
+    num_numa_nodes: Annotated[int | None, Weakest.LEAST] = None
+    ram_bytes: Annotated[Quantity | None, Weakest.LEAST] = None
+    host_link_bytes_per_s: Annotated[Quantity | None, Weakest.LEAST] = None  # device <-> host, per direction
+    # Devices behind one link to the host; None: each has its own.
+    devices_per_host_link: Annotated[Quantity | None, Weakest.MOST_OR_ONE] = None
+    # Per node, reading and writing together.
+    host_memory_bandwidth_bytes_per_s: Annotated[Quantity | None, Weakest.LEAST] = None
+    nvme_bandwidth_bytes_per_s: Annotated[Quantity | None, Weakest.LEAST] = None  # per node
+    nvme_bytes: Annotated[Quantity | None, Weakest.LEAST] = None
 
 
 class EfficiencyAtScale(_Value):
@@ -114,16 +152,30 @@ class NetworkTier(_Value):
     residual_spread: Annotated[float, Field(ge=0)] = 0.15
     collectives: dict[CollectiveName, CollectiveRate] = {}  # where known, in place of the tier's own numbers
 
+    def wire_bytes_per_s(self, devices_per_node: int) -> float:
+        """What one device owns of the links while all devices of its node use them, before any efficiency."""
+        return self.bandwidth_bytes_per_s.value / self.oversubscription * (self.links_per_node / devices_per_node)
+
 
 class SoftwareProfile(_Value):
     """What the training software costs on this hardware, besides the operators themselves."""
 
-    name: str
-    context_bytes: Quantity  # device memory held by the driver and libraries before any tensor
-    communicator_bytes: Quantity  # device memory per communicator (process group) that is in use
-    allocator_reserve_fraction: Quantity  # share of tensors that come and go in a step, lost to fragmentation
-    overlap_slowdown: Quantity  # compute takes (1 + this) times as long while communication runs
-    overlappable_fraction: Quantity  # share of compute behind which communication can hide
+    name: Annotated[str, Weakest.NAMES]
+    # Device memory held by the driver and libraries before any tensor.
+    context_bytes: Annotated[Quantity, Weakest.MOST]
+    # Device memory per communicator (process group) that is in use.
+    communicator_bytes: Annotated[Quantity, Weakest.MOST]
+    # Share of tensors that come and go in a step, lost to gaps between them.
+    allocator_reserve_fraction: Annotated[Quantity, Weakest.MOST]
+    # Of that share, what is lost where no pipeline keeps several micro-batches in flight and no collective splits or
+    # gathers activations, so that tensors go in the order in which they came; None: all of it.
+    plain_reserve_share: Annotated[Quantity | None, Weakest.MOST] = None
+    # Kernels that wait for the device before a launch blocks: no farther ahead can the host be; None: not known.
+    launch_queue_kernels: Annotated[Quantity | None, Weakest.MOST] = None
+    # Compute takes (1 + this) times as long while communication runs.
+    overlap_slowdown: Annotated[Quantity, Weakest.MOST]
+    # Share of compute behind which communication can hide.
+    overlappable_fraction: Annotated[Quantity, Weakest.LEAST]
 
 
 class ClusterProfile(_Value):

@@ -2,17 +2,22 @@
 
 Ranks that run the same work in step wait for the slowest of them, so a plan that treats all devices alike takes
 
-    device      of each rate the least, of each cost the most, over the groups
-    network     of each tier that of the group whose devices get least of it; where links between groups are given, a
-                tier of its own outside blocks of gcd(devices of the groups), which no border between groups cuts
-    price       the mean over the devices
+    device, node, software  of each field what the rule beside it in the schema says (``schema.Weakest``): of each
+                            rate the least, of each cost the most, the mean price. A field without a rule is an error
+    efficiency              of each class what the device that is slowest at it reaches
+    network                 of each tier that of the group whose devices get least of it; where links between groups are
+                            given, a tier of its own outside blocks of gcd(devices of the groups), which no border
+                            between groups cuts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import gcd
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from hardware_profiles.schema import (
     ClusterProfile,
@@ -22,28 +27,89 @@ from hardware_profiles.schema import (
     Efficiency,
     MixedCluster,
     NetworkTier,
-    NodeProfile,
     OpClassName,
     Quantity,
-    SoftwareProfile,
+    Weakest,
 )
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def slowest_profile(mixed: MixedCluster) -> ClusterProfile:
     """The profile of all groups together; ValueError where they have no dtype in common."""
     profiles = [group.cluster.profile for group in mixed.groups]
+    counts = [group.cluster.num_devices for group in mixed.groups]
     backend = profiles[0].backend if len({profile.backend for profile in profiles}) == 1 else "none"
-    node = _node([profile.node for profile in profiles])
+    node = weakest([profile.node for profile in profiles], counts)
     return ClusterProfile(
         name=mixed.name,
         description=" and ".join(f"{g.cluster.num_devices} devices of {g.cluster.profile.name}" for g in mixed.groups)
         + ", each quantity that of the weakest",
         backend=backend,
-        device=_device(mixed),
+        device=_device(mixed, counts),
         node=node,
         tiers=_tiers(mixed, profiles, node.num_devices),
-        software=_software([profile.software for profile in profiles]),
+        software=weakest([profile.software for profile in profiles], counts),
     )
+
+
+def weakest(parts: Sequence[Model], counts: Sequence[int], worked_out: Mapping[str, object] | None = None) -> Model:
+    """What stands for all ``parts``, field by field as the schema's rules say.
+
+    ``counts``: devices of each, for means. ``worked_out``: the fields whose rule is ``Weakest.BY_SLOWEST``.
+    """
+    model = type(parts[0])
+    found: dict[str, object] = {}
+    for name in model.model_fields:
+        rule = weakest_rule(model, name)
+        if rule is Weakest.BY_SLOWEST:
+            found[name] = (worked_out or {})[name]
+        elif rule is not Weakest.LEFT_OUT:
+            found[name] = _of(rule, [getattr(part, name) for part in parts], counts)
+    return model.model_validate(found)
+
+
+def weakest_rule(model: type[BaseModel], name: str) -> Weakest:
+    """The rule beside a field of the schema; TypeError where there is none."""
+    rules = [entry for entry in model.model_fields[name].metadata if isinstance(entry, Weakest)]
+    if len(rules) != 1:
+        raise TypeError(f"{model.__name__}.{name} needs one rule of schema.Weakest beside it, has {len(rules)}")
+    return rules[0]
+
+
+def _of(rule: Weakest, values: Sequence[object], counts: Sequence[int]) -> object:
+    """What stands for ``values``, one of each group."""
+    if rule is Weakest.NAMES:
+        return " + ".join(dict.fromkeys(str(value) for value in values))
+    known = [value for value in values if value is not None]
+    if rule is Weakest.MOST_OR_ONE:
+        most_known = max(known, key=_number, default=None)
+        return None if most_known is None or (len(known) < len(values) and _number(most_known) < 1) else most_known
+    if len(known) < len(values):
+        return None
+    match rule:
+        case Weakest.LEAST:
+            return min(known, key=_number)
+        case Weakest.MOST:
+            return max(known, key=_number)
+        case Weakest.MEAN:
+            return _mean([value for value in known if isinstance(value, Quantity)], counts)
+        case _:
+            raise TypeError(f"{rule} says nothing of values")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, Quantity):
+        return value.value
+    if isinstance(value, int | float):
+        return float(value)
+    raise TypeError(f"{value!r} is no number")
+
+
+def _mean(quantities: Sequence[Quantity], counts: Sequence[int]) -> Quantity:
+    value = sum(q.value * count for q, count in zip(quantities, counts, strict=True)) / sum(counts)
+    source = " and ".join(quantity.source for quantity in quantities)
+    return quantities[0].model_copy(update={"value": value, "source": source})
 
 
 def least(quantities: Iterable[Quantity]) -> Quantity:
@@ -56,7 +122,7 @@ def most(quantities: Iterable[Quantity]) -> Quantity:
     return max(quantities, key=lambda quantity: quantity.value)
 
 
-def _device(mixed: MixedCluster) -> DeviceProfile:
+def _device(mixed: MixedCluster, counts: Sequence[int]) -> DeviceProfile:
     devices = [group.cluster.profile.device for group in mixed.groups]
     shared: list[DTypeName] = [
         dtype for dtype in devices[0].peak_flops_per_s if all(dtype in d.peak_flops_per_s for d in devices)
@@ -76,18 +142,7 @@ def _device(mixed: MixedCluster) -> DeviceProfile:
         else:
             rates = [(d, peaks[dtype].value, d.peak_flops_per_s[dtype].value) for dtype in shared for d in devices]
         efficiency[name] = _efficiency(name, rates)
-    return DeviceProfile(
-        name=" + ".join(dict.fromkeys(device.name for device in devices)),
-        vendor=" + ".join(dict.fromkeys(device.vendor for device in devices)),
-        memory_bytes=least(device.memory_bytes for device in devices),
-        memory_bandwidth_bytes_per_s=bandwidth,
-        peak_flops_per_s=peaks,
-        kernel_launch_s=most(device.kernel_launch_s for device in devices),
-        efficiency=efficiency,
-        usd_per_hour=_mean(mixed, lambda device: device.usd_per_hour),
-        watts=_mean(mixed, lambda device: device.watts),
-        failures_per_device_year=_mean(mixed, lambda device: device.failures_per_device_year),
-    )
+    return weakest(devices, counts, {"peak_flops_per_s": peaks, "efficiency": efficiency})
 
 
 def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float]]) -> Efficiency:
@@ -116,40 +171,6 @@ def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float
     )
 
 
-def _mean(mixed: MixedCluster, take: Callable[[DeviceProfile], Quantity | None]) -> Quantity | None:
-    """The mean over the devices; None where it is not known of all."""
-    known = [(quantity, g.cluster.num_devices) for g in mixed.groups if (quantity := take(g.cluster.profile.device))]
-    if len(known) < len(mixed.groups):
-        return None
-    value = sum(quantity.value * number for quantity, number in known) / mixed.num_devices
-    return Quantity(value=value, tag=known[0][0].tag, source=" and ".join(q.source for q, _ in known))
-
-
-def _node(nodes: list[NodeProfile]) -> NodeProfile:
-    def weakest(values: list[Quantity | None]) -> Quantity | None:
-        known = [value for value in values if value is not None]
-        return least(known) if len(known) == len(values) else None
-
-    return NodeProfile(
-        num_devices=min(node.num_devices for node in nodes),
-        ram_bytes=weakest([node.ram_bytes for node in nodes]),
-        host_link_bytes_per_s=weakest([node.host_link_bytes_per_s for node in nodes]),
-        nvme_bandwidth_bytes_per_s=weakest([node.nvme_bandwidth_bytes_per_s for node in nodes]),
-        nvme_bytes=weakest([node.nvme_bytes for node in nodes]),
-    )
-
-
-def _software(software: list[SoftwareProfile]) -> SoftwareProfile:
-    return SoftwareProfile(
-        name=" + ".join(dict.fromkeys(each.name for each in software)),
-        context_bytes=most(each.context_bytes for each in software),
-        communicator_bytes=most(each.communicator_bytes for each in software),
-        allocator_reserve_fraction=most(each.allocator_reserve_fraction for each in software),
-        overlap_slowdown=most(each.overlap_slowdown for each in software),
-        overlappable_fraction=least(each.overlappable_fraction for each in software),
-    )
-
-
 def _tiers(mixed: MixedCluster, profiles: list[ClusterProfile], node_devices: int) -> tuple[NetworkTier, ...]:
     """One tier for each size of domain that any of the profiles has, innermost first."""
     sizes = sorted({tier.num_devices for profile in profiles for tier in profile.tiers if tier.num_devices is not None})
@@ -175,8 +196,7 @@ def _tier_joining(profile: ClusterProfile, size: int | None) -> tuple[ClusterPro
 
 def _share_bytes_per_s(tier: NetworkTier, node_devices: int) -> float:
     """What one device sustains over ``tier`` while all of its node use it."""
-    links = tier.links_per_node / node_devices
-    return tier.bandwidth_bytes_per_s.value * links * tier.efficiency.value / tier.oversubscription
+    return tier.wire_bytes_per_s(node_devices) * tier.efficiency.value
 
 
 def _for_nodes_of(num_devices: int, tier: NetworkTier, node_devices: int) -> NetworkTier:

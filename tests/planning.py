@@ -4,12 +4,12 @@ from functools import cache
 
 from hardware_profiles.catalog import profile_for
 from hardware_profiles.schema import ClusterSpec
-from planner.api import Problem
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.parallelism import Optimizer, Precision
+from planner.problem import Problem
 
 BATCH_SIZE = 2  # as planner.api traces
 NO_PINS = Pins()

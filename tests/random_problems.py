@@ -11,11 +11,11 @@ MIB = 1 << 20  # CP-SAT counts memory in these, so instances in whole MiB have o
 def random_placement(seed: int) -> PlacementProblem:
     rng = random.Random(seed)
     sizes = [rng.randint(1, 4) for _ in range(rng.randint(2, 6))]
-    impossible = rng.layout((0.0, 0.2, 0.6))
+    impossible = rng.choice((0.0, 0.2, 0.6))
 
     def matrix(rows: int, columns: int) -> tuple[tuple[int | None, ...], ...]:
         return tuple(
-            tuple(None if rng.random() < impossible else rng.layout((0, rng.randint(1, 9))) for _ in range(columns))
+            tuple(None if rng.random() < impossible else rng.choice((0, rng.randint(1, 9))) for _ in range(columns))
             for _ in range(rows)
         )
 
@@ -34,10 +34,10 @@ def random_stages(seed: int) -> StageProblem:
     m = rng.randint(1, num_ranks) if rng.random() < 0.4 else rng.randint(num_ranks, 12)
     m = max(m, num_ranks) if windowed else m  # torch's 1F1B needs a micro-batch for every stage
     alike = rng.random() < 0.3
-    kinds = [_random_device(rng, num_units, alike=alike) for _ in range(rng.layout((1, 1, 2, 3)))]
+    kinds = [_random_device(rng, num_units, alike=alike) for _ in range(rng.choice((1, 1, 2, 3)))]
     borders = sorted(rng.randint(1, num_ranks) for _ in kinds[1:])
     devices = [kinds[sum(border <= rank for border in borders)] for rank in range(num_ranks)]
-    capacity = rng.layout((10**6, rng.randint(20, 120), rng.randint(30, 160)))
+    capacity = rng.choice((10**6, rng.randint(20, 120), rng.randint(30, 160)))
     return StageProblem(
         forward_s=tuple(forward for forward, _ in devices),
         backward_s=tuple(backward for _, backward in devices),
@@ -46,7 +46,7 @@ def random_stages(seed: int) -> StageProblem:
         in_flight=tuple(min(m, num_ranks - r) if windowed else m for r in range(num_ranks)),
         room_bytes=tuple(float(MIB * (capacity - rng.randint(0, 10))) for _ in range(num_ranks)),
         num_microbatches=m,
-        send_s=tuple(rng.layout((0.0, rng.uniform(0.0, 1.5))) for _ in range(num_ranks - 1)),
+        send_s=tuple(rng.choice((0.0, rng.uniform(0.0, 1.5))) for _ in range(num_ranks - 1)),
         windowed=windowed,
     )
 
@@ -59,14 +59,14 @@ def _random_device(rng: random.Random, num_units: int, *, alike: bool) -> tuple[
 
 def random_degrees(seed: int) -> DegreeProblem:
     rng = random.Random(seed)
-    n = rng.layout((1, 2, 6, 8, 12, 16, 24, 30, 36))
+    n = rng.choice((1, 2, 6, 8, 12, 16, 24, 30, 36))
     degrees = [d for d in range(1, n + 1) if n % d == 0]
     triples = [(a, b, n // a // b) for a, b in product(degrees, repeat=2) if n % (a * b) == 0]
-    kept = [t for t in triples if rng.random() < rng.layout((0.3, 1.0))]
+    kept = [t for t in triples if rng.random() < rng.choice((0.3, 1.0))]
     foreign = [(1, 1, n + 1)] if rng.random() < 0.3 else []  # the wrong number of devices: never an answer
     return DegreeProblem(
         num_devices=n,
         step_time_s={t: rng.uniform(0.1, 10.0) for t in (*kept, *foreign)},
         memory_bytes={t: float(MIB * rng.randint(1, 100)) for t in (*kept, *foreign)},
-        capacity_bytes=float(MIB * rng.layout((0, 30, 60, 1000))),
+        capacity_bytes=float(MIB * rng.choice((0, 30, 60, 1000))),
     )

@@ -10,18 +10,21 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.published.data import UNSEEN
+from benchmarks.published.frameworks import recipe_called, study_recipe_names
 from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.summary import Row, Summary
-from costmodels.recipe import load_recipe
+from costmodels.recipe import list_recipes
+from hardware_profiles.sanity import quantities
 
 INTRODUCTION = """# How close predictions come
 
 Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by hand. Every row of the table of
 published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
-recipes (`costmodels/recipes`) were fitted by `python -m benchmarks.calibrate` to these same rows, so the figures here
-are **in sample**; the section "Held out" says what remains when a source had no part in the fit. An error is predicted
-over measured, less one.
+recipes (`costmodels/recipes`, and `benchmarks/data/recipes` for single studies) were fitted by
+`python -m benchmarks.calibrate` to nearly all of these rows, so the figures here are **in sample**; rows of sources
+that no fit names have a section of their own, and the section "Held out" says what remains when a source had no part
+in the fit. An error is predicted over measured, less one.
 """
 NOT_MODELLED = """## What is not modelled
 
@@ -32,7 +35,7 @@ NOT_MODELLED = """## What is not modelled
   micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
 - Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
-  GPUs beyond eight nodes is fitted to its own step times (`hardware_profiles/data/a100-layout-study.json`).
+  GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
 - All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
@@ -67,9 +70,11 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         _summary(sections.summary),
         f"![measured against predicted step time]({chart.name})\n",
         _bands({row.recipe for row in priced}),
+        _unfitted(priced),
         _unseen(sections.unseen),
         _pairs(sections.pairs),
         _by("source", priced, lambda row: row.source),
+        _by("framework", priced, lambda row: row.framework),
         _by("recipe", priced, lambda row: row.recipe),
         _by("GPU", priced, lambda row: runs[row.id].hardware.gpu_type),
         _by("model size (hidden width)", priced, lambda row: _width(runs[row.id])),
@@ -117,15 +122,30 @@ def _bands(names: set[str]) -> str:
         "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
         "`benchmarks/results/calibration_published-runs_*.md`. What stays when a source is left out: facts that its",
         "framework's code and documents say, and the profiles of two clusters whose networks their own runs tell",
-        "(`h100-nanotron-sweep`, `a100-layout-study`). What goes: every fitted parameter, and the slow hosts of the",
-        "nanotron sweep.\n",
+        "(`h100-nanotron-sweep`, `a100-layout-study` in `benchmarks/data/profiles`). What goes: every fitted",
+        "parameter, and the slow hosts of the nanotron sweep.\n",
         "| recipe | band | share of runs inside | runs |",
         "|---|---|---|---|",
     ]
     for name in ("planner", *sorted(names - {"planner"})):
-        band = load_recipe(name).error_band
+        band = recipe_called(name).error_band
         if band is not None:
             lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.coverage:.0%} | {band.num_runs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _unfitted(rows: Sequence[Row]) -> str:
+    """Rows of the table whose sources no recipe was fitted to."""
+    names = {*list_recipes(), *study_recipe_names()}
+    fits = [quantity.fit for name in names for _, quantity in quantities(recipe_called(name))]
+    fitted_to = " ".join(fit.to for fit in fits if fit is not None)
+    found = [row for row in rows if row.source not in fitted_to]
+    lines = [
+        "## Rows of sources that no recipe was fitted to\n",
+        "| source | rows | MAPE | median | bias |",
+        "|---|---|---|---|---|",
+        *_accuracy_lines(found, lambda row: row.source),
+    ]
     return "\n".join(lines) + "\n"
 
 

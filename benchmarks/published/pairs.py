@@ -9,10 +9,9 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.published.frameworks import attention_name_of, recipe_name_of
+from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of
 from benchmarks.published.runs import Layout, Run
 from benchmarks.published.summary import Row
-from costmodels.recipe import load_recipe
 from planner.parallelism import Recompute
 
 POINTS = 0.03  # how far apart the two ratios may lie
@@ -99,7 +98,7 @@ def pairs_of(runs: Iterable[Run], rows: Mapping[str, Row]) -> list[Pair]:
 def _identity(run: Run, layout: Layout) -> tuple[object, ...]:
     """Everything that two runs of a pair have in common."""
     recipe = recipe_name_of(run)
-    kernel = attention_name_of(run, load_recipe(recipe))
+    kernel = attention_name_of(run, recipe_called(recipe))
     return run.source, run.architecture, run.hardware, run.precision, recipe, kernel, layout
 
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
+from benchmarks.published.frameworks import (
+    attention_name_of,
+    framework_name_of,
+    overlap_of,
+    recipe_called,
+    recipe_name_of,
+)
 from benchmarks.published.machines import cluster_of
-from benchmarks.published.runs import Architecture, Run, UnpriceableRunError
-from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
+from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
+from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
+from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.frameworks.as_run import effective_zero_stage, with_overlap
+from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.parallelism import Optimizer, Precision
-from planner.pricing.operator_time import PricingTarget
-from planner.pricing.point import Point, Priced
-from planner.pricing.table_builder import Sharding, build_table, shard_units
+from planner.pricing.placements import Decision
+from planner.pricing.table_builder import build_table
+from planner.pricing.target import PricingTarget
+from planner.problem import decided
 from planner.solver.cp_sat import CpSatSolver
+from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.table.keys import TensorSplit
 
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
@@ -41,9 +54,10 @@ SCHEDULES = {
 class Prediction:
     """What the planner says of one run."""
 
-    priced: Priced
+    priced: Evaluated
     cluster: ClusterSpec
     recipe_name: str = ""
+    framework: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,32 +74,32 @@ class RunPricer:
     _graphs: dict[tuple[Architecture, str, float], ModelGraph] = field(
         default_factory=dict[tuple[Architecture, str, float], ModelGraph]
     )
-    _shardings: dict[tuple[object, ...], Sharding | None] = field(
-        default_factory=dict[tuple[object, ...], "Sharding | None"]
+    _decisions: dict[tuple[object, ...], Decision | None] = field(
+        default_factory=dict[tuple[object, ...], "Decision | None"]
     )
     _solver: CpSatSolver = field(default_factory=CpSatSolver)
 
     def price(self, run: Run) -> Prediction:
         """The prediction for ``run``; UnpriceableRunError says why there is none."""
         cluster = self.cluster(run)
-        choice = choice_of(run)
+        layout = layout_of(run)
         precision = _precision(run)
-        recipe = self.recipe(recipe_name_of(run))
+        recipe = with_overlap(self.recipe(recipe_name_of(run)), overlap_of(run))
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        once_a_node = dispatches_once_a_node(run)
+        once_a_node = dispatches_once_a_node(run.software.kernels)
         target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
-        sharding = self._sharding(target, run)
+        decision = self._decision(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
-        key = (choice.mesh.tp, choice.sequence_parallel)
-        table = build_table(target, training, {key: sharding}, (choice,))
-        point = Point(table, choice)
-        return Prediction(point.price(point.starts()), cluster, recipe.name)
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+        evaluator = Evaluator(build_table(target, training, {split: decision}, (layout,)), layout)
+        starts = _starts(evaluator, run.software)
+        return Prediction(evaluator.evaluate(starts), cluster, recipe.name, framework_name_of(run))
 
     def recipe(self, name: str) -> Recipe:
         """The recipe called ``name``, as it stands here."""
-        return self.recipes.get(name) or load_recipe(name)
+        return self.recipes.get(name) or recipe_called(name)
 
     def cluster(self, run: Run) -> ClusterSpec:
         """The machine of ``run``, its device as it stands here."""
@@ -104,24 +118,41 @@ class RunPricer:
             self._graphs[key] = trace_model(loaded, TRACED_BATCH_SIZE, config.seq_len, traced_dtype(precision))
         return self._graphs[key]
 
-    def _sharding(self, target: PricingTarget, run: Run) -> Sharding:
+    def _decision(self, target: PricingTarget, run: Run) -> Decision:
         """Placements as Megatron splits blocks, whatever the links: those that are best inside a node."""
         layout, profile = run.layout, target.cluster.profile
-        degree_key = (layout.tp, layout.sequence_parallel)
-        key = (run.architecture, target.recipe.name, target.precision, profile.device.name, *degree_key)
-        if key not in self._shardings:
+        split = TensorSplit(layout.tp, layout.sequence_parallel)
+        key = (run.architecture, target.recipe.name, target.precision, profile.device.name, split)
+        if key not in self._decisions:
             inside = profile.tiers[0].model_copy(update={"num_devices": None})
             cluster = target.cluster.model_copy(update={"profile": profile.model_copy(update={"tiers": (inside,)})})
-            one_node = replace(target, cluster=cluster)
-            self._shardings[key] = shard_units(one_node, degree_key, {}, self._solver.solve_placement)
-        sharding = self._shardings[key]
-        if sharding is None:
+            self._decisions[key] = decided(replace(target, cluster=cluster), split, {}, self._solver)
+        decision = self._decisions[key]
+        if decision is None:
             raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")
-        return sharding
+        return decision
 
 
-def choice_of(run: Run) -> Layout:
-    """The fully pinned coarse point of ``run``."""
+def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
+    """First units of the stages: as the row tells them, else balanced by our own solver, else as the framework cuts."""
+    blocks = [unit for unit, is_block in enumerate(evaluator.table.units.is_block) if is_block]
+    stage_layers = software.stage_layers
+    if not stage_layers:
+        cuts_by_weight = evaluator.table.framework.partition == "weighted"
+        one_a_rank = evaluator.layout.virtual_stages == 1
+        by_hand = software.partition == "balanced" and one_a_rank and not cuts_by_weight
+        balanced = DynamicProgramSolver().solve_stages(evaluator.stage_problem()) if by_hand else None
+        return evaluator.starts() if balanced is None else balanced.starts
+    if len(stage_layers) != evaluator.num_stages or sum(stage_layers) != len(blocks):
+        raise UnpriceableRunError(
+            f"stage_layers tell {sum(stage_layers)} blocks in {len(stage_layers)} stages, the run has {len(blocks)} in "
+            f"{evaluator.num_stages}"
+        )
+    return (0, *(blocks[before] for before in accumulate(stage_layers[:-1])))
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout of ``run``."""
     layout = run.layout
     world = layout.dp * layout.tp * layout.pp * layout.cp
     if world != run.hardware.num_devices:
@@ -157,13 +188,8 @@ def choice_of(run: Run) -> Layout:
 
 
 def _zero_stage(run: Run) -> int:
-    """The stage that is run: nothing is sharded on one rank, and FSDP under a pipeline gathers once a step."""
-    layout = run.layout
-    if layout.dp * layout.cp == 1:
-        return 0
-    # torchtitan, fsdp_reshard_after_forward "default": not with pipelines; gradients wait for the last micro-batch.
-    gathers_once = layout.pp > 1 and not load_recipe(recipe_name_of(run)).reshards_in_pipelines
-    return min(layout.zero_stage, 1) if gathers_once else layout.zero_stage
+    layout, recipe = run.layout, recipe_called(recipe_name_of(run))
+    return effective_zero_stage(recipe, layout.zero_stage, num_ranks=layout.dp * layout.cp, pp=layout.pp)
 
 
 def _schedule(name: str) -> ScheduleName:
@@ -175,7 +201,7 @@ def _schedule(name: str) -> ScheduleName:
 
 def _mesh(run: Run) -> Mesh:
     layout = run.layout
-    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if "HSDP" in run.text else layout.dp))
+    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
     if layout.dp % shard:
         raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
     if layout.zero_stage == 0:

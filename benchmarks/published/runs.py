@@ -17,7 +17,7 @@ FALSE_WORDS = {"false", "0", "no"}
 PADDED_GPT_VOCAB, LLAMA_VOCAB = 51_200, 32_000
 GATED_MLPS = ("swiglu", "geglu")
 # Frameworks whose own recipes shard the optimiser where nothing is said.
-DISTRIBUTED_OPTIMIZER_WORDS = ("nemo", "megatron-bridge")
+DISTRIBUTED_OPTIMIZER_FRAMEWORKS = ("nemo", "megatron-bridge")
 # Words of the ZeRO column that name a stage, the most telling first; FSDP's default is FULL_SHARD.
 SHARDING_WORDS = {
     "SHARD_GRAD_OP": 2,
@@ -66,7 +66,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work was split. ``shard_size``: ranks that ZeRO divides over (None: all data-parallel ranks)."""
+    """How the work was split.
+
+    ``shard_size``: ranks that ZeRO divides over (None: all data-parallel ranks). ``shards_in_node``: where that is not
+    said, those of one node.
+    """
 
     dp: int
     tp: int
@@ -82,11 +86,26 @@ class Layout:
     schedule: str
     recompute: Recompute
     offload: str
+    shards_in_node: bool = False
+
+
+@dataclass(frozen=True)
+class Software:
+    """What ran, and where, in the words of the table's columns; blank where it is not said."""
+
+    framework: str = ""
+    version: str = ""
+    kernels: tuple[str, ...] = ()
+    partition: str = ""
+    stage_layers: tuple[int, ...] = ()  # blocks of each stage, first to last
+    vocab_parallel: str = ""
+    overlap: tuple[tuple[str, bool], ...] = ()  # what is said to run beside computation, or not to
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row. ``text`` keeps the source's title, notes and sharding words, from which the framework is told."""
+    """One row."""
 
     id: str
     source: str
@@ -96,7 +115,7 @@ class Run:
     layout: Layout
     precision: str
     flash_attention: bool | None
-    text: str
+    software: Software
     step_time_s: float | None
     peak_memory_bytes: float | None
     peak_memory_kind: str  # allocated, reserved, device or ""
@@ -137,6 +156,7 @@ def _renamed(row: Mapping[str, str]) -> dict[str, str]:
     is_parallel = "sequence_parallel=1" in notes or "tpmodeRED" in notes
     batch = int(row["dp"]) * int(row["micro_batch"]) * int(row["grad_accum"])
     is_llama = row["kernel"] != "fused softmax"
+    is_tied = row.get("framework") == "nanotron" or not is_llama
     return {
         **row,
         "source_title": row["source"],
@@ -146,7 +166,7 @@ def _renamed(row: Mapping[str, str]) -> dict[str, str]:
         "precision": "fp16" if "fp16" in notes else "bf16",
         "flash_attention": str("flash" in row["kernel"]),
         "mlp_type": "swiglu" if is_llama else "gelu",
-        "tied_embeddings": str("nanotron" in notes + row["source"] or not is_llama),
+        "tied_embeddings": str(is_tied),
         "notes": notes,
     }
 
@@ -165,7 +185,6 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
     kind = _memory_kind(row.get("peak_memory_kind") or "")
     memory = _optional(row, "peak_memory_gb_per_gpu")
     unit = GIB if "GiB" in (row.get("peak_memory_kind") or "") else 1e9
-    text = " ".join((source, row.get("notes") or "", row.get("zero_stage_or_fsdp") or ""))
     flash = _flag(row, "flash_attention")
     layout = _layout(row, assumed)
     return Run(
@@ -177,13 +196,35 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
         layout=layout,
         precision=(row.get("precision") or "").lower() or _assume(assumed, "precision", "bf16"),
         flash_attention=flash,
-        text=text,
+        software=_software(row, assumed),
         step_time_s=_step_time_s(row, layout),
         peak_memory_bytes=None if memory is None else memory * unit,
         peak_memory_kind=kind if memory is not None else "",
         # "the logging rank" of nanotron's log_memory is world rank 0 (nanotron/logging.py, log_rank(rank=0)).
         logs_first_rank="logging rank" in (row.get("peak_memory_kind") or ""),
         assumptions=tuple(assumed),
+    )
+
+
+def _software(row: Mapping[str, str], assumed: list[str]) -> Software:
+    layers = (row.get("stage_layers") or "").strip()
+    vocab_parallel = (row.get("vocab_parallel") or "").strip().lower()
+    if vocab_parallel not in ("", "none"):
+        _assume(assumed, "vocab_parallel", f"none, {vocab_parallel} is not priced")
+    pairs = (word.partition("=") for word in (row.get("overlap") or "").lower().split())
+    try:
+        stage_layers = tuple(int(each) for each in layers.split("-")) if layers else ()
+    except ValueError as error:
+        raise UnpriceableRunError(f"stage_layers is {layers!r}, not numbers of blocks") from error
+    return Software(
+        framework=(row.get("framework") or "").strip().lower(),
+        version=(row.get("framework_version") or "").strip(),
+        kernels=tuple((row.get("kernels") or "").lower().split()),
+        partition=(row.get("partition") or "").strip().lower(),
+        stage_layers=stage_layers,
+        vocab_parallel=vocab_parallel,
+        overlap=tuple((name, value == "on") for name, _, value in pairs),
+        cluster=(row.get("cluster") or "").strip(),
     )
 
 
@@ -257,12 +298,12 @@ def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
         schedule=row.get("schedule") or default_schedule,
         recompute=Recompute(recompute),
         offload=row.get("offload") or "none",
+        shards_in_node="HSDP" in words.upper(),
     )
 
 
 def _default_sharding(row: Mapping[str, str]) -> str:
-    text = f"{row.get('source_title')} {row.get('notes')}".lower()
-    return "1" if any(word in text for word in DISTRIBUTED_OPTIMIZER_WORDS) else "0"
+    return "1" if row.get("framework") in DISTRIBUTED_OPTIMIZER_FRAMEWORKS else "0"
 
 
 def _sharding(words: str) -> tuple[int, int | None]:

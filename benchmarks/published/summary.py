@@ -9,9 +9,10 @@ from itertools import combinations
 from math import ceil, sqrt
 from statistics import fmean, median
 
+from benchmarks.published.frameworks import FALLBACK_FRAMEWORK, UNKNOWN
 from benchmarks.published.pricing import Prediction
 from benchmarks.published.runs import Rejected, Run
-from costmodels.memory import MemoryLedger, RankMemory
+from costmodels.ledger import MemoryLedger, RankMemory
 
 MIN_GROUP_ROWS = 4
 
@@ -32,6 +33,7 @@ class Row:
     memory_kind: str = ""
     fits: bool | None = None
     recipe: str = ""
+    framework: str = ""
     assumptions: tuple[str, ...] = ()
     skipped: str | None = None
 
@@ -59,6 +61,7 @@ class Summary:
     num_ran_priced: int
     num_oom_called_infeasible: int
     num_oom_priced: int
+    num_unknown_framework: int
 
 
 def row_of(run: Run, prediction: Prediction) -> Row:
@@ -80,8 +83,16 @@ def row_of(run: Run, prediction: Prediction) -> Row:
         memory_kind=run.peak_memory_kind,
         fits=prediction.priced.fits,
         recipe=prediction.recipe_name,
-        assumptions=run.assumptions,
+        framework=prediction.framework,
+        assumptions=run.assumptions + _assumed_framework(run, prediction),
     )
+
+
+def _assumed_framework(run: Run, prediction: Prediction) -> tuple[str, ...]:
+    if prediction.framework != UNKNOWN:
+        return ()
+    named = run.software.framework or "not said"
+    return (f"framework: {named}, priced as {FALLBACK_FRAMEWORK} by the recipe {prediction.recipe_name}",)
 
 
 def skipped_row(run: Run | Rejected, reason: str) -> Row:
@@ -133,6 +144,7 @@ def summarise(rows: Sequence[Row], out_of_memory: Sequence[Row]) -> Summary:
         num_ran_priced=len(ran),
         num_oom_called_infeasible=rightly,
         num_oom_priced=len(failed),
+        num_unknown_framework=sum(row.framework == UNKNOWN for row in rows),
     )
 
 

@@ -1,35 +1,27 @@
-"""Measures this machine, or under torchrun this cluster, and makes a profile and a diagnosis of it."""
+"""Times this machine or, under torchrun, this cluster; what the timings say of it is for planner.calibration."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-import re
-import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hardware_profiles.catalog import parse_profile
 from hardware_profiles.probes import communication
 from hardware_profiles.probes.compute import TORCH_DTYPES, time_attention, time_gemms
-from hardware_profiles.probes.detect import DetectedHardware, detect, nearest_profile
-from hardware_profiles.probes.device_fit import device_of
-from hardware_profiles.probes.diagnosis import diagnose
+from hardware_profiles.probes.detect import DetectedHardware, detect
 from hardware_profiles.probes.hosts import host_facts
-from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, HostFacts, OpTiming
+from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, OpTiming
 from hardware_profiles.probes.memory import context_bytes, pinned_copy_bytes_per_s, time_element_wise, time_launches
-from hardware_profiles.probes.network_fit import measured, tiers_of
 from hardware_profiles.probes.storage import measure_storage
 from hardware_profiles.probes.topology import discover_domains, message_times_s
-from hardware_profiles.schema import ClusterProfile, DTypeName, NodeProfile, SoftwareProfile
+from hardware_profiles.schema import DTypeName
 
 Say = Callable[[str], None]
 
@@ -38,18 +30,8 @@ FULL_OPERATORS_S, QUICK_OPERATORS_S = 45.0, 10.0
 QUICK_STRIDE = 3
 
 
-@dataclass(frozen=True)
-class ProfileResult:
-    """What rank 0 ends with."""
-
-    profile: ClusterProfile
-    measurement: ClusterMeasurement
-
-
-def profile_machine(
-    say: Say, *, quick: bool = False, folder: Path | None = None, name: str | None = None
-) -> ProfileResult | None:
-    """Measures and fits; None on every rank but 0. ``folder``: on the disk to time (None: no disk is timed).
+def measure_machine(say: Say, *, quick: bool = False, folder: Path | None = None) -> ClusterMeasurement | None:
+    """Everything that is timed; None on every rank but 0. ``folder``: on the disk to time (None: no disk is timed).
 
     Joins the ranks that torchrun started, else measures one device alone. ValueError where ranks do not stand host by
     host.
@@ -79,46 +61,7 @@ def profile_machine(
         if folder is not None:
             tell(f"disk under {folder}")
             measurement = measurement.model_copy(update={"storage": measure_storage(folder)})
-        return ProfileResult(profile_of(measurement, nearest_profile(detected)[0], name), measurement)
-
-
-def profile_of(measurement: ClusterMeasurement, nearest: ClusterProfile, name: str | None = None) -> ClusterProfile:
-    """The profile that ``measurement`` supports; what it lacks is ``nearest``'s, with the sources given there."""
-    device = device_of(measurement, nearest)
-    is_single = measurement.num_ranks == 1
-    num_hosts = len({host.key for host in measurement.hosts})
-    node = measurement.devices_per_node
-    tiers = tiers_of(measurement, device.kernel_launch_s.value)
-    shape = f"{num_hosts} host{'s' if num_hosts > 1 else ''} with {node} device{'s' if node > 1 else ''}"
-    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
-    profile = ClusterProfile(
-        name=name or f"measured-{slug}-{num_hosts}x{node}",
-        description=f"{device.name} on {shape}, measured on {measurement.date} by {measurement.tool}"
-        + (f"; network taken over from {nearest.name}" if is_single else ""),
-        backend="nccl" if measurement.backend == "nccl" else "gloo",
-        device=device,
-        node=_node(measurement, nearest),
-        tiers=nearest.tiers if is_single else tiers,
-        software=_software(measurement, nearest.software),
-        notes=diagnose(measurement, nearest),
-    )
-    return parse_profile(profile.model_dump_json().encode(), source="the measured profile")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole file or, whatever happens, the one that was there before."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+        return measurement
 
 
 def _silent(_text: str) -> None:
@@ -186,33 +129,3 @@ def _measure_network(
     placements = communication.placements_of(domains)
     collectives = communication.time_collectives(placements, device, effort, say)
     return measurement.model_copy(update={"pairs": pairs, "domains": domains, "collectives": collectives})
-
-
-def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfile:
-    host: HostFacts = measurement.hosts[0]
-    storage = measurement.storage
-    links = [statistics.median(d.host_link_samples_bytes_per_s) for d in measurement.devices
-             if d.host_link_samples_bytes_per_s]  # fmt: skip
-    return NodeProfile(
-        num_devices=nearest.node.num_devices if measurement.num_ranks == 1 else measurement.devices_per_node,
-        cpu_cores=host.cpu_cores,
-        num_numa_nodes=host.num_numa_nodes,
-        ram_bytes=measured(measurement, host.ram_bytes, "as the kernel states it") if host.ram_bytes else None,
-        host_link_bytes_per_s=measured(
-            measurement, statistics.median(links), "pinned copies of 256 MiB, the slower direction, all devices at once"
-        ) if links else None,
-        nvme_bandwidth_bytes_per_s=measured(
-            measurement,
-            min(map(statistics.median, (storage.write_samples_bytes_per_s, storage.read_samples_bytes_per_s))),
-            f"slower of writing and reading a file of 256 MiB in {storage.folder}",
-        ) if storage else None,
-        nvme_bytes=measured(measurement, storage.free_bytes, f"free space in {storage.folder}") if storage else None,
-    )  # fmt: skip
-
-
-def _software(measurement: ClusterMeasurement, nearest: SoftwareProfile) -> SoftwareProfile:
-    held = [device.context_bytes for device in measurement.devices if device.context_bytes is not None]
-    if not held:
-        return nearest
-    context = measured(measurement, statistics.median(held), "memory held before the first tensor")
-    return nearest.model_copy(update={"context_bytes": context})

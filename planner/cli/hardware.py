@@ -110,7 +110,9 @@ def _show_profile(profile: ClusterProfile) -> None:
     table.add_column("known by")
     table.add_column("source", overflow="fold", ratio=1)
     for place, quantity in quantities(profile):
-        table.add_row(_place_text(profile, place), _value_text(place, quantity), quantity.tag, escape(quantity.source))
+        fit = quantity.fit
+        source = quantity.source if fit is None else f"{quantity.source}; fitted to {fit.to} ({fit.num_rows} rows)"
+        table.add_row(_place_text(profile, place), _value_text(place, quantity), quantity.tag, escape(source))
     console.print(table)
 
 

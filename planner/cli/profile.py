@@ -12,7 +12,9 @@ import typer
 
 from hardware_profiles.catalog import HardwareProfileError
 from hardware_profiles.sanity import NAME_PATTERN
+from planner.calibration.profile import profile_of
 from planner.errors import HardwareError, InputError
+from planner.json_file import write_text
 
 
 def register(app: typer.Typer) -> None:
@@ -33,33 +35,35 @@ def profile(
             raise InputError(f"cannot write {path}: {path.parent} is no folder", hint="make it, or choose another file")
     if name is not None and not NAME_PATTERN.fullmatch(name):
         raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
-    from hardware_profiles.probes.profiler import profile_machine, write_atomically  # imports torch
+    from hardware_profiles.probes.detect import detect, nearest_profile
+    from hardware_profiles.probes.profiler import measure_machine  # imports torch
 
     start_s = time.monotonic()
     try:
-        result = profile_machine(
-            lambda text: _say(f"{time.monotonic() - start_s:5.0f} s  {text}"), quick=quick, folder=disk, name=name
+        measurement = measure_machine(
+            lambda text: _say(f"{time.monotonic() - start_s:5.0f} s  {text}"), quick=quick, folder=disk
         )
+        if measurement is None:
+            return
+        found = profile_of(measurement, nearest_profile(detect())[0], name)
     except HardwareProfileError as error:
         raise HardwareError(error.message, hint=error.hint) from error
     except ValueError as error:
         raise HardwareError(str(error)) from error
-    if result is None:
-        return
-    write_atomically(output, result.profile.model_dump_json(indent=2) + "\n")
+    write_text(output, found.model_dump_json(indent=2) + "\n")
     if timings is not None:
-        write_atomically(timings, result.measurement.model_dump_json() + "\n")
-    for tier in result.profile.tiers:
+        write_text(timings, measurement.model_dump_json() + "\n")
+    for tier in found.tiers:
         _say(
             f"tier {tier.name}: {tier.links_per_node} x {tier.bandwidth_bytes_per_s.value * 8 / 1e9:.3g} Gb/s a node, "
             f"{tier.latency_s.value * 1e6:.3g} us, {tier.efficiency.value:.0%} reached"
         )
-    for note in result.profile.notes:
+    for note in found.notes:
         _say(f"! {note}")
-    if not result.profile.notes:
+    if not found.notes:
         _say("nothing stands out")
     if "RANK" not in os.environ:
-        _say(f"the network was not measured: its numbers are those of {result.profile.description.split()[-1]}; "
+        _say(f"the network was not measured: its numbers are those of {found.description.split()[-1]}; "
              "start the command under torchrun to measure it")  # fmt: skip
     _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
 

@@ -13,14 +13,6 @@ from planner.parallelism import Offload
 from planner.pricing.target import PricingTarget
 from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostFacts, Line
 
-# nanotron's head counts slightly less than its parameters: counted whole, the last of an 8.86B model's 16 stages would
-# hold two blocks beside it and take a quarter longer than all measured runs; and where head and blocks are exactly four
-# to one, measured stages end at their share, not one block later.
-HEAD_WEIGHT = 0.96
-# Of the allocator's reserve, what is left where no pipeline keeps several micro-batches in flight and no collective
-# splits or gathers activations. Peak reserved memory of torchtitan's two eager FSDP runs leaves 0.02 and 0.11 of
-# tensors that come and go, against the 0.25 of layouts with tensor or pipeline parallelism.
-PLAIN_RESERVE = 0.25
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
 
@@ -102,14 +94,15 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
     """How the framework runs a layout."""
     recipe = target.recipe
     overflow, band = recipe.overflow_s_per_byte, recipe.error_band
+    plain = target.cluster.profile.software.plain_reserve_share
     return FrameworkFacts(
         name=recipe.name,
         overlaps_reduction=recipe.overlaps_reduction,
         overlaps_gather=recipe.overlaps_gather,
         sends_block=recipe.sends_block,
         partition=recipe.partition,
-        head_weight=HEAD_WEIGHT,
-        plain_reserve=PLAIN_RESERVE,
+        head_weight=1.0 if recipe.head_weight is None else recipe.head_weight.value,
+        plain_reserve=1.0 if plain is None else plain.value,
         units_in_transit=UNITS_IN_TRANSIT,
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,

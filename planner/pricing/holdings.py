@@ -23,15 +23,16 @@ from planner.pricing.split_work import is_deferred
 
 # Precisions and products of Transformer Engine.
 EIGHT_BIT = {"fp8"}
-# Kernels that the CUDA driver queues before a launch blocks: no farther can the host be ahead of the device.
-LAUNCH_QUEUE = 1024
 
 HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
 
 
-def holdings(unit: RankUnit, framework: Framework) -> Array:
-    """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank."""
-    held = _Held(unit, framework)
+def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array:
+    """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank.
+
+    ``launch_queue``: kernels that the driver queues before a launch blocks; no farther can the host be ahead.
+    """
+    held = _Held(unit, framework, launch_queue)
     modes = [held.under(mode) for mode in unit.recomputations]
     return np.array([[mode[holding] for holding in Holding] for mode in modes])
 
@@ -39,8 +40,8 @@ def holdings(unit: RankUnit, framework: Framework) -> Array:
 class _Held:
     """Arrays of two numbers: fixed bytes, and bytes for each sequence."""
 
-    def __init__(self, unit: RankUnit, framework: Framework) -> None:
-        self._unit, self._framework = unit, framework
+    def __init__(self, unit: RankUnit, framework: Framework, launch_queue: float) -> None:
+        self._unit, self._framework, self._launch_queue = unit, framework, launch_queue
         self._facts = framework.recipe.memory
         self._kernels = {kernel.id: kernel for kernel in unit.kernels}
 
@@ -72,7 +73,7 @@ class _Held:
             Holding.LOSS: self._loss,
             Holding.BUFFER: facts.gather_buffers.value * whole,
             Holding.COLLECTIVE: waiting,
-            Holding.QUEUED: LAUNCH_QUEUE / max(1, num_launches) * waiting,
+            Holding.QUEUED: _times(waiting, self._launch_queue / max(1, num_launches)),
             Holding.STRANDED: self._logits(stranded),
             Holding.BOUNDARY: _summed(
                 unit.tensors[i].bytes * share * _way(unit.tensors[i].follows_batch)
@@ -187,3 +188,8 @@ def _per_sequence(num_bytes: float) -> Array:
 
 def _summed(parts: Iterable[Array]) -> Array:
     return sum(parts, np.zeros(2))
+
+
+def _times(held: Array, factor: float) -> Array:
+    """``factor`` may be infinite."""
+    return np.multiply(held, factor, where=held > 0, out=np.zeros_like(held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,12 @@ class Machine:
     def has_several_nodes(self) -> bool:
         """Whether the job spans nodes."""
         return self.cluster.num_devices > self.cluster.devices_per_node
+
+    @property
+    def launch_queue(self) -> float:
+        """Kernels that the driver queues before a launch blocks; infinite where no such number is known."""
+        queued = self.cluster.profile.software.launch_queue_kernels
+        return math.inf if queued is None else queued.value
 
     def roofline(self, op_class: OpClass, precision: str) -> Roofline:
         """The roofline of one class of operators."""

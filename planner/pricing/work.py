@@ -45,7 +45,7 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
     on_rank = np.array([case.micro_batch_size * case.work.part_of_sequence for case in cases])
     sizes, place = np.unique(on_rank, return_inverse=True)
     priced = _PricedUnit(unit, sizes, machine, framework)
-    held = holdings(unit, framework)
+    held = holdings(unit, framework, machine.launch_queue)
     num_bytes = held[:, :, 0] + held[:, :, 1] * on_rank[:, None, None]
     time_s = np.empty((len(cases), len(unit.recomputations), len(Time)))
     for work, rows in _by_work(cases):

@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.executor.tensor_parallel import apply_tensor_parallel, parameter_placements, tensor_parallel_context
 from planner.layout.layout import Pins
 from planner.plan.schema import ModulePlacement, Plan
+from planner.request import Request
 from tests.fake_world import fake_world
 
 FOUR_LAYERS = """

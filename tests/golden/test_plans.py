@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.layout.layout import Pins
 from planner.parallelism import Precision
 from planner.plan.schema import Plan
+from planner.request import Request
 
 FOLDER = Path(__file__).parent / "plans"
 REQUESTS = {

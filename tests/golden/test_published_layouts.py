@@ -4,9 +4,10 @@ from functools import cache
 
 import pytest
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
+from planner.request import Request
 
 HARDWARE = "dgx-a100-80gb"
 BATCH = 1536  # sequences: GPT-3's 3.2 million tokens in 2048s

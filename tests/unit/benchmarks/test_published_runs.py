@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.frameworks import attention_name_of, dispatches_once_a_node, recipe_name_of
-from benchmarks.published.machines import cluster_of
+from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of, study_recipe_names
+from benchmarks.published.machines import KNOWN_CLUSTERS, STUDY_PROFILES, cluster_of, study_profile
 from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer, choice_of
-from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
+from benchmarks.published.runs import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
-from costmodels.recipe import load_recipe
+from costmodels.recipe import list_recipes, load_recipe
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import MemoryTerm
+from hardware_profiles.catalog import list_profiles
+from hardware_profiles.sanity import violations
 from planner.parallelism import Recompute
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {
     "id": "toy",
-    "source_title": "A toy of 2022",
+    "source_title": "A toy",
     "source_ref": "",
     "notes": "",
     "model_name": "toy",
@@ -58,6 +61,14 @@ ROW = {
     "peak_memory_gb_per_gpu": "2",
     "peak_memory_kind": "max over ranks of torch max_memory_allocated (GiB)",
     "group": "toys",
+    "framework": "megatron-lm",
+    "framework_version": "2022",
+    "kernels": "",
+    "partition": "even",
+    "stage_layers": "",
+    "vocab_parallel": "none",
+    "overlap": "",
+    "cluster": "",
 }
 
 
@@ -115,7 +126,7 @@ def test_scores_in_memory_cost_time_and_memory(toy: Run, pricer: RunPricer) -> N
     fused = pricer.price(toy).priced
     plain = pricer.price(replace(toy, flash_attention=False)).priced
     assert plain.step_time_s > fused.step_time_s
-    assert plain.ledgers[0].bytes_of("activations") > fused.ledgers[0].bytes_of("activations")
+    assert plain.ledgers[0].bytes_of(MemoryTerm.ACTIVATIONS) > fused.ledgers[0].bytes_of(MemoryTerm.ACTIVATIONS)
 
 
 def test_recomputation_costs_time_and_saves_memory(toy: Run, pricer: RunPricer) -> None:
@@ -168,47 +179,134 @@ def test_runs_that_differ_in_one_choice_are_pairs(tmp_path: Path, pricer: RunPri
     assert counts_of([recomputed, alike])["recomputation"] == (2, 1, 1 + recomputed.is_close, 1, 1)
 
 
-def test_the_nanotron_sweep_is_parted_by_its_jobs(toy: Run) -> None:
-    def of_job(number: int, gpu: str = "H100-80GB-SXM") -> Run:
-        words = f"HF Ultra-Scale Playbook: nanotron benchmark sweep; slurm job {number}; TP reduce-scatter"
-        return replace(toy, text=words, hardware=replace(toy.hardware, gpu_type=gpu))
+def ran(toy: Run, framework: str, version: str = "", kernels: str = "", **more: object) -> Run:
+    """``toy`` under another framework."""
+    software = replace(toy.software, framework=framework, version=version, kernels=tuple(kernels.split()))
+    return replace(toy, software=replace(software, **more))
 
-    early, late = of_job(13436292), of_job(14098529)
+
+def test_the_nanotron_sweep_is_parted_by_its_clusters(toy: Run) -> None:
+    early, late = (ran(toy, "nanotron", year, cluster=f"huggingface-h100-{year}") for year in ("2024", "2025"))
     assert (recipe_name_of(early), recipe_name_of(late)) == ("nanotron", "nanotron-2025")
     assert cluster_of(early).profile.name == "h100-nanotron-sweep-early"
     assert cluster_of(late).profile.name == "h100-nanotron-sweep"
-    assert cluster_of(of_job(14098529, "A100-80GB-SXM")).profile.name == "dgx-a100-80gb"
+    elsewhere = ran(toy, "nanotron", "2025", cluster="another")
+    assert (recipe_name_of(elsewhere), cluster_of(elsewhere).profile.name) == ("nanotron", "dgx-a100-80gb")
+
+
+def test_titles_and_notes_choose_nothing(tmp_path: Path) -> None:
+    words = "nanotron sweep, slurm job 14098529; torchtitan with torch.compile; kernel triton; HybridEP; NeMo of 2019"
+    plain, named = read_runs(write(tmp_path / "runs.csv", {}, {"source_title": words, "notes": words, "id": words}))
+    assert isinstance(plain, Run)
+    assert isinstance(named, Run)
+    assert replace(named, id=plain.id, source=plain.source) == plain
 
 
 @pytest.mark.parametrize(
-    ("words", "gpu", "recipe", "kernel"),
+    ("framework", "version", "kernels", "gpu", "recipe", "kernel"),
     [
-        ("NVIDIA NeMo performance summary", "H100-80GB-SXM", "nemo", "cudnn"),
-        ("NVIDIA NeMo performance summary", "A100-80GB-SXM", "nemo", "flash2"),
-        ("measured; Megatron-Core, comm overlap off", "B200-180GB-SXM", "megatron-core", "flash2"),
-        ("Megatron-LM weak scaling 2024", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
-        ("Megatron-LM weak scaling 2021", "A100-80GB-SXM", "megatron-lm-2020", "flash1"),
+        ("nemo", "24.07", "te", "H100-80GB-SXM", "nemo", "cudnn"),
+        ("nemo", "24.07", "te", "A100-80GB-SXM", "nemo", "flash2"),
+        ("megatron-lm", "2024", "", "H100-80GB-SXM", "megatron-core-overlap", "cudnn"),
+        ("megatron-lm", "2021", "", "A100-80GB-SXM", "megatron-lm-2020", "flash1"),
+        ("megatron-lm", "2023", "fused-softmax", "A100-80GB-SXM", "megatron-lm-2022", "fused_softmax"),
+        ("torchtitan", "2025-06", "compile", "H100-80GB-SXM", "torchtitan-compiled", "flash2"),
+        ("aleph-alpha-scaling", "2023", "flash2 fused-norm", "A100", "megatron-layouts-2023-fused-norm", "flash2"),
+        ("aleph-alpha-scaling", "2023", "eager", "A100", "megatron-layouts-2023", "eager"),
     ],
 )
-def test_generations_of_megatron(toy: Run, words: str, gpu: str, recipe: str, kernel: str) -> None:
-    run = replace(toy, source=words, text=words, hardware=replace(toy.hardware, gpu_type=gpu))
-    name = recipe_name_of(run)
-    assert (name, attention_name_of(run, load_recipe(name))) == (recipe, kernel)
+def test_columns_choose_recipe_and_kernel(
+    toy: Run, framework: str, version: str, kernels: str, gpu: str, recipe: str, kernel: str
+) -> None:
+    run = replace(ran(toy, framework, version, kernels), hardware=replace(toy.hardware, gpu_type=gpu))
+    assert recipe_name_of(run) == recipe
+    assert attention_name_of(run, recipe_called(recipe)) == kernel
 
 
-def test_the_dispatcher_of_experts_is_told_by_its_name(toy: Run) -> None:
-    named, plain = (
-        replace(toy, text=f"Megatron-Bridge; {word}") for word in ("HybridEP, EP overlap OFF", "all-to-all")
-    )
-    assert dispatches_once_a_node(named)
-    assert not dispatches_once_a_node(plain)
+@pytest.mark.parametrize("framework", ["", "a trainer of my own"])
+def test_an_unknown_framework_is_priced_as_megatron_and_said_so(toy: Run, pricer: RunPricer, framework: str) -> None:
+    row = row_of(ran(toy, framework, "2022"), pricer.price(ran(toy, framework, "2022")))
+    known = row_of(toy, pricer.price(toy))
+    assert (row.framework, row.recipe) == ("unknown", "megatron-lm-2022")
+    assert row.predicted_step_time_s == known.predicted_step_time_s
+    told = f"framework: {framework or 'not said'}, priced as megatron-lm by the recipe megatron-lm-2022"
+    assert set(row.assumptions) - set(known.assumptions) == {told}
+    assert summarise([row, known], []).num_unknown_framework == 1
+
+
+def test_what_is_told_of_overlaps_is_priced(toy: Run, pricer: RunPricer) -> None:
+    layout = replace(toy.layout, pp=1, tp=4, dp=2)
+    run = replace(ran(toy, "megatron-core", "2025"), layout=layout)
+
+    def step_s(*overlap: tuple[str, bool]) -> float:
+        told = replace(run, software=replace(run.software, overlap=overlap))
+        return pricer.price(told).priced.step_time_s
+
+    assert step_s(("tp-comm", True), ("grad-reduce", True), ("param-gather", True)) == step_s()
+    # What a run does not name it has not asked for: its products wait for their collectives.
+    assert step_s(("grad-reduce", True), ("param-gather", True)) > step_s()
+
+
+def test_stages_are_cut_as_the_row_tells(tmp_path: Path, pricer: RunPricer) -> None:
+    changes = ({}, {"stage_layers": "1-3", "partition": "uneven"}, {"stage_layers": "2-3"}, {"stage_layers": "a-b"})
+    even, uneven, wrong, broken = read_runs(write(tmp_path / "runs.csv", *changes))
+    assert isinstance(even, Run)
+    assert isinstance(uneven, Run)
+    assert isinstance(wrong, Run)
+    (_, second_even), (_, second_uneven) = (pricer.price(run).priced.starts for run in (even, uneven))
+    assert second_uneven == second_even - 1
+    with pytest.raises(UnpriceableRunError, match="stage_layers tell 5 blocks in 2 stages, the run has 4 in 2"):
+        pricer.price(wrong)
+    assert isinstance(broken, Rejected)
+
+
+def test_a_balanced_cut_gives_the_stages_of_the_vocabulary_fewer_blocks(toy: Run, pricer: RunPricer) -> None:
+    run = replace(toy, architecture=replace(toy.architecture, layers=8, vocab=131072))
+    balanced = replace(run, software=replace(run.software, partition="balanced"))
+    assert pricer.price(balanced).priced.starts[1] > pricer.price(run).priced.starts[1]
+    assert pricer.price(balanced).priced.step_time_s < pricer.price(run).priced.step_time_s
+
+
+def test_a_vocabulary_over_the_pipeline_is_said_not_to_be_priced(tmp_path: Path) -> None:
+    (run,) = read_runs(write(tmp_path / "runs.csv", {"vocab_parallel": "vocab-1"}))
+    assert isinstance(run, Run)
+    assert "vocab_parallel: none, vocab-1 is not priced" in run.assumptions
+
+
+def test_out_of_memory_rows_say_their_software_too(tmp_path: Path) -> None:
+    columns = {"framework": "nanotron", "framework_version": "2025", "kernels": "flash2 fused-norm", "grad_accum": "4"}
+    more = {"source": "a sweep", "zero_stage": "1", "kernel": "flash", "cluster": "huggingface-h100-2025"}
+    path = tmp_path / "failed.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*ROW, "grad_accum", "source", "zero_stage", "kernel"])
+        writer.writeheader()
+        writer.writerow({**ROW, **columns, **more, "partition": "balanced"})
+    (run,) = read_out_of_memory(path)
+    assert isinstance(run, Run)
+    assert recipe_name_of(run) == "nanotron-2025"
+    assert run.software.kernels == ("flash2", "fused-norm")
+
+
+def test_what_is_known_of_single_studies_is_sound_and_not_shipped() -> None:
+    names = {path.stem for path in STUDY_PROFILES.glob("*.json")}
+    assert names == set(KNOWN_CLUSTERS.values())
+    for name in names:
+        assert violations(study_profile(name)) == ()
+        assert study_profile(name).name == name
+    assert not names & {profile.name for profile in list_profiles()}
+    assert not set(study_recipe_names()) & set(list_recipes())
+
+
+def test_the_badly_behaved_cluster_is_a_profile_of_its_own() -> None:
+    slow = study_profile("h100-nanotron-sweep").tiers[-1]
+    assert [point.num_nodes for point in slow.efficiency_at_scale] == [2, 4, 8, 16, 32, 64]
+    assert slow.efficiency_at_scale[-1].fraction.value < 0.1
 
 
 def test_too_little_memory_costs_time_where_that_is_known(toy: Run, pricer: RunPricer) -> None:
-    text = "nanotron; slurm job 1"
     large = replace(
         toy,
-        text=text,
+        software=Software("nanotron", "2024"),
         layout=replace(toy.layout, micro_batch_size=64, global_batch_size=256),
         architecture=replace(toy.architecture, seq_len=4096, vocab=131072),
     )
@@ -288,9 +386,10 @@ def test_schedules_are_told_by_their_words(toy: Run, name: str, schedule: Schedu
 
 def test_fsdp_under_a_pipeline_gathers_once_a_step(toy: Run) -> None:
     layout = replace(toy.layout, zero_stage=3, tp=1, pp=2, dp=4)
-    assert choice_of(replace(toy, text="torchtitan", layout=layout)).zero_stage == 1
-    assert choice_of(replace(toy, text="torchtitan", layout=replace(layout, pp=1, dp=8))).zero_stage == 3
-    assert choice_of(replace(toy, text="DeepSpeed", layout=layout)).zero_stage == 3
+    assert choice_of(replace(ran(toy, "torchtitan"), layout=layout)).zero_stage == 1
+    assert choice_of(replace(ran(toy, "torchtitan"), layout=replace(layout, pp=1, dp=8))).zero_stage == 3
+    engine = ran(toy, "deepspeed")
+    assert choice_of(replace(engine, layout=layout)).zero_stage == 3
     alone = replace(layout, dp=1, pp=4, tp=2)
-    assert choice_of(replace(toy, text="DeepSpeed", layout=alone)).zero_stage == 0
-    assert choice_of(replace(toy, text="DeepSpeed", layout=replace(alone, pp=1, tp=1, cp=8))).zero_stage == 3
+    assert choice_of(replace(engine, layout=alone)).zero_stage == 0
+    assert choice_of(replace(engine, layout=replace(alone, pp=1, tp=1, cp=8))).zero_stage == 3

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.memory import MemoryLedger, Phase, RankMemory, StateBytes, state_bytes, tag_of
+from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.recipe import load_recipe
+from costmodels.vocabulary.terms import MemoryTerm, Phase, StateBytes, state_bytes, tag_of
 from tests.unit.costmodels.toy_cluster import make_cluster
 
 
@@ -86,8 +87,8 @@ def test_a_ledger_adds_up_and_keeps_its_rows() -> None:
     assert whole.total_bytes == pytest.approx(39e9)
     assert whole.reserved_bytes == pytest.approx(36.5e9)
     assert whole.allocated_bytes == pytest.approx(30e9)
-    assert whole.bytes_of("activations") == 20e9
-    assert whole.bytes_of("absent") == 0
+    assert whole.bytes_of(MemoryTerm.ACTIVATIONS) == 20e9
+    assert whole.bytes_of(MemoryTerm.ABSENT) == 0
 
 
 def test_a_row_is_entered_once_and_is_not_negative() -> None:

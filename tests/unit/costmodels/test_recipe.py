@@ -1,10 +1,20 @@
+import json
 from pathlib import Path
 
 import pytest
 
 import costmodels
 from costmodels.memory import state_bytes
-from costmodels.recipe import OUR_RECIPE, attention_kernel, list_recipes, load_recipe
+from costmodels.recipe import (
+    OUR_RECIPE,
+    OWN_FACTS,
+    attention_kernel,
+    list_recipes,
+    load_recipe,
+    resolved_content,
+    stated_content,
+)
+from tests.recipes import FROZEN, STUDY_RECIPES, values_of
 
 NAMES = list_recipes()
 
@@ -58,3 +68,77 @@ def test_nanotron_keeps_the_bytes_that_were_measured(dp: int, zero_stage: int, b
         is_replicated=dp > 1,
     )
     assert state.total == pytest.approx(bytes_per_parameter * 1e9)
+
+
+@pytest.mark.parametrize("name", [name for name in FROZEN if name != "attention kernels"])
+def test_a_recipe_resolves_to_the_values_that_were_frozen(name: str) -> None:
+    """Frozen when every recipe still stated every fact itself."""
+    frozen = FROZEN[name]
+    added = {"head_weight": 0.96} if frozen["partition"] == "weighted" else {}
+    assert values_of(load_recipe(STUDY_RECIPES.get(name, name))) == {**frozen, **added}
+
+
+def test_attention_kernels_have_the_values_that_were_frozen() -> None:
+    frozen = FROZEN["attention kernels"]
+    kernels = {place.split(".")[0] for place in frozen}
+    found = {f"{kernel}.{place}": v for kernel in kernels for place, v in values_of(attention_kernel(kernel)).items()}
+    added = {"cudnn.devices": ["H100", "H200", "H800", "H20", "GH200"], "cudnn.elsewhere": "flash2"}
+    assert {place: value for place, value in found.items() if value != []} == {**frozen, **added}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *STUDY_RECIPES])
+def test_a_file_states_only_what_differs_from_the_recipe_that_it_extends(name: str) -> None:
+    stated = stated_content(STUDY_RECIPES.get(name, name))
+    extended = stated.get("extends")
+    if extended is None:
+        return
+    base = resolved_content(STUDY_RECIPES.get(str(extended), str(extended)))
+
+    def repeated(part: dict[str, object], of: dict[str, object], place: str) -> list[str]:
+        found: list[str] = []
+        for key, value in part.items():
+            below = of.get(key)
+            if isinstance(value, dict) and isinstance(below, dict) and "value" not in value:
+                found += repeated(value, below, f"{place}{key}.")
+            elif value == below:
+                found.append(place + key)
+        return found
+
+    facts = {key: value for key, value in stated.items() if key not in (*OWN_FACTS, "schema_version")}
+    assert not repeated(facts, base, "")
+
+
+def write(folder: Path, name: str, **content: object) -> str:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"name": name, "description": f"the recipe {name}", **content}))
+    return str(path)
+
+
+def test_a_recipe_may_extend_one_that_extends_another(tmp_path: Path) -> None:
+    write(tmp_path, "middle", extends="nanotron", dropout=0.1, overflow_s_per_byte=None)
+    top = load_recipe(write(tmp_path, "top", extends="middle", memory={"gathers_logits": True}))
+    base = load_recipe("nanotron")
+    assert (top.dropout, top.overflow_s_per_byte, top.memory.gathers_logits) == (0.1, None, True)
+    assert base.overflow_s_per_byte is not None
+    assert top.memory == base.memory.model_copy(update={"gathers_logits": True})
+    assert top.state == base.state
+    assert top.error_band is None  # that runs were near the base's predictions says nothing of this one
+
+
+def test_recipes_that_extend_each_other_in_a_circle_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "one", extends="two")
+    write(tmp_path, "two", extends="three")
+    path = write(tmp_path, "three", extends="one")
+    with pytest.raises(ValueError, match=r"in a circle: .*three.json extends .*one.json extends .*two.json extends"):
+        load_recipe(path)
+    with pytest.raises(ValueError, match="no recipe 'nothing'"):
+        load_recipe(write(tmp_path, "four", extends="nothing"))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_a_file_that_is_no_recipe_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match="the recipe .*mine.json"):
+        load_recipe(str(path))

@@ -2,11 +2,12 @@
 
 import pytest
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.errors import InfeasibleError, InputError
 from planner.layout.layout import Pins
 from planner.parallelism import Precision
 from planner.plan.schema import Plan
+from planner.request import Request
 
 A100 = "dgx-a100-80gb"
 
@@ -102,7 +103,7 @@ def test_the_prediction_follows_its_definitions() -> None:
         per_token * tokens / prediction.step_time_s / 16, rel=0.01
     )
     assert prediction.mfu == pytest.approx(prediction.model_flops_per_gpu_per_s / 312e12)
-    assert sum(prediction.breakdown_s.model_dump().values()) == pytest.approx(prediction.step_time_s)
+    assert sum(prediction.breakdown_s.values()) == pytest.approx(prediction.step_time_s)
     for rows, peak in zip(prediction.memory_breakdown_bytes, prediction.peak_memory_bytes, strict=True):
         assert sum(rows.values()) == pytest.approx(peak, abs=len(rows))
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.layout.layout import Pins
+from planner.request import Request
 
 MODEL = """
 from torch import nn

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from hardware_profiles.mixed import cluster_for
-from planner.api import Problem, Request, find_plan, price_plan
+from planner.api import find_plan, price_plan
 from planner.errors import HardwareError
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Pins
 from planner.parallelism import Recompute
 from planner.plan.schema import Plan
-from planner.pricing.point import Point
+from planner.problem import Problem
 from planner.render import show_plan
+from planner.request import Request
 from planner.solver.bounds import bounds
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.search import search, visit
@@ -129,7 +131,7 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
     num_units = len(problem.table.units.kinds)
     best_s = float("inf")
     for choice in (c for c in problem.space.layouts if c.groups):
-        point = Point(problem.table, choice)
+        point = Evaluator(problem.table, choice)
         program = point.stage_problem()
         solution = ExhaustiveSolver().solve_stages(program)
         found = problem.solver.solve_stages(program)
@@ -138,9 +140,9 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
             continue
         assert found.bound_s == pytest.approx(solution.bound_s)
         for cut in combinations(range(1, num_units), choice.mesh.pp - 1):
-            priced = point.price((0, *cut))
+            priced = point.evaluate((0, *cut))
             assert found.bound_s <= priced.step_time_s * ROUNDING
-        best_s = min(best_s, point.price(found.starts).step_time_s)
+        best_s = min(best_s, point.evaluate(found.starts).step_time_s)
     alike = search(problem.table, [c for c in problem.space.layouts if not c.groups], problem.solver).best
     best = search(problem.table, problem.space.layouts, problem.solver).best
     assert best is not None
@@ -155,16 +157,16 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
     lower = bounds(problem.table, choices)
     smallest = problem.table.capacity_bytes
     for index in random.Random(0).sample(range(len(choices)), 80):
-        point = Point(problem.table, choices[index])
+        point = Evaluator(problem.table, choices[index])
         cut = visit(problem.table, choices[index], problem.solver, None)
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
-            priced = point.price(starts)
+            priced = point.evaluate(starts)
             filled = max(
                 ledger.total_bytes / room for ledger, room in zip(priced.ledgers, priced.capacity_bytes, strict=True)
             )
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= filled * smallest * ROUNDING, choices[index]
-            assert sum(astuple(priced.breakdown)) == pytest.approx(priced.step_time_s)
+            assert sum(priced.breakdown.values()) == pytest.approx(priced.step_time_s)
 
 
 @pytest.mark.parametrize("hardware", [MIXED, f"{H100}:32"])

@@ -5,17 +5,19 @@ from functools import cache
 
 import numpy as np
 import pytest
+from planner.pricing.offloading import HostStates, fullest_node
 
-from costmodels.memory import Phase
+from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
-from planner.api import Problem, Request, find_plan, no_plan, price_plan, something_fits
+from planner.api import find_plan, no_plan, price_plan, something_fits
 from planner.errors import HardwareError
+from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Offload
-from planner.pricing.offloading import HostStates, fullest_node
-from planner.pricing.point import Point, Priced
+from planner.problem import Problem
 from planner.render import show_plan
+from planner.request import Request
 from planner.solver.bounds import bounds
 from planner.solver.search import search, visit
 from tests.planning import A100, graph_of, problem_of, training_of
@@ -47,9 +49,9 @@ def sample(problem: Problem, number: int = 60) -> list[Layout]:
     return [choices[i] for i in range(0, len(choices), max(1, len(choices) // number))]
 
 
-def even(problem: Problem, choice: Layout) -> Priced:
-    point = Point(problem.table, choice)
-    return point.price(point.even_starts())
+def even(problem: Problem, choice: Layout) -> Evaluated:
+    point = Evaluator(problem.table, choice)
+    return point.evaluate(point.even_starts())
 
 
 @pytest.mark.parametrize("offload", [Offload.CPU, Offload.NVME])
@@ -60,11 +62,11 @@ def test_the_same_layout_is_slower_and_lighter(offload: Offload) -> None:
         assert here.step_time_s < there.step_time_s
         assert there.peak_memory_bytes < here.peak_memory_bytes
         for before, after in zip(here.memory, there.memory, strict=True):
-            lost = before.ledger(Phase.FORWARD).bytes_of("optimizer")
-            gained = after.ledger(Phase.FORWARD).bytes_of("parameters") - before.ledger(Phase.FORWARD).bytes_of(
-                "parameters"
-            )
-            assert after.ledger(Phase.FORWARD).bytes_of("optimizer") == 0 < lost
+            lost = before.ledger(Phase.FORWARD).bytes_of(MemoryTerm.OPTIMIZER)
+            gained = after.ledger(Phase.FORWARD).bytes_of(MemoryTerm.PARAMETERS) - before.ledger(
+                Phase.FORWARD
+            ).bytes_of("parameters")
+            assert after.ledger(Phase.FORWARD).bytes_of(MemoryTerm.OPTIMIZER) == 0 < lost
             # ZeRO 3 keeps its shard of the copy for compute: 2 bytes where master and moments had 12.
             assert gained == pytest.approx(lost / 6 if choice.zero_stage == 3 else 0, abs=1)
 
@@ -86,10 +88,10 @@ def test_bounds_hold(pins: Pins) -> None:
     chosen = sample(problem, 100)
     lower = bounds(problem.table, chosen)
     for index, choice in enumerate(chosen):
-        point = Point(problem.table, choice)
+        point = Evaluator(problem.table, choice)
         cut = visit(problem.table, choice, problem.solver, None)
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
-            priced = point.price(starts)
+            priced = point.evaluate(starts)
             assert priced.host is not None
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choice
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choice

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.graph import graph_cache
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import Pins
 from planner.model_file import resolve_model
 from planner.parallelism import Precision
+from planner.request import Request
 from tests.unit.planner.graph.traced import ROOT
 
 REQUEST = TraceRequest(resolve_model("gpt-tiny"), 2, 32, Precision.BF16)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.api import Problem
 from planner.errors import PlanError
+from planner.evaluation.evaluator import Evaluator
 from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.checks import contradictions
 from planner.plan.plan_file import plan_json, read_plan, write_plan
@@ -31,7 +31,7 @@ from planner.plan.schema import (
     StageSection,
     TrainingSection,
 )
-from planner.pricing.point import Point
+from planner.problem import Problem
 from tests.planning import problem_of
 
 degrees = st.integers(1, 64)
@@ -149,8 +149,8 @@ every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PRO
 
 def sampled_plans(problem: Problem, number: int) -> list[Plan]:
     choices = random.Random(0).sample(problem.space.layouts, number)
-    points = [Point(problem.table, choice) for choice in choices]
-    return [problem.describe(point.price(point.even_starts())) for point in points]
+    points = [Evaluator(problem.table, choice) for choice in choices]
+    return [problem.describe(point.evaluate(point.even_starts())) for point in points]
 
 
 @every_problem
@@ -213,8 +213,8 @@ def tiny_plan() -> Plan:
         for c in problem.space.layouts
         if c.mesh.pp == 2 and c.mesh.dp_shard == 4 and c.schedule is ScheduleName.ONE_F_ONE_B and c.zero_stage == 1
     )
-    point = Point(problem.table, choice)
-    return problem.describe(point.price(point.even_starts()))
+    point = Evaluator(problem.table, choice)
+    return problem.describe(point.evaluate(point.even_starts()))
 
 
 Content = dict[str, object]

@@ -9,19 +9,19 @@ import pytest
 from costmodels.communication import collective_time_s
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import Holding, Term, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import Quantity
-from planner.api import Problem
 from planner.axes.expert import EXPERT, ExpertKey
 from planner.axes.traced import representatives, whole_work
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
-from planner.pricing.point import Point
 from planner.pricing.table_builder import unit_row
 from planner.pricing.target import PricingTarget
+from planner.problem import Problem
 from planner.solver.search import search
 from planner.table.keys import WorkKey
-from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of, problem_of
 from tests.unit.planner.pricing.unit_prices import WHOLE, Prices, decision_of, unit_prices
 
@@ -171,18 +171,18 @@ def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
 
 def test_all_layouts_price_their_parts() -> None:
     """The breakdown holds the exchange, and the step grows by it where nothing else can."""
-    whole, part = (Point(problem().table, choice_of(ep, 1)).price((0,)) for ep in (1, 8))
-    assert whole.breakdown.expert_parallel == 0
-    assert part.breakdown.expert_parallel == pytest.approx(2 * LAYERS * 2 * block(8)[Time.EXPERT_FORWARD])
+    whole, part = (Evaluator(problem().table, choice_of(ep, 1)).price((0,)) for ep in (1, 8))
+    assert whole.breakdown[Term.EXPERT] == 0
+    assert part.breakdown[Term.EXPERT] == pytest.approx(2 * LAYERS * 2 * block(8)[Time.EXPERT_FORWARD])
     assert part.peak_memory_bytes < whole.peak_memory_bytes
-    assert sum(astuple(part.breakdown)) == pytest.approx(part.step_time_s)
+    assert sum(part.breakdown.values()) == pytest.approx(part.step_time_s)
 
 
 def test_the_search_is_exact_over_degrees_of_experts() -> None:
     """Best-first finds what pricing every layout finds, and divides experts where whole ones do not fit."""
     found = search(problem().table, problem().space.layouts, problem().solver)
     assert {c.mesh.ep for c in problem().space.layouts} == {1, 2, 4, 8}
-    priced = [Point(problem().table, choice).price((0,)) for choice in problem().space.layouts]
+    priced = [Evaluator(problem().table, choice).price((0,)) for choice in problem().space.layouts]
     times = [each.step_time_s for each in priced if each.fits]
     assert found.best is not None
     assert found.is_exhausted

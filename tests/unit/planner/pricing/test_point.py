@@ -1,15 +1,15 @@
 """One point priced: its parts add up, its memory is that of its schedule, and shortened simulations stay true."""
 
 import random
-from dataclasses import astuple
 
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
+from costmodels.vocabulary.terms import MemoryTerm, Term
+from planner.evaluation.cuts import even_starts
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
-from planner.pricing.point import Point
-from planner.pricing.stages import even_starts
 from planner.problems import rank_memory_bytes
 from tests.planning import problem_of
 
@@ -24,30 +24,30 @@ every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES,
 def sample(model: str, num_devices: int, options: dict, number: int) -> list[Point]:
     problem = problem_of(model, num_devices, **options)
     choices = random.Random(0).sample(problem.space.layouts, number)
-    return [Point(problem.table, choice) for choice in choices]
+    return [Evaluator(problem.table, choice) for choice in choices]
 
 
 @every_case
 def test_the_breakdown_sums_to_the_step(model: str, num_devices: int, options: dict) -> None:
     for point in sample(model, num_devices, options, 120):
         for exact in (False, True):
-            priced = point.price(point.even_starts(), exact=exact)
-            parts = astuple(priced.breakdown)
+            priced = point.evaluate(point.even_starts(), exact=exact)
+            parts = tuple(priced.breakdown.values())
             assert min(parts) >= 0, priced
             assert sum(parts) == pytest.approx(priced.step_time_s, rel=1e-9), priced
             choice = priced.layout
-            assert (priced.breakdown.recompute > 0) == (choice.recompute is not Recompute.NONE)
-            assert (priced.breakdown.tensor_parallel > 0) == (choice.mesh.tp > 1)
-            assert (priced.breakdown.context_parallel > 0) == (choice.mesh.cp > 1)
-            assert (priced.breakdown.expert_parallel > 0) == (choice.mesh.ep > 1)
+            assert (priced.breakdown[Term.RECOMPUTE] > 0) == (choice.recompute is not Recompute.NONE)
+            assert (priced.breakdown[Term.TENSOR] > 0) == (choice.mesh.tp > 1)
+            assert (priced.breakdown[Term.CONTEXT] > 0) == (choice.mesh.cp > 1)
+            assert (priced.breakdown[Term.EXPERT] > 0) == (choice.mesh.ep > 1)
             if choice.mesh.pp == 1:
-                assert priced.breakdown.bubble == priced.breakdown.pipeline_communication == 0
+                assert priced.breakdown[Term.BUBBLE] == priced.breakdown[Term.SEND] == 0
 
 
 @every_case
 def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict) -> None:
     for point in sample(model, num_devices, options, 120):
-        priced = point.price(point.even_starts())
+        priced = point.evaluate(point.even_starts())
         assert len(priced.ledgers) == priced.layout.mesh.pp
         for ledger in priced.ledgers:
             assert sum(num_bytes for _, num_bytes in ledger.rows) == pytest.approx(ledger.total_bytes)
@@ -62,8 +62,8 @@ def test_a_long_pipeline_is_extrapolated_truly(model: str, num_devices: int, opt
     problem = problem_of(model, num_devices, **options)
     choices = [c for c in problem.space.layouts if c.mesh.pp > 1 and c.num_microbatches > 4 * c.mesh.pp]
     for choice in random.Random(1).sample(choices, 40):
-        point = Point(problem.table, choice)
-        short, exact = (point.price(point.even_starts(), exact=flag) for flag in (False, True))
+        point = Evaluator(problem.table, choice)
+        short, exact = (point.evaluate(point.even_starts(), exact=flag) for flag in (False, True))
         assert short.step_time_s == pytest.approx(exact.step_time_s, rel=1e-3), choice
         assert short.ledgers == exact.ledgers
 
@@ -71,11 +71,11 @@ def test_a_long_pipeline_is_extrapolated_truly(model: str, num_devices: int, opt
 @every_case
 def test_the_price_is_that_of_the_simulated_schedule(model: str, num_devices: int, options: dict) -> None:
     for point in sample(model, num_devices, options, 60):
-        priced = point.price(point.even_starts(), exact=True)
+        priced = point.evaluate(point.even_starts(), exact=True)
         timeline, parts = point.timeline(point.even_starts()), priced.breakdown
-        once = priced.step_time_s - timeline.makespan_s - parts.optimizer  # data-parallel work after the pipeline
-        assert -1e-9 <= once <= parts.data_parallel + 1e-9
-        waiting = parts.bubble + parts.pipeline_communication
+        once = priced.step_time_s - timeline.makespan_s - parts[Term.OPTIMIZER]  # data-parallel work after the pipeline
+        assert -1e-9 <= once <= parts[Term.DATA] + 1e-9
+        waiting = parts[Term.BUBBLE] + parts[Term.SEND]
         assert timeline.makespan_s - max(timeline.busy_s) == pytest.approx(waiting, abs=1e-9 * priced.step_time_s)
 
 
@@ -116,7 +116,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
     long = [c for c in problem.space.layouts if c.num_microbatches == 64 and c.mesh.pp == 4]
     assert {c.schedule for c in long} == set(ScheduleName) - {ScheduleName.ZB_2P}
     for choice in long:
-        point = Point(problem.table, choice)
+        point = Evaluator(problem.table, choice)
         starts = point.even_starts()
         costs = [[point._costs[problem.table.units.kinds[u]] for u in units] for units in _stages(starts)]
         kept = {stage: sum(c.kept_bytes for c in units) for stage, units in enumerate(costs)}
@@ -124,7 +124,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
         actions = choice.schedule.rules.actions(4, choice.virtual_stages, 64)
         for rank, ledger in enumerate(point.ledgers(starts)):
             expected = peak_in_flight(actions[rank], kept, waiting)
-            assert ledger.bytes_of("activations") == pytest.approx(expected), choice
+            assert ledger.bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(expected), choice
 
 
 def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
@@ -136,7 +136,7 @@ def test_memory_of_the_stage_program_covers_the_ledger() -> None:
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
     choices = [c for c in problem.space.layouts if c.mesh.pp > 1 and c.schedule.rules.has_one_stage]
     for choice in random.Random(2).sample(choices, 60):
-        point = Point(problem.table, choice)
+        point = Evaluator(problem.table, choice)
         starts = point.even_starts()
         program = point.stage_problem()
         left = zip(program.room_bytes, rank_memory_bytes(program, starts), strict=True)
@@ -151,7 +151,7 @@ def test_sharding_more_never_takes_more_states() -> None:
     by_stage: dict[int, float] = {}
     for choice in whole:
         if choice.mesh.dp_shard in (1, 16):
-            (ledger,) = Point(problem.table, choice).ledgers((0,))
+            (ledger,) = Evaluator(problem.table, choice).ledgers((0,))
             by_stage[choice.zero_stage] = sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
     assert by_stage[0] > by_stage[1] > by_stage[2] > by_stage[3] > 0
     assert by_stage[3] * 16 <= by_stage[0] * (1 + 1e-9)
@@ -162,7 +162,7 @@ def test_a_tied_weight_is_held_twice_where_a_pipeline_parts_it() -> None:
     names = ("parameters", "gradients", "optimizer")
 
     def states(choice: Layout) -> float:
-        point = Point(problem.table, choice)
+        point = Evaluator(problem.table, choice)
         return sum(ledger.bytes_of(name) for ledger in point.ledgers(point.even_starts()) for name in names)
 
     plain = [c for c in problem.space.layouts if c.zero_stage == 0 and c.mesh.tp == 1 and c.mesh.cp == 1]
@@ -188,7 +188,7 @@ def test_a_pinned_gpipe_without_a_pipeline_holds_one_micro_batch() -> None:
     free = problem_of("gpt2-1.5b", 8, batch=64)
     pinned = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=ScheduleName.GPIPE))
     choice = next(c for c in free.space.layouts if c.mesh.pp == 1 and c.num_microbatches == 8)
-    ledger, same = (Point(p.table, c).ledgers((0,)) for p, c in ((free, choice), (pinned, _gpipe(choice))))
+    ledger, same = (Evaluator(p.table, c).ledgers((0,)) for p, c in ((free, choice), (pinned, _gpipe(choice))))
     assert ledger == same
 
 

@@ -12,10 +12,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from costmodels.memory import MemoryLedger, Phase, RankMemory
+from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import MemoryTerm, Phase
+from planner.evaluation.evaluator import Evaluator
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Layout, Training
@@ -24,11 +26,10 @@ from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
 from planner.parallelism import Optimizer, Precision, Recompute
-from planner.pricing.cost_table import CostTable
-from planner.pricing.point import Point
 from planner.pricing.table_builder import build_table, shard_units
 from planner.pricing.target import PricingTarget
 from planner.solver.cp_sat import CpSatSolver
+from planner.table.cost_table import CostTable
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, problem_of
 
@@ -61,7 +62,7 @@ def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -
     assert sharding is not None
     batch = choice.mesh.dp * choice.micro_batch_size * choice.num_microbatches
     training = Training(batch, CONFIG.seq_len, Precision.BF16, Optimizer.ADAMW)
-    point = Point(build_table(target, training, {key: sharding}, (choice,)), choice)
+    point = Evaluator(build_table(target, training, {key: sharding}, (choice,)), choice)
     return point.memory(point.even_starts())
 
 
@@ -93,8 +94,8 @@ def test_the_peak_of_fsdp_is_what_torch_counts(graph: ModelGraph) -> None:
     ledger = memory.ledger(Phase.BACKWARD)
     moments = graph.num_params * 8 / 8
     assert ledger.allocated_bytes - moments == pytest.approx(counted["Total"], rel=0.01)
-    assert ledger.bytes_of("activations") == pytest.approx(counted["ACT"], rel=0.01)
-    assert ledger.bytes_of("working_set") == pytest.approx(counted["TEMP"], rel=0.01)
+    assert ledger.bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(counted["ACT"], rel=0.01)
+    assert ledger.bytes_of(MemoryTerm.WORKING_SET) == pytest.approx(counted["TEMP"], rel=0.01)
 
 
 def test_phases_hold_what_exists_then(graph: ModelGraph) -> None:
@@ -110,7 +111,7 @@ def test_phases_hold_what_exists_then(graph: ModelGraph) -> None:
 
 def test_one_micro_batch_has_no_gradients_beside_all_activations(graph: ModelGraph) -> None:
     (one,), (two,) = (memory_of(graph, FSDP._replace(zero_stage=1, num_microbatches=m)) for m in (1, 2))
-    assert one.ledger(Phase.BACKWARD).bytes_of("gradients") == 0
+    assert one.ledger(Phase.BACKWARD).bytes_of(MemoryTerm.GRADIENTS) == 0
     added = two.peak.total_bytes - one.peak.total_bytes
     assert added == pytest.approx(4 * graph.num_params)
     kept = load_recipe().memory.model_copy(update={"keeps_gradients": True})
@@ -122,26 +123,28 @@ def test_the_loss_holds_its_copies_of_the_logits(graph: ModelGraph) -> None:
     logits = 4 * CONFIG.seq_len * CONFIG.vocab
     (eager,) = memory_of(graph, FSDP)
     (fused,) = memory_of(graph, FSDP, load_recipe("fsdp-llm-foundry"))
-    assert eager.ledger(Phase.FORWARD).bytes_of("working_set") == pytest.approx((12 - 4) * logits)
-    assert fused.ledger(Phase.FORWARD).bytes_of("working_set") == pytest.approx((4 - 2) * logits)
-    less = eager.ledger(Phase.FORWARD).bytes_of("activations") - fused.ledger(Phase.FORWARD).bytes_of("activations")
+    assert eager.ledger(Phase.FORWARD).bytes_of(MemoryTerm.WORKING_SET) == pytest.approx((12 - 4) * logits)
+    assert fused.ledger(Phase.FORWARD).bytes_of(MemoryTerm.WORKING_SET) == pytest.approx((4 - 2) * logits)
+    less = eager.ledger(Phase.FORWARD).bytes_of(MemoryTerm.ACTIVATIONS) - fused.ledger(Phase.FORWARD).bytes_of(
+        MemoryTerm.ACTIVATIONS
+    )
     assert less == pytest.approx((4 - 2) * logits)
-    assert eager.peak.bytes_of("stranded_copies") == pytest.approx((14 - 12) * logits)
+    assert eager.peak.bytes_of(MemoryTerm.STRANDED_COPIES) == pytest.approx((14 - 12) * logits)
 
 
 def test_inputs_of_asynchronous_collectives_wait_as_long_as_launches_queue(graph: ModelGraph) -> None:
     split = FSDP._replace(mesh=Mesh(1, 1, 1, 1, 2, 1), zero_stage=0, sequence_parallel=True)
     whole = 4 * CONFIG.seq_len * CONFIG.hidden * 2
     (memory,) = memory_of(graph, split, load_recipe("nanotron"))
-    assert memory.peak.bytes_of("waiting_collectives") == pytest.approx(3 * CONFIG.layers * whole)
-    assert memory.peak.bytes_of("gather_buffers") == pytest.approx(2 * whole)
+    assert memory.peak.bytes_of(MemoryTerm.WAITING_COLLECTIVES) == pytest.approx(3 * CONFIG.layers * whole)
+    assert memory.peak.bytes_of(MemoryTerm.GATHER_BUFFERS) == pytest.approx(2 * whole)
     (ours,) = memory_of(graph, split)
-    assert ours.peak.bytes_of("waiting_collectives") == ours.peak.bytes_of("gather_buffers") == 0
+    assert ours.peak.bytes_of(MemoryTerm.WAITING_COLLECTIVES) == ours.peak.bytes_of(MemoryTerm.GATHER_BUFFERS) == 0
 
 
 def test_nanotron_gathers_updated_parameters_through_copies(graph: ModelGraph) -> None:
     (memory,) = memory_of(graph, FSDP._replace(zero_stage=1), load_recipe("nanotron"))
-    gathered = memory.ledger(Phase.OPTIMIZER).bytes_of("gathered_update")
+    gathered = memory.ledger(Phase.OPTIMIZER).bytes_of(MemoryTerm.GATHERED_UPDATE)
     assert gathered == pytest.approx(graph.num_params * (2 + 2 / 8))
     lasting = sum(memory.ledger(Phase.OPTIMIZER).bytes_of(name) for name in ("parameters", "gradients", "optimizer"))
     assert (lasting + gathered) / graph.num_params == pytest.approx(10 + 14 / 8)
@@ -179,12 +182,12 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_sharding() -> None:
 
 
 def _peak(table: CostTable, choice: Layout) -> float:
-    point = Point(table, choice)
+    point = Evaluator(table, choice)
     return max(ledger.total_bytes for ledger in point.ledgers(point.even_starts()))
 
 
 def _states(table: CostTable, choice: Layout) -> float:
-    point = Point(table, choice)
+    point = Evaluator(table, choice)
     names = ("parameters", "gradients", "optimizer")
     ledgers = (memory.ledger(Phase.OPTIMIZER) for memory in point.memory(point.even_starts()))
     return sum(ledger.bytes_of(name) for ledger in ledgers for name in names)
@@ -195,7 +198,7 @@ def test_reserve_is_of_what_comes_and_goes_and_less_where_nothing_mixes(graph: M
     plain, split = (memory_of(graph, replace_mesh(FSDP, tp))[0].peak for tp in (1, 2))
     for ledger, expected in ((plain, share / 4), (split, share)):
         passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
-        assert ledger.bytes_of("allocator_reserve") == pytest.approx(expected * passing)
+        assert ledger.bytes_of(MemoryTerm.ALLOCATOR_RESERVE) == pytest.approx(expected * passing)
 
 
 def replace_mesh(choice: Layout, tp: int) -> Layout:

@@ -9,18 +9,19 @@ from costmodels.communication import collective_time_s
 from costmodels.recipe import Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import Holding, Term, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from planner.axes.traced import representatives
+from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout
 from planner.parallelism import Recompute
 from planner.pricing.placements import Decision
-from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import Sharding, build_table, shard_units
 from planner.pricing.target import PricingTarget
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit, WorkKey
-from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of, problem_of
+from tests.recipes import STUDY_RECIPES
 from tests.unit.planner.pricing.unit_prices import Prices, decision_of, unit_prices
 
 MODEL, SEQ_LEN, HIDDEN = "llama3-8b", 2048, 4096
@@ -50,12 +51,12 @@ def sharding_of(tp: int, sequence_parallel: bool = False) -> Sharding:
     return sharding
 
 
-def price(recipe: Recipe, choice: Layout) -> Priced:
+def price(recipe: Recipe, choice: Layout) -> Evaluated:
     problem = problem_of(MODEL, 16, batch=64, seq_len=SEQ_LEN)
     key = (choice.mesh.tp, choice.sequence_parallel)
     target = replace(problem.target, recipe=recipe)
-    point = Point(build_table(target, problem.table.training, {key: sharding_of(*key)}, (choice,)), choice)
-    return point.price(point.even_starts(), exact=True)
+    point = Evaluator(build_table(target, problem.table.training, {key: sharding_of(*key)}, (choice,)), choice)
+    return point.evaluate(point.even_starts(), exact=True)
 
 
 def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Layout:
@@ -73,7 +74,7 @@ def choice_of(pp: int = 1, dp: int = 1, tp: int = 1, zero_stage: int = 0) -> Lay
 
 
 def test_products_that_reduce_apart_add_an_all_reduce_a_block() -> None:
-    again = load_recipe("megatron-layouts-2023").separate_reductions
+    again = load_recipe(STUDY_RECIPES["megatron-layouts-2023"]).separate_reductions
     assert again is not None
     apart = OURS.model_copy(update={"separate_reductions": again})
     all_reduce = Collective(CollectiveKind.ALL_REDUCE, ACTIVATIONS, GroupPlacement(4, 1))
@@ -108,7 +109,7 @@ def test_an_optimiser_alone_may_be_sharded_behind_an_all_reduce() -> None:
     )
     apart = OURS.model_copy(update={"overlaps_reduction": False})
     scattered, summed = (price(recipe, choice_of(dp=16, zero_stage=1)) for recipe in (apart, everywhere))
-    assert summed.breakdown.data_parallel > scattered.breakdown.data_parallel
+    assert summed.breakdown[Term.DATA] > scattered.breakdown[Term.DATA]
     for zero_stage in (0, 2, 3):
         choice = choice_of(dp=16, zero_stage=zero_stage)
         assert price(everywhere, choice) == price(apart, choice)

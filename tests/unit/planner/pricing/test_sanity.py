@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from costmodels.compute import peak_flops_per_s
 from costmodels.recipe import list_recipes, load_recipe
+from costmodels.vocabulary.terms import Term
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
-from planner.api import Problem
+from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout
-from planner.pricing.point import Point, Priced
 from planner.pricing.table_builder import build_table
+from planner.problem import Problem
 from tests.planning import problem_of
 
 MODEL, SEQ_LEN, BATCH = "gpt2-1.5b", 1024, 64
@@ -50,13 +51,13 @@ def improved(
     return profile.model_copy(update={"device": faster, "tiers": tiers})
 
 
-def price(posed: Problem, choice: Layout, cluster: ClusterSpec, recipe: str) -> Priced:
+def price(posed: Problem, choice: Layout, cluster: ClusterSpec, recipe: str) -> Evaluated:
     """``choice`` on ``cluster``, operators placed as in ``posed`` and stages of equal numbers of blocks."""
     target = replace(posed.target, cluster=cluster, recipe=load_recipe(recipe))
     key = (choice.mesh.tp, choice.sequence_parallel)
     table = build_table(target, posed.space.training, {key: posed.shardings[key]}, (choice,))
-    point = Point(table, choice)
-    return point.price(point.even_starts())
+    point = Evaluator(table, choice)
+    return point.evaluate(point.even_starts())
 
 
 # Which cluster, which of its layouts (counted around), which framework.
@@ -92,7 +93,7 @@ def test_no_price_beats_the_roofline(on: tuple[str, int], number: int, recipe: s
     ideal_s = table.flops_per_sequence * BATCH / cluster.num_devices / peak
     assert priced.step_time_s > ideal_s
     parts = priced.breakdown
-    assert min(parts.compute, parts.data_parallel, parts.bubble) >= -1e-12
+    assert min(parts[Term.COMPUTE], parts[Term.DATA], parts[Term.BUBBLE]) >= -1e-12
 
 
 @pytest.mark.parametrize("recipe", list_recipes())
@@ -100,8 +101,8 @@ def test_one_device_does_not_communicate(recipe: str) -> None:
     posed = problem("dgx-a100-80gb", 1)
     for choice in posed.space.layouts:
         parts = price(posed, choice, posed.target.cluster, recipe).breakdown
-        assert parts.tensor_parallel == parts.data_parallel == parts.context_parallel == 0
-        assert parts.pipeline_communication == parts.bubble == 0
+        assert parts[Term.TENSOR] == parts[Term.DATA] == parts[Term.CONTEXT] == 0
+        assert parts[Term.SEND] == parts[Term.BUBBLE] == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
-from planner.api import Problem
 from planner.axes.lowered import Collective
 from planner.axes.placement import UnitPlacement
 from planner.axes.traced import representatives, tensors_of
+from planner.evaluation.evaluator import Evaluator
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.graph.model_graph import ModelGraph
@@ -24,10 +25,9 @@ from planner.layout.layout import Pins
 from planner.model_file import LoadedModel
 from planner.parallelism import Placement, Precision, Recompute, Replicate, Shard
 from planner.pricing.placements import Decision
-from planner.pricing.point import Point
 from planner.pricing.target import PricingTarget
+from planner.problem import Problem
 from planner.table.keys import TensorSplit
-from planner.table.labels import Pass
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, graph_of, training_of
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
@@ -235,7 +235,7 @@ def priced_and_run(
         for each in decision[kind].collectives:
             name = "gather" if each.kind is CollectiveKind.ALL_GATHER else "reduce"
             priced[name] += num_bytes(graph, each) / 2 > MANY_ELEMENTS
-    plan = problem.describe(Point(problem.table, choice).price((0,)))
+    plan = problem.describe(Evaluator(problem.table, choice).evaluate((0,)))
     whole = plan.training.model_copy(update={"precision": Precision.FP32})
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     counter = _Counter(degree)
@@ -280,6 +280,6 @@ def test_placements_never_lose_to_replication_by_more_than_the_split_weights_cos
     times = {}
     for choice in problem.space.layouts:
         if choice.recompute is Recompute.NONE and not choice.sequence_parallel:
-            parts = Point(table, choice).price((0,)).breakdown
-            times[choice.mesh.tp] = (parts.compute + parts.tensor_parallel) / choice.num_microbatches
+            parts = Evaluator(table, choice).evaluate((0,)).breakdown
+            times[choice.mesh.tp] = (parts[Term.COMPUTE] + parts[Term.TENSOR]) / choice.num_microbatches
     assert times[8] < times[4] < times[2] < times[1]

@@ -4,13 +4,13 @@ from functools import cache
 
 import pytest
 
+from costmodels.vocabulary.terms import Holding, Time
 from planner.axes.context import mixes_positions_outside_attention
 from planner.axes.traced import representatives
 from planner.parallelism import Recompute
 from planner.pricing.rows import element_rows
 from planner.pricing.target import PricingTarget
 from planner.table.keys import TensorSplit, WorkKey
-from planner.table.labels import Holding, Time
 from tests.planning import A100, cluster_of, graph_of
 from tests.unit.planner.pricing.unit_prices import Prices, decision_of, unit_prices
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
+from costmodels.vocabulary.terms import Holding, Time
 from planner.parallelism import Recompute
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import work_rows
 from planner.pricing.target import PricingTarget
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit, WorkKey
-from planner.table.labels import Holding, Time
 
 Prices = Mapping[Time | Holding, float]
 WHOLE = TensorSplit(1, False)

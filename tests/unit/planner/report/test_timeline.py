@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Layout, Pins
-from planner.pricing.point import Point
 from planner.render_schedule import show_timeline
 from planner.report.timeline import StepTimeline, Work, step_timeline
 from planner.report.trace_events import trace_events, trace_json
@@ -22,13 +22,13 @@ def points(schedule: ScheduleName, count: int) -> list[Point]:
     """A few points of the schedule, of pipelines where it needs one."""
     problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=schedule))
     choices = [c for c in problem.space.layouts if c.num_microbatches <= 64]
-    return [Point(problem.table, choice) for choice in random.Random(5).sample(choices, count)]
+    return [Evaluator(problem.table, choice) for choice in random.Random(5).sample(choices, count)]
 
 
 def a_timeline() -> tuple[StepTimeline, Layout]:
     problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=ScheduleName.ZBV_ZERO_BUBBLE))
     choice = next(c for c in problem.space.layouts if c.mesh.pp == 4 and c.num_microbatches == 32)
-    point = Point(problem.table, choice)
+    point = Evaluator(problem.table, choice)
     return step_timeline(point, point.even_starts()), choice
 
 
@@ -37,7 +37,7 @@ def test_the_drawn_step_takes_the_predicted_time(schedule: ScheduleName) -> None
     for point in points(schedule, 12):
         starts = point.even_starts()
         drawn = step_timeline(point, starts)
-        predicted = point.price(starts, exact=True)
+        predicted = point.evaluate(starts, exact=True)
         assert drawn.step_time_s == pytest.approx(predicted.step_time_s, rel=ROUNDING)
         ends = [span.end_s for rank in drawn.ranks for span in (*rank.actions, *rank.exposed)]
         assert max(ends) == pytest.approx(drawn.step_time_s, rel=ROUNDING)
@@ -106,7 +106,7 @@ def test_a_chart_of_100_columns_is_readable_without_colours() -> None:
 
 def test_many_ranks_are_cut_in_the_middle() -> None:
     problem = problem_of("gpt2-1.5b", 48, batch=48, pins=Pins(pp=48, micro_batch=1))
-    point = Point(problem.table, problem.space.layouts[0])
+    point = Evaluator(problem.table, problem.space.layouts[0])
     console = Console(width=100, no_color=True)
     with console.capture() as capture:
         console.print(show_timeline(step_timeline(point, point.even_starts()), console.width))

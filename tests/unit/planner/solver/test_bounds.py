@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Pins
-from planner.pricing.point import Point
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds, pipeline_coefficient
 from planner.solver.search import visit
@@ -38,10 +38,10 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
     lower = bounds(problem.table, choices)
     sample = random.Random(0).sample(range(len(choices)), min(SAMPLE, len(choices)))
     for index in sample:
-        point = Point(problem.table, choices[index])
+        point = Evaluator(problem.table, choices[index])
         cut = visit(problem.table, choices[index], problem.solver, None)
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
-            priced = point.price(starts)
+            priced = point.evaluate(starts)
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
 

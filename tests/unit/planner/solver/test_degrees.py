@@ -4,8 +4,8 @@ from math import prod
 
 import pytest
 
-from planner.api import Problem
 from planner.layout.layout import Layout
+from planner.problem import Problem
 from planner.problems import DegreeProblem
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver

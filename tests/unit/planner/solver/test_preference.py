@@ -7,11 +7,13 @@ import pytest
 from rich.console import Console
 
 from costmodels.recipe import load_recipe
-from planner.api import Problem, Request, find_plan
+from planner.api import find_plan
 from planner.layout.complexity import complexity
 from planner.parallelism import Preference, Recompute
 from planner.plan.schema import Plan
+from planner.problem import Problem
 from planner.render import show_plan
+from planner.request import Request
 from planner.solver.preference import MOST_TIE, simplest, tie_share
 from planner.solver.search import Outcome, search, visit
 from tests.planning import problem_of

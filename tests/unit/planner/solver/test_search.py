@@ -7,10 +7,10 @@ import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
-from planner.api import Problem
+from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Pins
 from planner.parallelism import Recompute
-from planner.pricing.point import Point
+from planner.problem import Problem
 from planner.problems import StageProblem, StageSolution
 from planner.solver.base import UnprovedError
 from planner.solver.cp_sat import CpSatSolver
@@ -114,7 +114,7 @@ def test_a_solver_that_ran_out_of_time_proves_nothing() -> None:
 
 def test_cp_sat_without_time_does_not_call_a_program_infeasible() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
-    program = Point(problem.table, problem.space.layouts[0]).stage_problem()
+    program = Evaluator(problem.table, problem.space.layouts[0]).stage_problem()
     assert CpSatSolver().solve_stages(program) is not None
     with pytest.raises(UnprovedError, match=r"UNKNOWN after 0\.0 s"):
         CpSatSolver(time_limit_s=0.0).solve_stages(program)

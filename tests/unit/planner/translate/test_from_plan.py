@@ -4,15 +4,17 @@ import random
 from pathlib import Path
 
 import pytest
-from planner.pricing.point import Point
 
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.api import Problem, Request, find_plan, price_plan
+from planner.api import find_plan, price_plan
 from planner.errors import InputError, PlanError
+from planner.evaluation.evaluator import Evaluator
 from planner.graph.graph_file import write_graph
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
+from planner.problem import Problem
+from planner.request import Request
 from planner.solver import existing
 from planner.solver.search import search
 from tests.planning import graph_of, problem_of
@@ -27,8 +29,8 @@ every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PRO
 
 def plan_of(problem: Problem, choice: Layout, folder: Path) -> Plan:
     """The plan of ``choice``, whose model is a traced graph in ``folder``."""
-    point = Point(problem.table, choice)
-    plan = problem.describe(point.price(point.even_starts(), exact=True))
+    point = Evaluator(problem.table, choice)
+    plan = problem.describe(point.evaluate(point.even_starts(), exact=True))
     path = folder / "graph.json"
     if not path.exists():
         write_graph(problem.target.graph, path)
@@ -57,8 +59,8 @@ def test_a_plan_is_priced_as_it_was_when_it_was_made(
 def test_a_choice_and_its_stages_come_back_from_the_plan(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
     for choice in random.Random(2).sample(problem.space.layouts, 60):
-        point = Point(problem.table, choice)
-        plan = problem.describe(point.price(point.even_starts()))
+        point = Evaluator(problem.table, choice)
+        plan = problem.describe(point.evaluate(point.even_starts()))
         assert existing.layout_of(plan, num_devices) == choice
         assert existing.starts_of(plan, problem.target.graph) == point.even_starts()
 
@@ -69,8 +71,8 @@ def test_placements_come_back_from_the_plan(model: str, num_devices: int, option
     graph = problem.target.graph
     key = (2, False)
     choice = next(c for c in problem.space.layouts if (c.mesh.tp, c.sequence_parallel) == key)
-    point = Point(problem.table, choice)
-    found = existing.parameter_placements(problem.describe(point.price(point.even_starts())), graph)
+    point = Evaluator(problem.table, choice)
+    found = existing.parameter_placements(problem.describe(point.evaluate(point.even_starts())), graph)
     for sharded in problem.shardings[key]:
         for fqn, placement in sharded.parameters.items():
             assert found[fqn] == placement
@@ -159,7 +161,7 @@ def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
     problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
     graph = graph_of("tests/fixtures/hf/gpt2", 1024)
     choice = next(c for c in problem.space.layouts if c.mesh.tp == 2)
-    plan = problem.describe(Point(problem.table, choice).price(Point(problem.table, choice).even_starts()))
+    plan = problem.describe(Evaluator(problem.table, choice).evaluate(Evaluator(problem.table, choice).even_starts()))
     (tied,) = [p for p in graph.parameters if p.aliases]
     for name in (tied.fqn, *tied.aliases):
         module, _, parameter = name.rpartition(".")
@@ -191,7 +193,7 @@ def test_a_plan_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> N
     problem = problem_of("llama3-8b", 16, batch=64, seq_len=2048)
     choice = max(
         (c for c in problem.space.layouts if c.mesh.pp == 1 and c.zero_stage == 1),
-        key=lambda c: max(ledger.total_bytes for ledger in Point(problem.table, c).ledgers((0,))),
+        key=lambda c: max(ledger.total_bytes for ledger in Evaluator(problem.table, c).ledgers((0,))),
     )
     answer = price_plan(plan_of(problem, choice, tmp_path))
     assert answer.plan.prediction is not None

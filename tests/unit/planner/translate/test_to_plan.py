@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from planner.api import Request, find_plan
+from planner.api import find_plan
 from planner.layout.layout import Pins
+from planner.request import Request
 
 # Two equal layers that are neighbours of the embedding and the head: `*` would match all four.
 MODEL = """

@@ -11,9 +11,10 @@ from costmodels.compute import op_time_s
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
 from hardware_profiles.catalog import load_profile, parse_profile
 from hardware_profiles.probes.measurement import ClusterMeasurement, PairTiming, devices_per_host
-from hardware_profiles.probes.network_fit import steps_and_share, tiers_of
-from hardware_profiles.probes.profiler import profile_of, write_atomically
 from hardware_profiles.schema import ClusterSpec
+from planner.calibration.network import steps_and_share, tiers_of
+from planner.calibration.profile import profile_of
+from planner.json_file import write_text
 from tests.unit.costmodels.toy_cluster import make_cluster, make_tiers
 from tests.unit.hardware_profiles.probes.measurements import host, measurement, timed_as_modelled
 
@@ -41,10 +42,13 @@ def test_links_bandwidth_and_latency_are_recovered(num_links: int):
     tiers = tiers_of(timed, cluster.profile.device.kernel_launch_s.value)
     assert [tier.num_devices for tier in tiers] == [8, None]
     assert [tier.links_per_node for tier in tiers] == [8, num_links]
-    for found, true in zip(tiers, cluster.profile.tiers, strict=True):
+    for found, true, placement in zip(tiers, cluster.profile.tiers, ((8, 1), (2, 8)), strict=True):
         assert found.bandwidth_bytes_per_s.value == pytest.approx(true.bandwidth_bytes_per_s.value, rel=0.05)
         assert found.latency_s.value == pytest.approx(true.latency_s.value, rel=0.02)
-        assert found.latency_s.tag == "measured"
+        assert found.latency_s.tag == "fitted"
+        assert found.latency_s.fit is not None
+        assert found.latency_s.fit.num_rows == sum((t.num_ranks, t.stride) == placement for t in timed.collectives)
+        assert found.bandwidth_bytes_per_s.tag == "measured"
         assert str(found.latency_s.date) == "2026-01-02"
 
 
@@ -95,7 +99,7 @@ def test_one_rank_measures_a_device_and_takes_over_the_network():
 
 def test_a_measured_profile_survives_its_file(tmp_path: Path):
     profile = profile_of(cluster_measurement(2)[1], NEAREST, name="mine")
-    write_atomically(tmp_path / "p.json", profile.model_dump_json())
+    write_text(tmp_path / "p.json", profile.model_dump_json())
     assert load_profile(str(tmp_path / "p.json")) == profile
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
@@ -104,7 +108,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
     path = tmp_path / "p.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "half \udc00")
+        write_text(path, "half \udc00")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 

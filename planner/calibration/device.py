@@ -1,14 +1,19 @@
-"""Turns operator timings into the device of a profile: peaks, efficiencies, launch cost and how far timings scatter."""
+"""Turns operator timings into the device of a profile: peaks, efficiencies, launch cost and how far timings scatter.
+
+What is fitted is the record with which ``costmodels.compute`` predicts, ``Roofline``: its seconds per FLOP and half
+size to matrix products and attention, its seconds per byte to element-wise operators.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from hardware_profiles.probes.fitting import fit_line, spread
+from costmodels.compute import Roofline
 from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, OpTiming
-from hardware_profiles.probes.network_fit import measured
 from hardware_profiles.schema import ClusterProfile, DeviceProfile, DTypeName, Efficiency, OpClassName, Quantity
+from planner.calibration.fitting import fit_line, spread
+from planner.calibration.provenance import fitted, measured
 
 # Element-wise operators on less than this many bytes may run from a cache (50 MB of L2 on H100, 32 MB of L3 on CPUs).
 SMALLEST_STREAM_BYTES = {"cpu": 2**24, "cuda": 2**28}
@@ -30,20 +35,20 @@ def device_of(measurement: ClusterMeasurement, nearest: ClusterProfile) -> Devic
     }
     known_peaks = nearest.device.peak_flops_per_s
     primary: DTypeName = "fp32" if is_cpu else next(dtype for dtype in gemms if not is_known or dtype in known_peaks)
-    rates: dict[DTypeName, tuple[float, float]] = {
-        dtype: _sustained(timings, launch_s) for dtype, timings in gemms.items()
+    rates: dict[DTypeName, float] = {
+        dtype: 1.0 / _fitted_roofline(timings, launch_s).seconds_per_flop for dtype, timings in gemms.items()
     }
-    fastest = max(rates[primary][0], max(op.flops / min(op.samples_s) for op in gemms[primary]))
+    fastest = max(rates[primary], max(op.flops / min(op.samples_s) for op in gemms[primary]))
     peak = nearest.device.peak_flops_per_s[primary].value if is_known else fastest
-    fraction = rates[primary][0] / peak
+    fraction = rates[primary] / peak
     peaks: dict[DTypeName, Quantity] = {
         dtype: measured(measurement, rate / fraction, f"sustained rate over the {primary} fraction")
-        for dtype, (rate, _) in rates.items()
+        for dtype, rate in rates.items()
     }
     peaks[primary] = measured(measurement, peak, "best matrix product")
     gemm = _efficiency(measurement, gemms[primary], peak, launch_s)
     alike = gemm.model_copy(
-        update={"fraction": measured(measurement, gemm.fraction.value, "not timed itself: the GEMM fraction")}
+        update={"fraction": gemm.fraction.model_copy(update={"source": f"not timed itself: {gemm.fraction.source}"})}
     )
     efficiency: dict[OpClassName, Efficiency] = {"gemm": gemm, "grouped_gemm": alike, "convolution": alike}
     attention = _of(operators, "attention", primary)
@@ -82,28 +87,27 @@ def _launch_s(measurement: ClusterMeasurement) -> float:
     return statistics.median(statistics.median(device.launch_samples_s) for device in measurement.devices)
 
 
-def _sustained(timings: Sequence[OpTiming], launch_s: float) -> tuple[float, float]:
-    """(FLOP/s at large sizes, FLOPs at which half of it is reached): t = launch + (flops + half size) / rate.
+def _fitted_roofline(timings: Sequence[OpTiming], launch_s: float) -> Roofline:
+    """The roofline of large operands, whose bytes cost nothing: t = launch + (flops + half size) · seconds per FLOP.
 
     The rate is at most the best that any size reached.
     """
     times_s = [max(op.time_s - launch_s, 0.1 * op.time_s) for op in timings]
     lowest = min(time_s / op.flops for op, time_s in zip(timings, times_s, strict=True))
     line = fit_line([op.flops for op in timings], times_s, lowest_slope=lowest)
-    return 1.0 / line.slope, line.intercept_s / line.slope
+    return Roofline(launch_s, line.slope, 0.0, line.intercept_s / line.slope)
 
 
 def _efficiency(
     measurement: ClusterMeasurement, timings: Sequence[OpTiming], peak: float, launch_s: float
 ) -> Efficiency:
-    rate, half_size = _sustained(timings, launch_s)
-    rate = min(rate, peak)
-    predicted = [launch_s + (op.flops + half_size) / rate for op in timings]
-    what = f"fit of t = launch + (FLOPs + half size)/(fraction peak) to {len(timings)} sizes"
+    found = _fitted_roofline(timings, launch_s)
+    line = Roofline(launch_s, max(found.seconds_per_flop, 1.0 / peak), 0.0, found.half_size_flops)
+    what = "t = launch + (FLOPs + half size)/(fraction peak)"
     return Efficiency(
-        fraction=measured(measurement, rate / peak, what),
-        half_size_flops=measured(measurement, half_size, what),
-        residual_spread=spread([op.time_s for op in timings], predicted),
+        fraction=fitted(measurement, 1.0 / line.seconds_per_flop / peak, what, len(timings)),
+        half_size_flops=fitted(measurement, line.half_size_flops, what, len(timings)),
+        residual_spread=spread([op.time_s for op in timings], [line.time_s(op.flops, 0.0) for op in timings]),
     )
 
 
@@ -118,10 +122,10 @@ def _memory_efficiency(
     best = measured(measurement, max(rates), f"best of {len(large)} large element-wise operators")
     bandwidth = known.device.memory_bandwidth_bytes_per_s if known is not None else best
     fraction = min(1.0, statistics.median(rates) / bandwidth.value)
-    predicted = [launch_s + op.num_bytes / (bandwidth.value * fraction) for op in large]
+    line = Roofline(launch_s, 0.0, 1.0 / (bandwidth.value * fraction), 0.0)
     return bandwidth, Efficiency(
         fraction=measured(measurement, fraction, f"median of {len(large)} large element-wise operators"),
-        residual_spread=spread([op.time_s for op in large], predicted),
+        residual_spread=spread([op.time_s for op in large], [line.time_s(0.0, op.num_bytes) for op in large]),
     )
 
 

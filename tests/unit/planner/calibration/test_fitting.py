@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware_profiles.probes.fitting import fit_line, spread
+from planner.calibration.fitting import fit_line, spread
 
 SIZES = [4096.0 * 2**power for power in range(12)]
 

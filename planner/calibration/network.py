@@ -1,14 +1,11 @@
-"""Turns timed collectives into the tiers of a profile: the cost models' formulas, solved for their constants.
+"""Turns timed collectives into the tiers of a profile, by the cost models' own lines.
 
-A group with one rank in each inner domain crosses one tier alone, and a collective of it takes
-t = launch + steps · latency + share · S / rate, with, for n ranks,
+A group with one rank in each inner domain crosses one tier alone. What ``costmodels.communication`` predicts for it is
 
-    all-reduce        steps 2(n-1)   share 2(n-1)/n        all-to-all   steps n-1   share (n-1)/n
-    all-gather,       steps n-1      share (n-1)/n         send-recv    steps 1     share 1
-    reduce-scatter
+    t = launch + steps · latency + share · S / rate
 
-(see ``costmodels/communication.py``, which predicts with them). ``rate`` is what one rank has while all groups of
-the axis are at work: bandwidth · links / devices of a node · efficiency.
+where steps and share are its prediction over a tier at unit rates, and ``rate`` is what one rank has while all groups
+of the axis are at work: the wire (``NetworkTier.wire_bytes_per_s``) times efficiency. Latency and rate are fitted.
 """
 
 from __future__ import annotations
@@ -17,9 +14,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hardware_profiles.probes.fitting import LineFit, fit_line
+from costmodels.communication import lines_over, tier_at_unit_rates
+from costmodels.vocabulary.workload import CollectiveKind
 from hardware_profiles.probes.measurement import ClusterMeasurement, CollectiveTiming
-from hardware_profiles.schema import CollectiveName, CollectiveRate, NetworkTier, Quantity
+from hardware_profiles.schema import CollectiveName, CollectiveRate, NetworkTier
+from planner.calibration.fitting import LineFit, fit_line
+from planner.calibration.provenance import fitted, measured
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,9 @@ class Links:
 
 
 def steps_and_share(kind: CollectiveName, num_ranks: int) -> tuple[float, float]:
-    """Steps, and bytes that each rank sends for each byte of ``num_bytes``."""
-    if kind == "send_recv":
-        return 1.0, 1.0
-    passes = 2.0 if kind == "all_reduce" else 1.0
-    return passes * (num_ranks - 1), passes * (num_ranks - 1) / num_ranks
+    """Steps, and bytes that each rank sends for each byte of ``num_bytes``, of a ring or a pair over one tier."""
+    uses = (tier_at_unit_rates(num_ranks),)
+    return lines_over(CollectiveKind(kind), num_ranks, uses, knows_trees=False)[0]
 
 
 def fit_rates(
@@ -128,39 +126,35 @@ def _tier(
     rates: dict[CollectiveName, RankRate],
     links: Links,
 ) -> NetworkTier:
-    node = measurement.devices_per_node
-    owned = links.bytes_per_s * links.count / node / links.oversubscription  # by one rank
-
-    def quantity(value: float, what: str) -> Quantity:
-        return measured(measurement, value, what)
-
+    num_rows = sum(rate.num_sizes for rate in rates.values())
+    bandwidth = measured(
+        measurement, links.bytes_per_s, "best of a single pair and of all collectives, all groups of the axis at work"
+    )
+    full = NetworkTier(
+        name=name,
+        num_devices=num_devices,
+        latency_s=bandwidth.model_copy(update={"value": 0.0}),
+        bandwidth_bytes_per_s=bandwidth,
+        links_per_node=links.count,
+        efficiency=bandwidth.model_copy(update={"value": 1.0}),
+        oversubscription=links.oversubscription,
+    )
+    owned = full.wire_bytes_per_s(measurement.devices_per_node)  # by one rank
     collectives: dict[CollectiveName, CollectiveRate] = {
         kind: CollectiveRate(
-            latency_s=quantity(rate.latency_s, f"intercept over steps, fitted to {rate.num_sizes} sizes"),
-            efficiency=quantity(min(1.0, rate.bytes_per_s / owned), f"slope fitted to {rate.num_sizes} sizes"),
+            latency_s=fitted(measurement, rate.latency_s, f"intercept of {kind} over its steps", rate.num_sizes),
+            efficiency=fitted(measurement, min(1.0, rate.bytes_per_s / owned), f"slope of {kind}", rate.num_sizes),
             residual_spread=rate.residual_spread,
         )
         for kind, rate in rates.items()
     }
     shares = [rate.efficiency.value for rate in collectives.values()]
     steps = [rate.latency_s.value for rate in collectives.values()]
-    return NetworkTier(
-        name=name,
-        num_devices=num_devices,
-        latency_s=quantity(statistics.median(steps), "median step of the collectives"),
-        bandwidth_bytes_per_s=quantity(
-            links.bytes_per_s, "best of a single pair and of all collectives, all groups of the axis at work"
-        ),
-        links_per_node=links.count,
-        efficiency=quantity(statistics.median(shares), "median of the collectives"),
-        oversubscription=links.oversubscription,
-        residual_spread=statistics.median(rate.residual_spread for rate in collectives.values()),
-        collectives=collectives,
+    return full.model_copy(
+        update={
+            "latency_s": fitted(measurement, statistics.median(steps), "median step of the collectives", num_rows),
+            "efficiency": fitted(measurement, statistics.median(shares), "median of the collectives", num_rows),
+            "residual_spread": statistics.median(rate.residual_spread for rate in collectives.values()),
+            "collectives": collectives,
+        }
     )
-
-
-def measured(measurement: ClusterMeasurement, value: float, what: str) -> Quantity:
-    """A measured quantity with tool, cluster and date."""
-    num_hosts = len({host.key for host in measurement.hosts})
-    place = f"{num_hosts} x {measurement.devices_per_node} ranks"
-    return Quantity(value=value, tag="measured", source=f"{what}; {measurement.tool} on {place}", date=measurement.date)

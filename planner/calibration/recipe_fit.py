@@ -1,0 +1,172 @@
+"""Fits the few physical parameters of a framework's recipe to measured step times.
+
+Whatever prices runs under given parameters, the same that predicts, is handed in as ``residuals``: the logarithm of
+predicted over measured of every run. Least over the parameters p is
+
+    sum of min(|residual|, CAP)  +  PULL · sum |log(p / start)|
+
+by coordinate descent with shrinking factors: absolute errors and a cap, so that a sick run does not bend the fit, and a
+pull towards where it starts, so that a parameter moves only where several runs ask for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from costmodels.recipe import ErrorBand, Recipe
+from hardware_profiles.schema import Fit, Quantity
+
+CAP = 0.5  # of one run's absolute log error
+PULL = 0.4  # total log error that moving a parameter by a factor of e must save
+# The first are large, to leave plateaus such as a host that never binds.
+FACTORS = (5.0, 2.5, 1.5, 1.25, 1.1, 1.05, 1.02)
+TELLING = 1.3  # runs that get no worse when a parameter changes by this factor, up or down, do not tell it
+COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
+SPREAD = 101  # quantiles that stand for one source in a band
+SIGNIFICANT_DIGITS = 4
+# A collective goes through Python, autograd and the communication library: the host is taken to need as long for it as
+# for two kernels, since step times do not tell the two apart.
+KERNELS_PER_COLLECTIVE = 2.0
+
+Values = Mapping[str, float]
+Residuals = Callable[[Values], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number of a recipe that runs may tell: where a fit starts, and what is physical."""
+
+    neutral: float
+    least: float
+    most: float
+
+
+PARAMETERS: dict[str, Parameter] = {
+    "product_rate": Parameter(1.0, 0.6, 1.3),
+    "memory_traffic": Parameter(1.3, 0.3, 5.0),
+    "host_s_per_kernel": Parameter(8e-6, 2e-6, 1e-4),
+    "tensor_parallel_rate": Parameter(1.0, 0.2, 1.2),
+    "data_parallel_rate": Parameter(1.0, 0.05, 1.2),
+    "host_s_per_collective_rank": Parameter(2e-4, 1e-5, 1e-2),  # of recipes that have it at all
+}
+# Every number of a recipe that a fit writes.
+FITTED_FACTS = (*PARAMETERS, "host_s_per_collective")
+
+
+@dataclass(frozen=True)
+class RecipeFit:
+    """The parameters found, those that were free to move, and of these the ones that the runs tell."""
+
+    values: Values
+    free: tuple[str, ...]
+    told: tuple[str, ...]
+
+
+def neutral_values() -> dict[str, float]:
+    """Where a fit starts that knows nothing."""
+    return {name: parameter.neutral for name, parameter in PARAMETERS.items()}
+
+
+def fit_recipe(free: Sequence[str], residuals: Residuals, start: Values | None = None) -> RecipeFit:
+    """The parameters under which ``residuals`` are least; only those named in ``free`` move from ``start``."""
+    start = start or neutral_values()
+    values = dict(start)
+
+    def misfit(candidate: Values) -> float:
+        return sum(min(abs(residual), CAP) for residual in residuals(candidate))
+
+    def cost(candidate: Values) -> float:
+        return misfit(candidate) + PULL * sum(abs(math.log(candidate[name] / start[name])) for name in free)
+
+    best = cost(values)
+    for factor in FACTORS:
+        moved = True
+        while moved:
+            moved = False
+            for name in free:
+                for step in (factor, 1 / factor):
+                    bounds = PARAMETERS[name]
+                    candidate = {**values, name: min(bounds.most, max(bounds.least, values[name] * step))}
+                    found = cost(candidate) if candidate != values else best
+                    if found < best - 1e-4:
+                        best, values, moved = found, candidate, True
+                        break
+    reached = misfit(values)
+    told = [
+        name
+        for name in free
+        if min(misfit({**values, name: values[name] * step}) for step in (TELLING, 1 / TELLING)) > reached + 1e-3
+    ]
+    return RecipeFit(values, tuple(free), tuple(told))
+
+
+def with_values(recipe: Recipe, values: Values) -> Recipe:
+    """``recipe`` with these parameters; what its framework does not have at all it still does not have."""
+    quantities = {name: quantity for name in values if (quantity := getattr(recipe, name)) is not None}
+    update = {name: quantity.model_copy(update={"value": values[name]}) for name, quantity in quantities.items()}
+    per_collective = KERNELS_PER_COLLECTIVE * values["host_s_per_kernel"]
+    update["host_s_per_collective"] = recipe.host_s_per_collective.model_copy(update={"value": per_collective})
+    return recipe.model_copy(update=update)
+
+
+def what_others_say(name: str, fits: Sequence[RecipeFit]) -> float:
+    """What other recipes say of a parameter: the geometric mean of those whose runs tell it, else the neutral value.
+
+    Nothing, of what is one framework's own: whoever never saw its runs would not expect it.
+    """
+    neutral = 0.0 if name == "host_s_per_collective_rank" else PARAMETERS[name].neutral
+    told = [found.values[name] for found in fits if name in found.told]
+    return geometric_mean(told) if told else neutral
+
+
+def facts_of(found: RecipeFit, recipe: Recipe, fit: Fit, tool: str) -> dict[str, Quantity]:
+    """The numbers of ``recipe`` that the fit gives, each with its provenance.
+
+    Those that were not free keep their start, which is then our own choice and not the runs'.
+    """
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+
+    def fitted(value: float, source: str) -> Quantity:
+        rounded = float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+        return Quantity(value=rounded, tag="fitted", source=source, date=today, fit=fit)
+
+    facts: dict[str, Quantity] = {}
+    for name, value in found.values.items():
+        if getattr(recipe, name) is None:
+            continue
+        if name in found.free:
+            facts[name] = fitted(value, tool)
+        else:
+            neutral = "neutral value: no published run of this recipe tells it"
+            facts[name] = Quantity(value=value, tag="specified", source=neutral)
+    per_collective = KERNELS_PER_COLLECTIVE * found.values["host_s_per_kernel"]
+    twice = f"{tool}: as long as two kernels (planner/calibration/recipe_fit.py)"
+    return {**facts, "host_s_per_collective": fitted(per_collective, twice)}
+
+
+def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: float | None) -> ErrorBand:
+    """The band of measured over predicted step times of held-out runs, one sequence a source.
+
+    Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
+    """
+    every = sorted(ratio for of_source in ratios for ratio in _spread(of_source))
+    tail = (1 - COVERAGE) / 2
+    low, high = (every[round(share * (len(every) - 1))] for share in (tail, 1 - tail))
+    return ErrorBand(
+        low=round(min(low, 1.0), 3),
+        high=round(max(high, 1.0), 3),
+        coverage=COVERAGE,
+        num_runs=sum(map(len, ratios)),
+        source=source,
+        between_layouts=None if between_layouts is None else round(between_layouts, 3),
+    )
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """As many values of each source: its quantiles in even steps."""
+    ordered = sorted(values)
+    return [ordered[round(k / (SPREAD - 1) * (len(ordered) - 1))] for k in range(SPREAD)]

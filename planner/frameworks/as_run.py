@@ -1,0 +1,33 @@
+"""What a framework makes of a run's settings: the overlaps that were asked for, the ZeRO stage that takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodels.recipe import Recipe
+
+
+def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
+    """``recipe`` with what a run says of its overlaps (``Framework.overlap_of``), where it says it.
+
+    That tensor-parallel communication is overlapped leaves the recipe's own share; that it is not leaves none.
+    """
+    update: dict[str, object] = {}
+    if "grad-reduce" in overlap:
+        update["overlaps_reduction"] = overlap["grad-reduce"]
+    if "param-gather" in overlap:
+        update["overlaps_gather"] = overlap["param-gather"]
+    if overlap.get("tp-comm") is False:
+        update["tensor_overlap"] = recipe.tensor_overlap.model_copy(update={"value": 0.0})
+    return recipe.model_copy(update=update)
+
+
+def effective_zero_stage(recipe: Recipe, zero_stage: int, *, num_ranks: int, pp: int) -> int:
+    """The ZeRO stage that ``zero_stage`` amounts to over ``num_ranks`` ranks under ``pp`` pipeline ranks.
+
+    One rank shards nothing. Where a framework gathers once a step under a pipeline, gradients wait for the last
+    micro-batch too: what it calls ZeRO 2 or 3 holds what ZeRO 1 holds (torchtitan, fsdp_reshard_after_forward).
+    """
+    if num_ranks == 1:
+        return 0
+    return min(zero_stage, 1) if pp > 1 and not recipe.reshards_in_pipelines else zero_stage

@@ -1,0 +1,134 @@
+"""Which recipe prices a training framework: by its name, its version, and the kernels that a run of it chose.
+
+A framework keeps its name while its software changes, so it has one recipe a generation. Generations are told by year;
+a version such as ``2022-02``, ``24.07`` (NVIDIA's containers) or ``dev-2025`` says one. Where the version says no year
+the newest generation counts. Frameworks that were never calibrated borrow the recipe of the nearest one that was, and
+``borrows`` says why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from costmodels.recipe import Recipe, load_recipe
+from planner.errors import InputError
+
+FIRST_CONTAINER_YEAR, LAST_CONTAINER_YEAR = 17, 49  # of releases such as 24.07; other pairs of numbers say no year
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A recipe, and of which runs it is: all of those that no generation before it in the list is of."""
+
+    recipe: str
+    last_year: int | None = None  # runs of later years are of another generation
+    with_kernel: str = ""  # a word that the run's kernels must have
+    overlaps_nothing: bool = False  # communication is beside computation nowhere, and the run says so
+
+    def is_of(self, year: int | None, kernels: Collection[str], overlap: Mapping[str, bool]) -> bool:
+        """Whether a run of ``year`` with such kernels and overlaps is of this generation."""
+        return (
+            (self.last_year is None or (year is not None and year <= self.last_year))
+            and (not self.with_kernel or self.with_kernel in kernels)
+            and (not self.overlaps_nothing or (len(overlap) > 0 and not any(overlap.values())))
+        )
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A training framework: the names that it goes by, and its generations, the most special first."""
+
+    names: tuple[str, ...]
+    generations: tuple[Generation, ...]
+    borrows: str = ""  # why its recipe is another framework's
+    # Overlaps that are options of its command line, off unless given: a run that names some has not given the others.
+    overlap_options: tuple[str, ...] = ()
+
+    def overlap_of(self, told: Mapping[str, bool]) -> dict[str, bool]:
+        """What a run overlaps, from what is told of it; nothing of what nothing is told."""
+        return {**dict.fromkeys(self.overlap_options, False), **told} if told else {}
+
+
+# --overlap-grad-reduce, --overlap-param-gather and --tp-comm-overlap of Megatron-LM's megatron/training/arguments.py.
+_MEGATRON_OPTIONS = ("grad-reduce", "param-gather", "tp-comm")
+_MEGATRON_CORE = (Generation("megatron-core", overlaps_nothing=True), Generation("megatron-core-overlap"))
+_FSDP = (Generation("fsdp-compiled", with_kernel="compile"), Generation("fsdp-llm-foundry"))
+
+FRAMEWORKS = (
+    Framework(("planner",), (Generation("planner"),)),
+    Framework(
+        ("megatron-lm",),
+        # v1 and v2; v3; since 2024 Megatron-LM trains on Megatron-Core.
+        (
+            Generation("megatron-lm-2020", last_year=2021),
+            Generation("megatron-lm-2022", last_year=2023),
+            *_MEGATRON_CORE,
+        ),
+        overlap_options=_MEGATRON_OPTIONS,
+    ),
+    Framework(("megatron-core",), _MEGATRON_CORE, overlap_options=_MEGATRON_OPTIONS),
+    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),)),
+    Framework(("megatron-deepspeed", "gpt-neox"), (Generation("megatron-deepspeed"),)),
+    Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed"),)),
+    Framework(("torchtitan",), (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan"))),
+    Framework(("llm-foundry", "fsdp-llm-foundry"), (Generation("fsdp-llm-foundry"),)),
+    Framework(("fms-fsdp",), (Generation("fsdp-compiled"),)),
+    Framework(("fsdp", "accelerate", "lit-gpt"), _FSDP, borrows="PyTorch's FSDP was calibrated under two trainers"),
+    Framework(
+        ("torchtune",),
+        (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan")),
+        borrows="FSDP2 was calibrated under torchtitan",
+    ),
+    Framework(
+        ("ddp", "horovod", "fairscale"),
+        _FSDP,
+        borrows="of PyTorch's data parallelism FSDP alone was calibrated",
+    ),
+    Framework(("nanotron",), (Generation("nanotron"),)),
+    Framework(("internevo",), (Generation("internevo"),)),
+    Framework(
+        ("maxtext",),
+        (Generation("fsdp-compiled"),),
+        borrows="XLA was never calibrated; FSDP that is compiled is nearest",
+    ),
+    Framework(
+        ("nnscaler",), _FSDP, borrows="nnScaler was never calibrated; it runs PyTorch's kernels as FSDP's trainers do"
+    ),
+)
+
+
+def framework_of(name: str) -> Framework:
+    """The framework that goes by ``name``, in any case; InputError lists those that are known."""
+    wanted = name.strip().lower()
+    found = next((framework for framework in FRAMEWORKS if wanted in framework.names), None)
+    if found is None:
+        known = ", ".join(names for framework in FRAMEWORKS for names in framework.names)
+        raise InputError(f"no framework {name!r} is known", hint=f"known are {known}")
+    return found
+
+
+def recipe_for(
+    framework: str, version: str = "", kernels: Collection[str] = (), overlap: Mapping[str, bool] | None = None
+) -> Recipe:
+    """The recipe of a run under ``framework``; InputError where no framework goes by that name.
+
+    ``kernels`` and ``overlap`` are words as in the table of published runs: ``compile``, ``flash2``; ``grad-reduce``,
+    ``param-gather``, ``tp-comm``.
+    """
+    found, year = framework_of(framework), year_of(version)
+    told = found.overlap_of(overlap or {})
+    of_run = (each for each in found.generations if each.is_of(year, kernels, told))
+    return load_recipe(next(of_run).recipe)
+
+
+def year_of(version: str) -> int | None:
+    """The year that a version says; None where it says none."""
+    named = re.search(r"(?<!\d)(20\d\d)(?!\d)", version)
+    if named:
+        return int(named.group(1))
+    container = re.match(r"(\d\d)\.(\d\d)(?:\.|$)", version)
+    if container and FIRST_CONTAINER_YEAR <= int(container.group(1)) <= LAST_CONTAINER_YEAR:
+        return 2000 + int(container.group(1))
+    return None

@@ -1,0 +1,29 @@
+"""Every recipe there is, and the values that they had before any extended another."""
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from hardware_profiles.schema import Quantity
+
+ROOT = Path(__file__).resolve().parent
+FROZEN: dict[str, dict[str, object]] = json.loads((ROOT / "fixtures" / "resolved_recipes.json").read_text())
+STUDY_RECIPES = {
+    path.stem: str(path) for path in sorted((ROOT.parent / "benchmarks" / "data" / "recipes").glob("*.json"))
+}
+UNFROZEN = ("description", "schema_version", "error_band.source")  # texts, and the file's own
+
+
+def values_of(model: BaseModel, place: str = "") -> dict[str, object]:
+    """Every fact by its dotted place, quantities as bare numbers, what is not known left out."""
+    found: dict[str, object] = {}
+    for name in type(model).model_fields:
+        value, where = getattr(model, name), f"{place}.{name}" if place else name
+        if isinstance(value, Quantity):
+            found[where] = value.value
+        elif isinstance(value, BaseModel):
+            found |= values_of(value, where)
+        elif value is not None and where not in UNFROZEN:
+            found[where] = list(value) if isinstance(value, tuple) else value
+    return found

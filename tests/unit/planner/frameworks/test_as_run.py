@@ -1,0 +1,29 @@
+"""Settings of a run change its recipe by what they say, and by nothing besides."""
+
+import pytest
+
+from costmodels.recipe import load_recipe
+from planner.frameworks.as_run import effective_zero_stage, with_overlap
+
+OVERLAPPING = load_recipe("megatron-core-overlap")
+
+
+def test_nothing_said_changes_nothing() -> None:
+    assert with_overlap(OVERLAPPING, {}) == OVERLAPPING
+
+
+def test_each_overlap_is_taken_as_said() -> None:
+    plain = with_overlap(OVERLAPPING, {"grad-reduce": False, "param-gather": False, "tp-comm": False})
+    assert (plain.overlaps_reduction, plain.overlaps_gather, plain.tensor_overlap.value) == (False, False, 0.0)
+    assert with_overlap(OVERLAPPING, {"tp-comm": True}) == OVERLAPPING
+    again = with_overlap(load_recipe("megatron-core"), {"grad-reduce": True})
+    assert (again.overlaps_reduction, again.overlaps_gather) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "num_ranks", "pp", "effective"),
+    [("torchtitan", 3, 4, 2, 1), ("torchtitan", 3, 4, 1, 3), ("deepspeed", 3, 4, 2, 3), ("torchtitan", 0, 4, 2, 0),
+     ("deepspeed", 3, 1, 4, 0)],
+)  # fmt: skip
+def test_the_stage_that_takes_effect(recipe: str, asked: int, num_ranks: int, pp: int, effective: int) -> None:
+    assert effective_zero_stage(load_recipe(recipe), asked, num_ranks=num_ranks, pp=pp) == effective

@@ -1,0 +1,91 @@
+"""Every framework has a recipe for every version, and a version's year chooses the generation."""
+
+import pytest
+
+from planner.errors import InputError
+from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
+from planner.frameworks.registry import FRAMEWORKS, framework_of, recipe_for, year_of
+
+# The names that the command line takes.
+NAMES = """planner megatron-core megatron-lm nemo deepspeed zero-infinity torchtitan fsdp ddp horovod fairscale nanotron
+    maxtext nnscaler accelerate llm-foundry""".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_the_command_line_has_a_recipe(name: str) -> None:
+    assert recipe_for(name).name == recipe_for(name.upper()).name
+
+
+def test_no_name_stands_twice_and_the_last_generation_takes_what_is_left() -> None:
+    names = [name for framework in FRAMEWORKS for name in framework.names]
+    assert len(set(names)) == len(names)
+    for framework in FRAMEWORKS:
+        assert framework.generations[-1].is_of(None, (), {}), framework.names
+        for generation in framework.generations:
+            assert generation.is_of(1990, ("compile",), {"tp-comm": False}), framework.names
+
+
+def test_an_unknown_framework_is_refused_with_what_there_is() -> None:
+    with pytest.raises(InputError, match="no framework 'colossus'") as caught:
+        framework_of("colossus")
+    assert "nanotron" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("version", "year"),
+    [("2022-02", 2022), ("2025", 2025), ("24.07", 2024), ("26.02.01", 2026), ("dev-2025", 2025), ("core-0.9", None),
+     ("0.12", None), ("", None), ("99.01", None)],
+)  # fmt: skip
+def test_versions_say_years(version: str, year: int | None) -> None:
+    assert year_of(version) == year
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "kernels", "overlap", "recipe"),
+    [
+        ("megatron-lm", "2020", "", {}, "megatron-lm-2020"),
+        ("megatron-lm", "2022-02", "", {}, "megatron-lm-2022"),
+        ("megatron-lm", "2024", "", {}, "megatron-core-overlap"),
+        ("megatron-lm", "", "", {}, "megatron-core-overlap"),
+        ("megatron-core", "core-0.9", "", {"grad-reduce": True}, "megatron-core-overlap"),
+        ("megatron-core", "2025", "", {"grad-reduce": False, "tp-comm": False}, "megatron-core"),
+        ("megatron-bridge", "26.02", "te", {}, "nemo"),
+        ("torchtitan", "2025-06", "compile", {}, "torchtitan-compiled"),
+        ("torchtitan", "2025-06", "eager-mode", {}, "torchtitan"),
+        ("fsdp", "", "compile", {}, "fsdp-compiled"),
+        ("fsdp", "", "", {}, "fsdp-llm-foundry"),
+    ],
+)
+def test_a_run_finds_its_generation(
+    framework: str, version: str, kernels: str, overlap: dict[str, bool], recipe: str
+) -> None:
+    assert recipe_for(framework, version, kernels.split(), overlap).name == recipe
+
+
+def test_options_that_a_run_does_not_name_are_off_and_nothing_is_said_of_runs_that_name_none() -> None:
+    megatron = framework_of("megatron-core")
+    assert megatron.overlap_of({}) == {}
+    assert megatron.overlap_of({"grad-reduce": True}) == {"grad-reduce": True, "param-gather": False, "tp-comm": False}
+    assert framework_of("torchtitan").overlap_of({"tp-comm": True}) == {"tp-comm": True}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "uses_flash", "device", "name"),
+    [
+        ("flash1", None, "A100", "flash1"),
+        ("te fused-softmax", True, "A100", "fused_softmax"),
+        ("te", True, "H100-SXM", "cudnn"),
+        ("te", True, "B200", "flash2"),
+        ("cudnn", None, "A100", "flash2"),
+        ("flash apex", None, "H100", "cudnn"),
+        ("", False, "H100", "fused_softmax"),
+        ("eager-mode", None, "A100", "flash2"),
+    ],
+)
+def test_words_name_attention_kernels(kernels: str, uses_flash: bool | None, device: str, name: str) -> None:
+    assert attention_name_for(recipe_for("nemo"), kernels.split(), device, uses_flash=uses_flash) == name
+
+
+def test_dispatchers_are_told_by_their_names() -> None:
+    assert dispatches_once_a_node(("te", "hybridep"))
+    assert not dispatches_once_a_node(("te",))
