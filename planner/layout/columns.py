@@ -181,6 +181,17 @@ def leaves_of(key: type[tuple[object, ...]]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def key_of(key: type[K], record: NamedTuple) -> K:
+    """The ``key`` of one record: its fields, or attributes of their values."""
+
+    def value(name: str) -> object:
+        if hasattr(record, name):
+            return getattr(record, name)
+        return next(getattr(each, name) for each in record if hasattr(each, name))
+
+    return _nested(key, map(value, leaves_of(key)))
+
+
 def _nested(key: type[K], values: Iterator[object]) -> K:
     """A key from the values of its leaves in order."""
     hints = _hints(key).values()
