@@ -79,6 +79,8 @@ class ParallelModel:
 
     def _pipelined(self, schedule: Schedule, batch: Tensors) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
+        for stage in self.stages:  # as each first forward must find it: no backward of the step before is the last
+            prepare_backward(stage.root, self.plan.zero_stage, last=False, pipelined=True)
         target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
         options: dict[str, torch.Tensor] = {**batch, "target": target}
         schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]

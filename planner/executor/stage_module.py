@@ -37,8 +37,10 @@ def stage_root(module: nn.Module, program: StageProgram, device: torch.device) -
 
 def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     shell = copy.copy(module)
-    # nn.Module has no public way to copy one without what it holds
-    state = {"_parameters": {}, "_buffers": {}, "_modules": {}}
+    # nn.Module has no public way to copy one without what it holds. Hooks above all must be the shell's own: several
+    # stages of a rank are shells of one module, and what FSDP hooks to one must not run, and reshard, for another.
+    state = {name: copy.copy(value) for name, value in vars(module).items() if _is_own(name, value)}
+    state |= {"_parameters": {}, "_buffers": {}, "_modules": {}}
     for kind in ("_parameters", "_buffers"):
         held: dict[str, object] = getattr(module, kind)
         state[kind] = {name: value for name, value in held.items() if prefix + name in program.states}
@@ -51,6 +53,14 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
             state["_modules"][name] = _pruned(child, fqn + ".", program)
     shell.__dict__.update(state)
     return shell
+
+
+def _is_own(name: str, value: object) -> bool:
+    """Whether ``value`` is nn.Module's own bookkeeping of hooks and names, not an attribute of the user's."""
+    return name in vars(_BARE) and isinstance(value, dict | set)
+
+
+_BARE = nn.Module()
 
 
 def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> Callable[..., object]:

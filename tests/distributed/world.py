@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.parity_matrix import errors_of, representative
 from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
@@ -34,6 +35,7 @@ from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
+LAYOUTS = {layout.name: layout for layout in representative()}
 Parameters = dict[str, torch.Tensor]
 
 
@@ -42,7 +44,7 @@ def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
-        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES]:
+        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES, *LAYOUTS]:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
@@ -51,6 +53,8 @@ def main(out: Path, names: list[str]) -> None:
 def _guarded(name: str) -> dict[str, object]:
     """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
     try:
+        if name in LAYOUTS:
+            return {"errors": errors_of(LAYOUTS[name])}
         if name in COUNTED_CASES:
             return _count(COUNTED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
