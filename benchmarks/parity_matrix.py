@@ -3,6 +3,7 @@
 ``python -m benchmarks.parity_matrix`` starts ranks of gloo on this machine, runs one step of each (schedule, pp, v, M)
 that ``validate_schedule`` and the checks of plans accept with pp <= 4, v <= 3 and M <= 8, alone and beside data
 parallelism, and compares with plain autograd over the whole batch, which shares no code with the executor.
+Samples have unequal numbers of labels, and some have none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from costmodels.schedule import TORCH_SCHEDULES, validate_schedule
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.train import process_group, quiet_torch
-from planner.models.loss import next_token_loss
+from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss
 from planner.parallelism import Optimizer, Precision, ScheduleName, pp_rank_of_stage
 from planner.plan.checks import contradictions
 from planner.plan.schema import (
@@ -63,13 +64,15 @@ class Layout:
     dp: int = 1
     zero_stage: int = 0
     model: str = "plain"
+    loss: str = "default"
 
     @property
     def name(self) -> str:
         """In one word, for tables and tests."""
         parts = (f"pp{self.pp}", f"v{self.virtual_stages}", f"m{self.num_microbatches}")
         beside = () if self.dp == 1 else (f"dp{self.dp}", f"zero{self.zero_stage}")
-        return "-".join((self.schedule, *parts, *beside, self.model))
+        loss = () if self.loss == "default" else (self.loss,)
+        return "-".join((self.schedule, *parts, *beside, self.model, *loss))
 
     def plan(self) -> Plan:
         """The plan of it, stages of blocks as equal as they come."""
@@ -178,6 +181,31 @@ class Tied(nn.Module):
 MODELS = {"plain": Plain, "tied": Tied}
 
 
+def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor:
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(batch, dict)
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+def _num_labels(batch: Batch) -> torch.Tensor:
+    assert isinstance(batch, dict)
+    return (batch["labels"] >= 0).sum()
+
+
+def _counted(output: object, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cross_entropy(output, batch, "sum"), _num_labels(batch)
+
+
+_mean, _sum = functools.partial(_cross_entropy, reduction="mean"), functools.partial(_cross_entropy, reduction="sum")
+LOSSES = {
+    "default": (NEXT_TOKEN, F.cross_entropy),
+    "weighted": (TrainingLoss(_mean, Reduction.MEAN, _num_labels), F.cross_entropy),
+    "counted": (TrainingLoss(_counted, Reduction.COUNTED), F.cross_entropy),
+    "sum": (TrainingLoss(_sum, Reduction.SUM), functools.partial(F.cross_entropy, reduction="sum")),
+}
+"""Losses as the executor puts them together of parts, and as one process computes them of the whole batch."""
+
+
 def accepted(num_ranks: int, models: Sequence[str] = ("plain", "tied")) -> list[Layout]:
     """All of the matrix that fill ``num_ranks``: pp <= 4 of them, and the rest data parallel under ZeRO 0 and 1."""
     found: list[Layout] = []
@@ -209,6 +237,15 @@ def representative() -> list[Layout]:
     return [replace(layout, model=("plain", "tied")[index % 2]) for index, layout in enumerate(found)]
 
 
+def with_every_loss() -> list[Layout]:
+    """Layouts for four ranks: each loss under data parallelism, accumulation and pipelines."""
+    return [
+        Layout(schedule, pp, v, m, 4 // pp, zero, "tied", loss)
+        for loss in LOSSES
+        for schedule, pp, v, m, zero in (("1F1B", 1, 1, 2, 1), ("1F1B", 1, 1, 3, 3), ("ZBVZeroBubble", 2, 2, 3, 0))
+    ]
+
+
 def errors_of(layout: Layout) -> dict[str, float]:
     """On rank 0: each gradient's distance from one process, relative to its norm, and the loss's under ``loss``.
 
@@ -218,8 +255,9 @@ def errors_of(layout: Layout) -> dict[str, float]:
     mesh = _mesh_of(layout.pp, layout.dp, layout.zero_stage)
     place = place_of(mesh)
     tokens, labels = _batch(plan.training.global_batch_size)
+    loss_of_parts, loss_of_whole = LOSSES[layout.loss]
     inputs = {"tokens": torch.zeros(1, SEQ_LEN, dtype=torch.int64)}
-    model = parallelize(_build(layout.model), inputs, next_token_loss, plan, mesh)
+    model = parallelize(_build(layout.model), inputs, loss_of_parts, plan, mesh)
     mine = slice(place.dp_rank, None, place.dp_degree)
     loss = model.forward_backward({"tokens": tokens[mine], "labels": labels[mine]}) / place.dp_degree
     dist.all_reduce(loss)
@@ -228,7 +266,7 @@ def errors_of(layout: Layout) -> dict[str, float]:
     if dist.get_rank() != 0:
         return {}
     module = _build(layout.model)
-    expected_loss = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+    expected_loss = loss_of_whole(module(tokens).flatten(0, 1), labels.flatten())
     expected_loss.backward()
     errors = {"loss": abs(float(loss / expected_loss.detach()) - 1.0)}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
@@ -249,7 +287,10 @@ def _mesh_of(pp: int, dp: int, zero_stage: int) -> DeviceMesh:
 def _batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(size)
     whole = torch.randint(VOCAB, (size, SEQ_LEN + 1), generator=generator)
-    return whole[:, :-1], whole[:, 1:]
+    tokens, labels = whole[:, :-1], whole[:, 1:].clone()
+    for sample in range(size):  # every fifth sample has nothing to learn
+        labels[sample, : (sample + 1) % (SEQ_LEN + 1)] = -100
+    return tokens, labels
 
 
 def _build(model: str) -> nn.Module:

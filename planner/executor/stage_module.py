@@ -130,18 +130,13 @@ class LossParallel:
 class LossTask:
     """How the last stage turns the model's output into its share of the step's loss."""
 
-    loss_fn: Callable[[object, Tensors], torch.Tensor]
-    num_microbatches: int
+    of_part: Callable[[object, Tensors], torch.Tensor]
     parallel: LossParallel
 
     def __call__(self, output: object, batch: Tensors) -> torch.Tensor:
-        """The mean loss of one micro-batch divided by the number of them, as a local tensor."""
+        """The scaled loss of one micro-batch, as a local tensor."""
         self.parallel.look_at(output)
-        loss = self.loss_fn(output, batch)
-        if isinstance(loss, DTensor):
-            mesh = loss.device_mesh
-            loss = redistribute(loss, mesh, Replicate()).to_local()
-        return loss / self.num_microbatches
+        return self.of_part(output, batch)
 
 
 class StageModule(nn.Module):

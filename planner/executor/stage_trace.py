@@ -147,7 +147,7 @@ def trace_forward(
     ``opaque`` are the FQNs of modules recorded as one call. ``dtype`` is what floating-point
     parameters are computed in. Raises what the model raises where it needs values.
     """
-    return _trace(_twin(module, dtype, META), META, opaque, inputs, call)
+    return _trace(twin(module, dtype, META), META, opaque, inputs, call)
 
 
 def trace_real_forward(
@@ -160,7 +160,7 @@ def trace_real_forward(
     """As ``trace_forward``, with the values of ``module``, which are on the CPU. PlanError where that fails too."""
     try:
         with torch.random.fork_rng(devices=()):
-            return _trace(_twin(module, dtype, CPU), CPU, opaque, inputs, call)
+            return _trace(twin(module, dtype, CPU), CPU, opaque, inputs, call)
     except PlanError:
         raise
     except Exception as error:
@@ -191,7 +191,7 @@ def _trace(
     return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
 
 
-def _twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of ``module`` whose parameters and buffers are on ``device``; ties are kept."""
     memo: dict[int, object] = {}
     for parameter in module.parameters():

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import ModelError, PlanError, PlannerError
 from planner.executor.data import TokenData, open_data
+from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.model_file import LoadedModel, load_model, resolve_model
@@ -84,7 +85,9 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
             _say(f"warning: {plan.model.source} has changed since the plan was made for it")
         mesh = build_mesh(plan, device.type)
         data = open_data(plan, options.data, loaded.vocab_size, options.seed)
-        model = parallelize(build_model(loaded, options.seed), example_batch(loaded, plan), loaded.loss_fn, plan, mesh)
+        module = build_model(loaded, options.seed)
+        loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
+        model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
         optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
         for step in range(options.steps):
             with _told_by_rank(step):
@@ -108,14 +111,19 @@ def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
 
 def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
     """One micro-batch of the model's inputs: token ids alone can be filled with text."""
-    inputs = loaded.example_inputs(plan.pipeline.micro_batch_size, plan.training.seq_len)
-    named = inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
+    named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
         raise ModelError(
             f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
             hint="give defaults to the other inputs of its forward",
         )
     return named
+
+
+def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:
+    """The model's inputs by name, or where it has none by position."""
+    inputs = loaded.example_inputs(batch_size, seq_len)
+    return inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
 
 
 def build_optimizer(

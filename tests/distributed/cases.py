@@ -199,3 +199,13 @@ COUNTED_CASES = {
     ),
     "count-sp-full": Case("llama", _TP4, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=16),
 }
+DROPOUT_CASES = {
+    "dropout-dp4": Case("gpt-dropout", _DP4, 1, micro_batch_size=2),
+    "dropout-pp4": Case("gpt-dropout", MeshSection(pp=4), micro_batch_size=4),
+    "dropout-tp2-dp2": Case("gpt-dropout", _DP2_TP2, 1, micro_batch_size=8),
+    "dropout-tp2-dp2-sp": Case("gpt-dropout", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=8),
+    "dropout-tp2-dp2-sp-full": Case(
+        "gpt-dropout", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=8
+    ),
+    "dropout-dp4-full": Case("gpt-dropout", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=2),
+}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.parity_matrix import TOLERANCE, Layout, accepted, representative
+from benchmarks.parity_matrix import TOLERANCE, Layout, accepted, representative, with_every_loss
 from tests.distributed.conftest import Outcome
 
 LAYOUTS = {layout.name: layout for layout in representative()}
@@ -33,3 +33,12 @@ def test_part_has_what_goes_wrong_first() -> None:
     single = [layout for layout in whole if layout.num_microbatches == 1]
     assert kinds([layout for layout in part if layout.num_microbatches == 1]) == kinds(single)
     assert any(layout.virtual_stages == 3 and layout.model == "tied" for layout in part)
+
+
+@pytest.mark.parametrize("name", [layout.name for layout in with_every_loss()])
+def test_losses_of_unequal_parts_equal_one_process(name: str, outcomes: dict[str, Outcome]) -> None:
+    """Micro-batches with unequal numbers of labels, some with none, under every way to say what a loss is."""
+    errors = outcomes[name]["errors"]
+    assert isinstance(errors, dict)
+    assert len(errors) > 50
+    assert not {fqn: error for fqn, error in errors.items() if not error <= TOLERANCE}

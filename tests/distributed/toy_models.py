@@ -95,7 +95,7 @@ class Unusual(nn.Module):
         return Output(logits=F.linear(hidden, self.backbone.embed.weight, self.bias), hidden=hidden)
 
 
-def _config(family: str, *, tied: bool) -> FamilyConfig:
+def _config(family: str, *, tied: bool, dropout: float = 0.0) -> FamilyConfig:
     fields = {
         "family": family,
         "layers": NUM_LAYERS,
@@ -106,7 +106,7 @@ def _config(family: str, *, tied: bool) -> FamilyConfig:
         "seq_len": SEQ_LEN,
     }
     extra = {"kv_heads": 4, "mlp": "swiglu"} if family == "llama" else {}
-    return FamilyConfig.model_validate({**fields, **extra, "tied": tied})
+    return FamilyConfig.model_validate({**fields, **extra, "tied": tied, "dropout": dropout})
 
 
 def _entries(
@@ -178,10 +178,10 @@ def _layers(prefix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}layers.{index}" for index in range(NUM_LAYERS))
 
 
-def _family(family: str, *, tied: bool) -> ToyModel:
+def _family(family: str, *, tied: bool, dropout: float = 0.0) -> ToyModel:
     is_gpt = family == "gpt"
     return ToyModel(
-        build=lambda: build_family(_config(family, tied=tied)),
+        build=lambda: build_family(_config(family, tied=tied, dropout=dropout)),
         before=("token_embedding", "position_embedding", "dropout") if is_gpt else ("embedding",),
         blocks=_layers(""),
         after=("norm", "head"),
@@ -192,6 +192,7 @@ def _family(family: str, *, tied: bool) -> ToyModel:
 MODELS = {
     "gpt": _family("gpt", tied=False),
     "gpt-tied": _family("gpt", tied=True),
+    "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
     "llama": _family("llama", tied=False),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
