@@ -16,6 +16,7 @@ from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import apply_recompute
+from planner.executor.requirements import check_buffers, check_names
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
 from planner.executor.stage_split import (
@@ -105,6 +106,8 @@ def parallelize(
     """
     check_executable(plan)
     check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).dp_degree)
+    check_names(module, plan)
+    check_buffers(module, inputs, plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import logging
+import math
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -18,16 +21,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.errors import ModelError, PlanError, PlannerError
+from planner.errors import DivergedError, ModelError, PlanError, PlannerError
 from planner.executor.data import TokenData, open_data
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.executor.requirements import buffers_unchanged
+from planner.executor.watch import watched
 from planner.model_file import LoadedModel, load_model, resolve_model
 from planner.parallelism import Optimizer
 from planner.plan.schema import Plan
 
 DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
     Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
@@ -44,6 +50,7 @@ class RunOptions:
     data: Path | None = None  # None: the standard library's source
     learning_rate: float | None = None  # None: the optimiser's default of ours
     seed: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,14 @@ class StepReport:
 
 
 @contextlib.contextmanager
-def process_group() -> Generator[torch.device]:
-    """Joins the ranks that torchrun (or we) started; yields this rank's device."""
+def process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Generator[torch.device]:
+    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
         yield device
         dist.barrier()
@@ -73,7 +81,7 @@ def process_group() -> Generator[torch.device]:
 
 def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> None:
     """Runs ``options.steps`` steps of ``plan``; ``report`` is called after each on every rank."""
-    with quiet_torch(), process_group() as device:
+    with quiet_torch(), process_group(options.timeout_s) as device:
         check_world_size(plan)
         loaded = load_model(resolve_model(plan.model.source))
         if loaded.stands_for is not None:
@@ -89,10 +97,13 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
         model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
         optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
-        for step in range(options.steps):
-            with _told_by_rank(step):
-                outcome = _timed_step(model, optimizer, data, mesh, step)
-            report(outcome)
+        with watched(options.timeout_s) as finished:
+            for step in range(options.steps):
+                with _told_by_rank(step), buffers_unchanged(model.roots, plan, enabled=step == 1):
+                    outcome = _timed_step(model, optimizer, data, mesh, step)
+                finished(step + 1)
+                report(outcome)
+                _check_finite(outcome)
 
 
 def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
@@ -161,6 +172,15 @@ def _timed_step(
     return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
 
 
+def _check_finite(outcome: StepReport) -> None:
+    """DivergedError on every rank, all of which know the same loss."""
+    if not math.isfinite(outcome.loss):
+        raise DivergedError(
+            f"the loss is {outcome.loss} in step {outcome.step}: nothing can be learned from it any more",
+            hint="try a smaller --learning-rate, or look for what overflows in the model or the data",
+        )
+
+
 @contextlib.contextmanager
 def _told_by_rank(step: int) -> Generator[None]:
     """What goes wrong inside a step, in the user's model or in torch, with the rank it happened on."""
@@ -173,8 +193,28 @@ def _told_by_rank(step: int) -> Generator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        text = f"rank {rank} failed in step {step + 1}: {type(error).__name__}: {error}"
-        raise PlannerError(text, hint="run again with --debug to see where") from error
+        cause = _root_cause(error)
+        text = f"rank {rank} failed in step {step + 1}: {type(cause).__name__}: {cause}{_where(cause)}"
+        raise PlannerError(text, hint="run again with --debug for the whole traceback") from cause
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a pipeline schedule wraps in errors of its own, with the arguments' shapes in place of the reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _where(error: BaseException) -> str:
+    """The lines of the user's code that the error came through, innermost first."""
+    ours = str(Path(__file__).resolve().parents[1])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<"))
+    ]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+    return f" (at {', from '.join(lines)})" if lines else ""
 
 
 @contextlib.contextmanager
