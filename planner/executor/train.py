@@ -206,14 +206,11 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _where(error: BaseException) -> str:
-    """The lines of the user's code that the error came through, innermost first."""
+    """The lines that the error came through, innermost first: of the user's code, or where it is not there of ours."""
     ours = str(Path(__file__).resolve().parents[1])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<"))
-    ]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    users = [f for f in frames if not f.filename.startswith((ours, "<"))]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(users or frames[-1:])]
     return f" (at {', from '.join(lines)})" if lines else ""
 
 
