@@ -27,7 +27,13 @@ from planner.executor.stage_split import (
     split_trace,
     tied_parameters,
 )
-from planner.executor.stage_trace import TensorMeta, trace_forward, trace_real_forward
+from planner.executor.stage_trace import (
+    ReadsValuesError,
+    TensorMeta,
+    trace_as_compiled,
+    trace_forward,
+    trace_real_forward,
+)
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
     check_placements,
@@ -155,6 +161,8 @@ def _programs(
     listed = frozenset(fqn for modules in stages for fqn in modules)
     try:
         trace = trace_forward(module, listed, inputs, call_model, compute_dtype(plan))
+    except ReadsValuesError:
+        trace = trace_as_compiled(module, listed, inputs, call_model, compute_dtype(plan))
     except PlanError:
         raise
     except Exception:  # whatever the user's code raises without values
