@@ -11,6 +11,7 @@ from costmodels.memory import MASTER_BYTES, MemoryLedger, tag_of
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
+from planner.graph.trainable import untrainable
 from planner.parallelism import Offload, Placement, Recompute, Replicate, ScheduleName, pp_rank_of_stage
 from planner.plan.schema import (
     BreakdownSection,
@@ -249,7 +250,7 @@ def candidate(label: str, priced: Priced) -> Candidate:
 
 def execution_warnings(choice: Choice, table: CostTable, graph: ModelGraph) -> tuple[str, ...]:
     """What `planner run` would refuse in the plan, and the pin that avoids it."""
-    found: list[str] = []
+    found = list(untrainable(graph))
     between = _reads_between_units(graph)
     if choice.mesh.pp > 1 and between:
         found.append(
