@@ -29,6 +29,7 @@ MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: mo
 MIN_CPU_RANKS = 16  # small plans may be tried on any machine
 GRACE_S = 3.0  # the launcher stops all ranks within a fraction of it
 POLL_S = 0.05
+SAVING_S = 600.0  # for the step under way and a checkpoint, before ranks that were told to stop are killed
 LAUNCHER_PID = "PLANNER_LAUNCHER_PID"  # set for ranks that are to die with their launcher
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 RANK_COMMAND = "from planner.cli.main import main; main()"

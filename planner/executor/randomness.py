@@ -25,9 +25,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from planner.parallelism import MeshAxis
 
 
-def seed_rank(seed: int, mesh: DeviceMesh) -> None:
-    """Seeds this rank's default generators, and DTensor's use of them, for training on ``mesh``."""
-    place = [mesh[axis.value].get_local_rank() for axis in MeshAxis if axis is not MeshAxis.TP]
+def seed_rank(seed: int, mesh: DeviceMesh, step: int = 0) -> None:
+    """Seeds this rank's default generators, and DTensor's use of them, for a step on ``mesh``.
+
+    Seeded before each step, a run that goes on from a checkpoint draws what it would have drawn without the break.
+    """
+    place = [step, *(mesh[axis.value].get_local_rank() for axis in MeshAxis if axis is not MeshAxis.TP)]
     torch.manual_seed(_mixed(seed, place))
     if mesh.device_type == "cpu":
         _random._rng_tracker = _CpuTracker()

@@ -8,7 +8,9 @@ import functools
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -22,10 +24,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import DivergedError, ModelError, PlanError, PlannerError
+from planner.executor.checkpoint import clear_partial, resume, save
 from planner.executor.data import TokenData, open_data
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.executor.randomness import seed_rank
 from planner.executor.requirements import buffers_unchanged
 from planner.executor.watch import watched
 from planner.model_file import LoadedModel, load_model, resolve_model
@@ -51,6 +55,7 @@ class RunOptions:
     learning_rate: float | None = None  # None: the optimiser's default of ours
     seed: int = 0
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
+    checkpoints: Path | None = None  # where to go on from, and to save at the end or on SIGTERM
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,21 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
         model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
         optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
-        with watched(options.timeout_s) as finished:
-            for step in range(options.steps):
-                with _told_by_rank(step), buffers_unchanged(model.roots, plan, enabled=step == 1):
+        first = _resumed(options, model, optimizer)
+        with watched(options.timeout_s) as finished, _told_to_stop(options, device) as is_to_stop:
+            step = first
+            while step < options.steps:
+                seed_rank(options.seed, mesh, step)
+                with _told_by_rank(step), buffers_unchanged(model.roots, plan, enabled=step == first + 1):
                     outcome = _timed_step(model, optimizer, data, mesh, step)
-                finished(step + 1)
+                step += 1
+                finished(step)
                 report(outcome)
                 _check_finite(outcome)
+                if is_to_stop():
+                    break
+            if options.checkpoints is not None:
+                save(options.checkpoints, model, optimizer, step)
 
 
 def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
@@ -170,6 +183,39 @@ def _timed_step(
     step_time_s = time.perf_counter() - start_s
     tokens_per_step = training.global_batch_size * training.seq_len
     return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
+
+
+def _resumed(options: RunOptions, model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
+    """How many steps are done already; anything but 0 is told."""
+    if options.checkpoints is None:
+        return 0
+    if dist.get_rank() == 0:
+        clear_partial(options.checkpoints)
+    dist.barrier()
+    step = resume(options.checkpoints, model, optimizer)
+    if step > 0 and dist.get_rank() == 0:
+        _say(f"going on after step {step} of {options.checkpoints}")
+    return step
+
+
+@contextlib.contextmanager
+def _told_to_stop(options: RunOptions, device: torch.device) -> Generator[Callable[[], bool]]:
+    """Yields whether any rank was sent SIGTERM, which all are to ask at once; without checkpoints it ends a rank."""
+    if options.checkpoints is None or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+
+    def any_is() -> bool:
+        flag = torch.tensor(int(told.is_set()), device=device)
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    try:
+        yield any_is
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_finite(outcome: StepReport) -> None:

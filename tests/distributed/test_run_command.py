@@ -224,3 +224,25 @@ def test_error_inside_a_stage_is_told_with_its_line(tmp_path: Path) -> None:
     result = run(str(two_stage_plan(tmp_path, FAILING_BLOCK_MODEL)), "--steps", "2")
     assert result.returncode == 1
     assert "rank 1 failed in step 1: ValueError: an error inside a stage (at failing.py:13 in forward)" in result.stderr
+
+
+def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with training(tmp_path, "--checkpoint-dir", str(folder)) as (process, talk):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        words = talk.read_text()
+    assert "stopped by SIGTERM, after a checkpoint" in words
+    before = [line for line in words.splitlines() if line.startswith("step")]
+    (saved,) = folder.iterdir()
+    assert saved.name == f"step-{len(before)}"
+    total = len(before) + 2
+    resumed = run(str(EXAMPLE), "--steps", str(total), "--checkpoint-dir", str(folder))
+    assert resumed.returncode == 0, resumed.stderr
+    whole = run(str(EXAMPLE), "--steps", str(total))
+    assert losses(whole.stdout.splitlines())[-2:] == losses(resumed.stdout.splitlines())
+    assert losses(whole.stdout.splitlines())[:-2] == losses(before)
+
+
+def losses(lines: list[str]) -> list[tuple[str, str]]:
+    return [(line.split()[1], line.split()[3]) for line in lines]
