@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 _aten = torch.ops.aten
-_GROUPED_SHAPES = torch.library.Library("aten", "IMPL")
 _Rule = tuple[list[Placement | None], list[Placement | None]]
 
 
@@ -30,10 +29,16 @@ def register_sharding_rules() -> None:
     """
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_cpu_attention_backward)
-    _GROUPED_SHAPES.impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
+    _aten_library().impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.nonzero.default, _aten._unique2.default, _aten.bincount.default):
         handlers[operator] = _computed_whole
+
+
+@functools.cache
+def _aten_library() -> torch.library.Library:
+    """What is registered through it holds for as long as it is there."""
+    return torch.library.Library("aten", "IMPL")
 
 
 def _grouped_shape(

@@ -39,7 +39,8 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     shell = copy.copy(module)
     # nn.Module has no public way to copy one without what it holds. Hooks above all must be the shell's own: several
     # stages of a rank are shells of one module, and what FSDP hooks to one must not run, and reshard, for another.
-    state = {name: copy.copy(value) for name, value in vars(module).items() if _is_own(name, value)}
+    own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+    state = {name: copy.copy(vars(module)[name]) for name in own}
     state |= {"_parameters": {}, "_buffers": {}, "_modules": {}}
     for kind in ("_parameters", "_buffers"):
         held: dict[str, object] = getattr(module, kind)
@@ -53,14 +54,6 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
             state["_modules"][name] = _pruned(child, fqn + ".", program)
     shell.__dict__.update(state)
     return shell
-
-
-def _is_own(name: str, value: object) -> bool:
-    """Whether ``value`` is nn.Module's own bookkeeping of hooks and names, not an attribute of the user's."""
-    return name in vars(_BARE) and isinstance(value, dict | set)
-
-
-_BARE = nn.Module()
 
 
 def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> Callable[..., object]:

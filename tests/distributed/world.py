@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
@@ -24,6 +25,7 @@ from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
 from planner.models.loss import NEXT_TOKEN, next_token_loss
 from planner.parallelism import Optimizer, Precision
+from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import (
     CASES,
     COUNTED_CASES,
@@ -39,6 +41,7 @@ from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
+MESHES: dict[tuple[MeshSection, bool], DeviceMesh] = {}
 Parameters = dict[str, torch.Tensor]
 
 
@@ -51,6 +54,14 @@ def main(out: Path, names: list[str]) -> None:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
+
+
+def _mesh_of(plan: Plan) -> DeviceMesh:
+    """One mesh for all plans of a shape: each of gloo's process groups has threads of its own."""
+    key = (plan.mesh, plan.zero_stage == 0)
+    if key not in MESHES:
+        MESHES[key] = build_mesh(plan, "cpu")
+    return MESHES[key]
 
 
 def _guarded(name: str) -> dict[str, object]:
@@ -72,7 +83,7 @@ def _guarded(name: str) -> dict[str, object]:
 def _count(case: Case) -> dict[str, object]:
     """Collectives of a second step: the first one also sets up."""
     model, _ = _train(case, steps=1)
-    tokens, labels = _data().local_batch(1, GLOBAL_BATCH_SIZE, place_of(build_mesh(case.plan(), "cpu")))
+    tokens, labels = _data().local_batch(1, GLOBAL_BATCH_SIZE, place_of(_mesh_of(case.plan())))
     with CollectiveCounter() as counter:
         model.forward_backward({"input_ids": tokens, "labels": labels})
     return {"counts": dict(counter.counts)}
@@ -108,7 +119,7 @@ def _run(case: Case) -> dict[str, object]:
 def _masks(case: Case) -> dict[str, object]:
     """What each dropout zeroed in one step: by rank and module, one digest a call, and the shape of the first."""
     plan = case.plan()
-    mesh = build_mesh(plan, "cpu")
+    mesh = _mesh_of(plan)
     inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
     model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
     seen: dict[str, list[str]] = {}
@@ -138,7 +149,7 @@ def _build(case: Case) -> nn.Module:
 
 def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
     plan = case.plan()
-    mesh = build_mesh(plan, "cpu")
+    mesh = _mesh_of(plan)
     inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
     model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
     optimizer = build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
