@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -43,12 +44,12 @@ class SavedSearch:
 def write_search(path: Path, table: CostTable, layouts: Sequence[Layout]) -> None:
     """Writes both to ``path``, whole or not at all."""
     listed = Columns.of(Layout, layouts)
-    header = {
+    header: dict[str, Any] = {
         "format": FORMAT,
         "labels": LABELS,
         "facts": {name: TypeAdapter(_HINTS[name]).dump_python(getattr(table, name), mode="json") for name in _FACTS},
         "columns": {
-            name: TypeAdapter(tuple[hint, ...]).dump_python(listed.values_of(name), mode="json")
+            name: _values_of(hint).dump_python(listed.values_of(name), mode="json")
             for name, hint in get_type_hints(Layout).items()
         },
     }
@@ -85,9 +86,15 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
 
 
 def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> CostTable:
-    known = {name: TypeAdapter(_HINTS[name]).validate_python(facts[name], strict=False) for name in _FACTS}
+    known: dict[str, Any] = {name: TypeAdapter(_HINTS[name]).validate_python(facts[name]) for name in _FACTS}
+    known |= {name: arrays[name] for name in _ARRAYS}
     sends = tuple(arrays[f"sends.{place}"] for place in range(len(known["send_keys"])))
-    return CostTable(**known, **{name: arrays[name] for name in _ARRAYS}, sends=sends)
+    return CostTable(**known, sends=sends)
+
+
+def _values_of(hint: type) -> TypeAdapter[tuple[object, ...]]:
+    """Of a column whose values are of this type."""
+    return TypeAdapter(GenericAlias(tuple, (hint, ...)))
 
 
 def _layouts(columns: dict[str, Any], arrays: dict[str, np.ndarray]) -> Columns[Layout]:
@@ -95,7 +102,7 @@ def _layouts(columns: dict[str, Any], arrays: dict[str, np.ndarray]) -> Columns[
     return Columns.from_codes(
         Layout,
         {
-            name: (TypeAdapter(tuple[hint, ...]).validate_python(columns[name]), arrays[f"codes.{name}"])
+            name: (_values_of(hint).validate_python(columns[name]), arrays[f"codes.{name}"])
             for name, hint in hints.items()
         },
     )

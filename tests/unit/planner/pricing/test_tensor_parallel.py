@@ -243,7 +243,7 @@ def priced_and_run(
         warnings.filterwarnings("ignore", "DTensor random operators")
         plan = plan.model_copy(update={"training": whole})
         parallel = parallelize(
-            model.build().float(), {"input_ids": tokens}, model.loss_fn, plan, build_mesh(plan, "cpu")
+            model.build().float(), {"input_ids": tokens}, model.training_loss, plan, build_mesh(plan, "cpu")
         )
         with counter:
             parallel.forward_backward({"input_ids": tokens, "labels": tokens})
