@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -94,7 +94,7 @@ def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> CostTable:
 
 def _values_of(hint: type) -> TypeAdapter[tuple[object, ...]]:
     """Of a column whose values are of this type."""
-    return TypeAdapter(GenericAlias(tuple, (hint, ...)))
+    return TypeAdapter(cast("type[tuple[object, ...]]", GenericAlias(tuple, (hint, ...))))
 
 
 def _layouts(columns: dict[str, Any], arrays: dict[str, np.ndarray]) -> Columns[Layout]:
