@@ -254,9 +254,7 @@ def test_a_rank_holds_its_experts_and_its_part_of_the_rest() -> None:
     assert states.elements(StateKind.EXPERT) == 8 * 3 * hidden * width
     assert part.elements(StateKind.EXPERT) == 3 * hidden * width
     assert part.elements(StateKind.DENSE) == states.elements(StateKind.DENSE)
-    split = lowered_states(
-        states, state_fields(DataKey(PLAIN, 1, 1, 8, 3)), decision_of("mixtral-8x7b", PLAIN)[BLOCK]
-    )
+    split = lowered_states(states, state_fields(DataKey(PLAIN, 1, 1, 8, 3)), decision_of("mixtral-8x7b", PLAIN)[BLOCK])
     attention, norms_and_router = 2 * hidden * hidden + 2 * hidden * 1024, 2 * hidden + 8 * hidden
     assert split.elements(StateKind.DENSE) == pytest.approx(attention / 8 + norms_and_router, rel=0.01)
 

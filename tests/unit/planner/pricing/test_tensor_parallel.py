@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
+from planner.api import described
 from planner.axes.lowered import Collective
 from planner.axes.placement import UnitPlacement
 from planner.axes.traced import representatives, tensors_of
-from planner.api import described
 from planner.evaluation.evaluator import Evaluator
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
