@@ -39,6 +39,5 @@ def problem_of(
     model: str, num_devices: int, *, batch: int, seq_len: int = 1024, hardware: str = A100, pins: Pins = NO_PINS
 ) -> Problem:
     """The whole problem, as ``planner search`` would pose it."""
-    cluster = cluster_of(hardware, num_devices)
-    target = PricingTarget(graph_of(model, seq_len), cluster, "bf16")
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(hardware, num_devices), "bf16")
     return Problem.build(target, training_of(batch, seq_len), pins)

@@ -2,10 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.ledger import MemoryLedger, RankMemory
+from costmodels.ledger import StateBytes
+from costmodels.memory import state_bytes
 from costmodels.recipe import load_recipe
-from costmodels.vocabulary.terms import MemoryTerm, Phase, StateBytes, state_bytes, tag_of
-from tests.unit.costmodels.toy_cluster import make_cluster
 
 
 def per_parameter(zero_stage: int, num_shards: int, precision: str = "bf16", optimizer: str = "adamw") -> float:
@@ -69,53 +68,6 @@ def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> No
     arguments = {"precision": "bf16", "optimizer": "adamw", "zero_stage": 1, "num_shards": 2, **change}
     with pytest.raises(ValueError, match=rule):
         state_bytes(1, **arguments)  # type: ignore[arg-type]
-
-
-def test_a_ledger_adds_up_and_keeps_its_rows() -> None:
-    ledger = MemoryLedger().plus("parameters", 10e9).plus("activations", 20e9)
-    assert ledger.total_bytes == 30e9
-    whole = ledger.with_reserve(make_cluster(8).profile.software, num_communicators=3, waiting=4e9, stranded=0.5e9)
-    assert dict(whole.rows) == {
-        "parameters": 10e9,
-        "activations": 20e9,
-        "waiting_collectives": 4e9,
-        "stranded_copies": 0.5e9,
-        "allocator_reserve": pytest.approx(2e9),  # a tenth of what comes and goes: what lasts leaves no gaps
-        "communicators": 1.5e9,
-        "context": 1e9,
-    }
-    assert whole.total_bytes == pytest.approx(39e9)
-    assert whole.reserved_bytes == pytest.approx(36.5e9)
-    assert whole.allocated_bytes == pytest.approx(30e9)
-    assert whole.bytes_of(MemoryTerm.ACTIVATIONS) == 20e9
-    assert whole.bytes_of(MemoryTerm.ABSENT) == 0
-
-
-def test_a_row_is_entered_once_and_is_not_negative() -> None:
-    ledger = MemoryLedger().plus("parameters", 1.0)
-    with pytest.raises(ValueError, match="already has a row parameters"):
-        ledger.plus("parameters", 2.0)
-    with pytest.raises(ValueError, match="memory of gradients must not be negative, got -1"):
-        ledger.plus("gradients", -1.0)
-
-
-def test_each_term_is_specified_fitted_or_measured() -> None:
-    ledger = MemoryLedger().plus("activations", 1.0).with_reserve(make_cluster(8).profile.software, 1)
-    assert {name: tag_of(name) for name, _ in ledger.rows} == {
-        "activations": "specified",
-        "waiting_collectives": "fitted",
-        "stranded_copies": "specified",
-        "allocator_reserve": "fitted",
-        "communicators": "measured",
-        "context": "measured",
-    }
-
-
-def test_the_peak_is_that_of_the_fullest_phase() -> None:
-    small, large = MemoryLedger().plus("parameters", 1.0), MemoryLedger().plus("parameters", 2.0)
-    memory = RankMemory(((Phase.INITIALISATION, small), (Phase.BACKWARD, large), (Phase.OPTIMIZER, small)))
-    assert memory.peak is large
-    assert memory.ledger(Phase.OPTIMIZER) is small
 
 
 @pytest.mark.parametrize("shards", [2, 8, 32])
