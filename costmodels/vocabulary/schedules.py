@@ -76,12 +76,18 @@ class Schedule:
     least_microbatches_per_rank: int = 0  # times p: fewest micro-batches
     runs_in_rounds: bool = False  # micro-batches pass through a rank's stages in rounds of equal size
     splits_backward: bool = False  # gradients of inputs and of weights are made at different times
+    forwards_first: bool = False  # all forward passes before the first backward: every micro-batch is in flight at once
+    # A rank begins the next step without waiting for the others to end this one: gradients are checked after the step.
+    overlaps_steps: bool = False
     is_v: bool = False  # a rank holds two stages, one towards the last rank and one back from it
     in_torch: bool = True  # torch.distributed.pipelining has it, so it is searched and executed; otherwise only priced
 
     @property
     def has_one_stage(self) -> bool:
-        """Whether each rank holds just one stage, and whole backward passes: the solver chooses its size."""
+        """Whether each rank holds just one stage, and whole backward passes: the solver chooses its size.
+
+        The solver's formulas are those of 1F1B, or of GPipe where ``forwards_first``.
+        """
         return self.max_stages == 1 and not self.splits_backward
 
     def violations(self, p: int, v: int, m: int) -> tuple[str, ...]:
@@ -136,9 +142,13 @@ class Schedule:
         # Rounds stay of equal size: with m = r q and m // p = r, every r' <= r has r' q // p = r'.
         return m - max(0, m // p - rounds) * self.microbatches_a_round(p, m)
 
+    def shortened_to_peak(self, p: int, m: int, rounds: int = STEADY_ROUNDS) -> int:
+        """As ``shortened``, but with no fewer micro-batches than it takes to see the peak of activations."""
+        return m if self.forwards_first else self.shortened(p, m, rounds)
+
     def in_flight(self, p: int, m: int) -> tuple[int, ...]:
         """Micro-batches in flight at once on each rank, with one stage a rank and whole backward passes."""
-        if self.name is ScheduleName.GPIPE and p > 1:  # without a pipeline each micro-batch is finished at once
+        if self.forwards_first and p > 1:  # without a pipeline each micro-batch is finished at once
             return (m,) * p
         return tuple(min(m, p - rank) for rank in range(p))
 
@@ -174,7 +184,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
     schedule.name: schedule
     for schedule in (
         Schedule(ScheduleName.ONE_F_ONE_B, _one_f_one_b, least_microbatches_per_rank=1),
-        Schedule(ScheduleName.GPIPE, _gpipe),
+        Schedule(ScheduleName.GPIPE, _gpipe, forwards_first=True),
         Schedule(ScheduleName.INTERLEAVED_1F1B, _interleaved_1f1b, min_stages=2, max_stages=None, runs_in_rounds=True),
         Schedule(
             ScheduleName.INTERLEAVED_ZERO_BUBBLE,
@@ -200,7 +210,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
             splits_backward=True,
             is_v=True,
         ),
-        Schedule(ScheduleName.ZB_2P, _zb_2p, splits_backward=True, in_torch=False),
+        Schedule(ScheduleName.ZB_2P, _zb_2p, splits_backward=True, overlaps_steps=True, in_torch=False),
     )
 }
 """Every schedule there is, the plainest first."""

@@ -52,8 +52,11 @@ class PipelineAxis(Axis[None]):
                 f"planner run cannot cut this model into stages: between its blocks {between[0] or 'its forward'} "
                 "reads values of tensors: pin --pp 1 to train with it"
             )
-        if run.layout.schedule is ScheduleName.ZB_2P:
-            found.append("planner run does not execute ZB-2P, which torch does not have: pin --schedule ZBVZeroBubble")
+        if not run.layout.schedule.rules.in_torch:
+            found.append(
+                f"planner run does not execute {run.layout.schedule}, which torch does not have: "
+                "pin --schedule ZBVZeroBubble"
+            )
         return found
 
 

@@ -158,7 +158,7 @@ class Evaluator:
             ),
             num_microbatches=layout.num_microbatches,
             send_s=self.send_s,
-            windowed=layout.schedule is not ScheduleName.GPIPE,
+            windowed=not layout.schedule.rules.forwards_first,
         )
 
     @property
@@ -275,8 +275,7 @@ class Evaluator:
         def run(num_microbatches: int) -> float:
             schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
             timeline = times.run(schedule, send_s, sends_block=self.table.framework.sends_block)
-            # The framework of ZB-2P checks gradients after the step: no rank waits for others to begin the next.
-            return timeline.longest_rank_s if layout.schedule is ScheduleName.ZB_2P else timeline.makespan_s
+            return timeline.longest_rank_s if rules.overlaps_steps else timeline.makespan_s
 
         # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
         each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
@@ -366,7 +365,7 @@ class Evaluator:
         pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
         if rules.has_one_stage:
             return [number * num_bytes for number, num_bytes in zip(rules.in_flight(pp, m), kept, strict=True)]
-        schedule = rules.actions(pp, layout.virtual_stages, rules.shortened(pp, m))
+        schedule = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
         by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
         return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from costmodels.vocabulary.mesh import MeshAxis
-from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import PlanError
 from planner.parallelism import Offload, Precision
 from planner.plan.checks import contradictions, degrees_text
@@ -83,8 +82,8 @@ def _not_executed(plan: Plan) -> list[str]:
         problems.append(f"expert parallelism (ep = {plan.mesh.ep}) is not executed yet")
     if plan.offload is not Offload.NONE:
         problems.append(f"offload = {plan.offload.value} is not executed yet")
-    if plan.pipeline.schedule is ScheduleName.ZB_2P:
-        problems.append("pipeline.schedule = ZB-2P is not one of torch's, so it is priced only")
+    if not plan.pipeline.schedule.rules.in_torch:
+        problems.append(f"pipeline.schedule = {plan.pipeline.schedule} is not one of torch's, so it is priced only")
     if plan.training.precision not in _DTYPES:
         problems.append(f"precision = {plan.training.precision.value} is not executed yet (bf16 and fp32 are)")
     return problems

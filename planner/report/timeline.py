@@ -78,8 +78,8 @@ def step_timeline(evaluator: Evaluator, starts: tuple[int, ...]) -> StepTimeline
     exposed_s = evaluator.exposed_s(starts)
     sends_s = evaluator.send_s
     once = evaluator.once_a_step(starts)
-    # Ranks under ZB-2P do not wait for each other between steps: each is drawn by its own clock.
-    own_clock = evaluator.layout.schedule is ScheduleName.ZB_2P
+    # Where ranks do not wait for each other between steps, each is drawn by its own clock.
+    own_clock = evaluator.layout.schedule.rules.overlaps_steps
     pipeline_s = timeline.longest_rank_s if own_clock else timeline.makespan_s
     reduced_s = pipeline_s + max(data_s for data_s, _ in once)
     rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}

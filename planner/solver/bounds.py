@@ -186,7 +186,7 @@ class _Group:
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self._counts / p)
         most = (self._work * blocks).max(axis=1)
-        if self._schedule is ScheduleName.GPIPE:
+        if self._schedule.rules.forwards_first:
             return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
         least = self._work.min(axis=1)
         whole = np.where(m > p, total + (m - p) * most + (p - 1) * least + 2 * send * (p - 1), m * most)
@@ -198,7 +198,7 @@ class _Group:
     def _unlike_s(self) -> Array:
         """The bound over groups of unlike devices, from the lines that hold for every number of micro-batches."""
         p, m = self._pp, self._m
-        if self._schedule is ScheduleName.GPIPE:
+        if self._schedule.rules.forwards_first:
             return self._weighted_s(0.0, [m - 1] * p)
         least = self._weighted_s(-1.0, [m - 1] * p)
         steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)])
@@ -239,7 +239,7 @@ class _Group:
         m = self._m[:, None]
         if not self._schedule.rules.splits_backward:
             return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
-        if self._schedule is ScheduleName.ZB_2P:  # whose ranks do not wait for each other to end a step
+        if self._schedule.rules.overlaps_steps:
             return (m * (self._work @ ranks.T)).max(axis=1)
         sent = self._work - self._times.weight_s
         whole = self._times.forward_s @ below.T + hops + m * (self._work @ ranks.T)
@@ -276,7 +276,7 @@ class _Group:
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
 
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
-        if self._schedule is ScheduleName.GPIPE and self._pp > 1:
+        if self._schedule.rules.forwards_first and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
             flying = self._layouts.each(
@@ -290,10 +290,11 @@ class _Group:
         return least @ self._counts
 
     def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
+        rules = self._schedule.rules
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._layouts))
         shortened = self._layouts.each(
-            _MicroBatches, lambda key: self._schedule.rules.shortened(self._pp, key.num_microbatches, MOST_ROUNDS)
+            _MicroBatches, lambda key: rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS)
         )
         for m in np.unique(shortened):
             members = np.flatnonzero(shortened == m)
@@ -318,7 +319,7 @@ def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatche
     """c such that no cut makes a pipeline of one stage a rank shorter than c times W."""
     p, m = num_ranks, num_microbatches
     best = max(m / p, 1 / (1 - (1 - 1 / m) ** p))
-    if schedule is ScheduleName.GPIPE:
+    if schedule.rules.forwards_first:
         return max(best, (m + p - 1) / p)
     if m > p:
         # Weights l_r with 1 + sum_(i<r) l_i + l_r (m - p + r) = c for all r, scaled to sum 1.
