@@ -3,14 +3,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.ledger import StateBytes
-from costmodels.memory import state_bytes
+from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.recipe import load_recipe
 
 
+def states_of(trainable: float, frozen: float = 0.0, **choices: object) -> StateBytes:
+    """State bytes for choices given by name."""
+    names = ("precision", "optimizer", "facts")
+    kept = KeptStates(**{name: choices[name] for name in names if name in choices})  # type: ignore[arg-type]
+    left = {name: value for name, value in choices.items() if name not in names}
+    return state_bytes(trainable, frozen, kept, Division(**left))  # type: ignore[arg-type]
+
+
 def per_parameter(zero_stage: int, num_shards: int, precision: str = "bf16", optimizer: str = "adamw") -> float:
-    return state_bytes(
-        1.0, precision=precision, optimizer=optimizer, zero_stage=zero_stage, num_shards=num_shards
-    ).total
+    return states_of(1.0, precision=precision, optimizer=optimizer, zero_stage=zero_stage, num_shards=num_shards).total
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8, 64])
@@ -32,18 +38,18 @@ def test_sgd_keeps_no_moments() -> None:
 
 
 def test_the_parts() -> None:
-    state = state_bytes(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
+    state = states_of(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
     assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9, moments=2e9)
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
-    state = state_bytes(0, num_frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
+    state = states_of(0, frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
     assert state == StateBytes(parameters=200, gradients=0, optimizer=400)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 2 + 4), (1, 2 + 4), (2, 2 + 4 / 8), (3, 2 / 8 + 4 / 8)])
 def test_offloading_leaves_the_copy_for_compute_and_gradients(stage: int, expected: float) -> None:
-    state = state_bytes(1, precision="bf16", optimizer="adamw", zero_stage=stage, num_shards=8, on_host=True)
+    state = states_of(1, precision="bf16", optimizer="adamw", zero_stage=stage, num_shards=8, on_host=True)
     assert state.total == expected
     assert state.optimizer == state.moments == 0
 
@@ -67,7 +73,7 @@ def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str)
 def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> None:
     arguments = {"precision": "bf16", "optimizer": "adamw", "zero_stage": 1, "num_shards": 2, **change}
     with pytest.raises(ValueError, match=rule):
-        state_bytes(1, **arguments)  # type: ignore[arg-type]
+        states_of(1, **arguments)
 
 
 @pytest.mark.parametrize("shards", [2, 8, 32])
@@ -76,7 +82,7 @@ def test_bytes_per_parameter_of_nanotron(shards: int) -> None:
     recipe = load_recipe("nanotron")
 
     def held(zero_stage: int, num_shards: int) -> float:
-        return state_bytes(
+        return states_of(
             1.0,
             precision="bf16",
             optimizer="adamw",
