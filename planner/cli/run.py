@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command("run")(run)
 
 
-def run(
+def run(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 20,
     data: Annotated[Path | None, typer.Option(help="Text to train on, as bytes. Default: Python's own source.")] = None,
