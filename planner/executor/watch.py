@@ -103,6 +103,7 @@ def watched(timeout_s: float) -> Generator[Callable[[int], None]]:
     done = threading.Event()
     store = distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     main = threading.get_ident()
+    _say(store, 0, 0, main)  # before the first step: whoever finishes it knows of all
     thread = threading.Thread(target=_watch, args=(store, timeout_s, steps, done, main), daemon=True)
     thread.start()
 
@@ -123,8 +124,7 @@ def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threadin
     with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone: the launcher is ending the run
         while not done.wait(min(LONGEST_BEAT_S, timeout_s / BEATS_A_TIMEOUT)):
             count += 1
-            beat = Beat(count, steps[0], socket.gethostname(), os.getpid(), _line(sys._current_frames().get(main)))
-            store.set(_key(rank), json.dumps(asdict(beat)))
+            _say(store, count, steps[0], main)
             now_s = time.monotonic()
             if now_s - last_s > timeout_s:  # it was this rank that slept: what it missed says nothing of the others
                 record = Record(size, timeout_s, now_s)
@@ -135,6 +135,12 @@ def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threadin
             finding = record.finding(now_s)
             if finding is not None and not done.is_set():
                 _end(finding, rank, record)
+
+
+def _say(store: dist.Store, count: int, step: int, main: int) -> None:
+    """Leaves this rank's beat in the store."""
+    beat = Beat(count, step, socket.gethostname(), os.getpid(), _line(sys._current_frames().get(main)))
+    store.set(_key(dist.get_rank()), json.dumps(asdict(beat)))
 
 
 def _end(finding: Finding, rank: int, record: Record) -> None:
