@@ -2,8 +2,8 @@
 
 A thread of each rank says every few seconds, through the ranks' store, that it is alive, which step it has finished and
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
-none finishes a step for so long (and for ten times the longest step so far; the first may take four times
-``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks; the launcher ends the rest.
+none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
+far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks; the launcher ends the rest.
 """
 
 # pyright: reportPrivateUsage=false
@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 
 BEATS_A_TIMEOUT = 20  # so that one late beat is far from a missed one
 LONGEST_BEAT_S = 5.0
-FIRST_STEP_TIMEOUTS = 4
+STEP_TIMEOUTS, FIRST_STEP_TIMEOUTS = 2, 4
 STEP_TIMES = 10
 _HERE = str(Path(__file__).resolve().parents[1])
 
@@ -83,7 +83,7 @@ class Record:
             who = ", ".join(f"rank {rank}{_who(self._beats[rank])}" for rank in silent)
             verb = "does" if len(silent) == 1 else "do"
             return Finding(silent, f"{who} {verb} not answer since {self._timeout_s:g} s: stopped, hung or gone")
-        patience_s = max(self._timeout_s, STEP_TIMES * self._longest_s)
+        patience_s = max(STEP_TIMEOUTS * self._timeout_s, STEP_TIMES * self._longest_s)
         if self._step == 0:
             patience_s = FIRST_STEP_TIMEOUTS * self._timeout_s
         if now_s - self._step_s > patience_s:
