@@ -2,8 +2,8 @@
 
 A thread of each rank says every few seconds, through the ranks' store, that it is alive, which step it has finished and
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
-none finishes a step for so long (and for ten times the longest step so far; the first may take four times
-``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks; the launcher ends the rest.
+none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
+far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks; the launcher ends the rest.
 """
 
 # pyright: reportPrivateUsage=false
@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 
 BEATS_A_TIMEOUT = 20  # so that one late beat is far from a missed one
 LONGEST_BEAT_S = 5.0
-FIRST_STEP_TIMEOUTS = 4
+STEP_TIMEOUTS, FIRST_STEP_TIMEOUTS = 2, 4
 STEP_TIMES = 10
 _HERE = str(Path(__file__).resolve().parents[1])
 
@@ -83,7 +83,7 @@ class Record:
             who = ", ".join(f"rank {rank}{_who(self._beats[rank])}" for rank in silent)
             verb = "does" if len(silent) == 1 else "do"
             return Finding(silent, f"{who} {verb} not answer since {self._timeout_s:g} s: stopped, hung or gone")
-        patience_s = max(self._timeout_s, STEP_TIMES * self._longest_s)
+        patience_s = max(STEP_TIMEOUTS * self._timeout_s, STEP_TIMES * self._longest_s)
         if self._step == 0:
             patience_s = FIRST_STEP_TIMEOUTS * self._timeout_s
         if now_s - self._step_s > patience_s:
@@ -103,6 +103,7 @@ def watched(timeout_s: float) -> Generator[Callable[[int], None]]:
     done = threading.Event()
     store = distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     main = threading.get_ident()
+    _say(store, 0, 0, main)  # before the first step: whoever finishes it knows of all
     thread = threading.Thread(target=_watch, args=(store, timeout_s, steps, done, main), daemon=True)
     thread.start()
 
@@ -123,8 +124,7 @@ def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threadin
     with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone: the launcher is ending the run
         while not done.wait(min(LONGEST_BEAT_S, timeout_s / BEATS_A_TIMEOUT)):
             count += 1
-            beat = Beat(count, steps[0], socket.gethostname(), os.getpid(), _line(sys._current_frames().get(main)))
-            store.set(_key(rank), json.dumps(asdict(beat)))
+            _say(store, count, steps[0], main)
             now_s = time.monotonic()
             if now_s - last_s > timeout_s:  # it was this rank that slept: what it missed says nothing of the others
                 record = Record(size, timeout_s, now_s)
@@ -135,6 +135,12 @@ def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threadin
             finding = record.finding(now_s)
             if finding is not None and not done.is_set():
                 _end(finding, rank, record)
+
+
+def _say(store: dist.Store, count: int, step: int, main: int) -> None:
+    """Leaves this rank's beat in the store."""
+    beat = Beat(count, step, socket.gethostname(), os.getpid(), _line(sys._current_frames().get(main)))
+    store.set(_key(dist.get_rank()), json.dumps(asdict(beat)))
 
 
 def _end(finding: Finding, rank: int, record: Record) -> None:

@@ -43,14 +43,14 @@ def test_a_step_that_does_not_end_shows_where_each_rank_is() -> None:
     record = Record(2, TIMEOUT_S, 0.0)
     alive(record, 1.0, 1)
     alive(record, 1.5, 2)  # a step of half a second
-    for now_s in (6.0, 11.0):
+    for now_s in (6.0, 11.0, 16.0, 21.0):
         alive(record, now_s, 2)
         assert record.finding(now_s) is None
-    alive(record, 12.0, 2)
-    finding = record.finding(12.0)
+    alive(record, 22.0, 2)
+    finding = record.finding(22.0)
     assert finding is not None
     assert finding.ranks == ()
-    assert "step 3 is not finished after 10 s: rank 0 is at model.py:7; rank 1 is at model.py:9" in finding.text
+    assert "step 3 is not finished after 20 s: rank 0 is at model.py:7; rank 1 is at model.py:9" in finding.text
 
 
 def test_long_steps_and_a_long_first_one_are_waited_for() -> None:
