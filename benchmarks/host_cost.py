@@ -73,7 +73,9 @@ def measure(model: str, name: str, tp: int, *, sequence_parallel: bool) -> HostT
     loaded = load_model(resolve_model(model))
     tokens = torch.zeros(NUM_MICROBATCHES, SEQ_LEN, dtype=torch.int64)
     with _fake_world(tp):
-        module = parallelize(loaded.build(), {"input_ids": tokens[:1]}, loaded.loss_fn, plan, build_mesh(plan, "cpu"))
+        module = parallelize(
+            loaded.build(), {"input_ids": tokens[:1]}, loaded.training_loss, plan, build_mesh(plan, "cpu")
+        )
         batch = {"input_ids": tokens, "labels": tokens}
         seconds: list[float] = []
         for _ in range(WARM_UPS + REPEATS):

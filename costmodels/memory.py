@@ -22,6 +22,8 @@ Sources: Rajbhandari et al., "ZeRO" (2020), for what each stage divides; Narayan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from costmodels.ledger import StateBytes
 from costmodels.recipe import StateFacts
 
@@ -32,27 +34,38 @@ GRADIENT_BYTES = 4
 MOMENT_BYTES = {"adamw": 8, "adam": 8, "sgd": 0}
 
 
-def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and all are given by name
-    num_trainable: float,
-    *,
-    num_frozen: float = 0.0,
-    precision: str,
-    optimizer: str,
-    zero_stage: int,
-    num_shards: int,
-    facts: StateFacts | None = None,
-    is_replicated: bool = False,
-    on_host: bool = False,
-) -> StateBytes:
+@dataclass(frozen=True)
+class KeptStates:
+    """What training keeps of a parameter; ``facts``: how another framework than ours keeps gradients."""
+
+    precision: str
+    optimizer: str
+    facts: StateFacts | None = None
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where the states of a parameter lie.
+
+    ``num_shards``: ranks the state is divided over (dp_shard, times cp where that shards too). ``is_replicated``: there
+    is more than one data-parallel rank, which is where a framework's buffers come in. ``on_host``: master copy and
+    moments do not lie on the device.
+    """
+
+    zero_stage: int
+    num_shards: int
+    is_replicated: bool = False
+    on_host: bool = False
+
+
+def state_bytes(num_trainable: float, num_frozen: float, kept: KeptStates, division: Division) -> StateBytes:
     """State of so many parameter elements on one rank, between steps and at its largest.
 
-    ``num_shards``: ranks the state is divided over (dp_shard, times cp where that shards too).
-    ``facts``: how another framework keeps gradients; ``is_replicated``: there is more than one
-    data-parallel rank, which is where its buffers come in. Frozen parameters have neither gradients nor moments, yet
-    FSDP2 keeps both of their copies. ZeRO 3
-    leaves out the units that are gathered at the moment. ``on_host``: master copy and moments do not lie on the
-    device. ValueError names a value that is not known.
+    Frozen parameters have neither gradients nor moments, yet FSDP2 keeps both of their copies. ZeRO 3 leaves out the
+    units that are gathered at the moment. ValueError names a value that is not known.
     """
+    precision, optimizer, facts = kept.precision, kept.optimizer, kept.facts
+    zero_stage, num_shards = division.zero_stage, division.num_shards
     if precision not in COMPUTE_BYTES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_BYTES)}, got {precision!r}")
     if optimizer not in MOMENT_BYTES:
@@ -68,11 +81,11 @@ def state_bytes(  # over 6 arguments: every one is a choice of the recipe, and a
     if facts is not None:
         gradient_bytes, extra_bytes = facts.gradient_bytes.value, facts.optimizer_extra_bytes.value
         buffers = facts.sharded_replica_bytes if zero_stage >= 1 else facts.replica_bytes
-        buffer_bytes = buffers.value if is_replicated else 0.0
+        buffer_bytes = buffers.value if division.is_replicated else 0.0
     moments = MOMENT_BYTES[optimizer] + extra_bytes
     compute_copy = num_elements * COMPUTE_BYTES[precision]
     gradients = num_trainable * (gradient_bytes / gradient_shards + buffer_bytes)
-    if on_host:
+    if division.on_host:
         return StateBytes(compute_copy / (shards if zero_stage == 3 else 1), gradients, optimizer=0.0)
     return StateBytes(
         parameters=compute_copy * (zero_stage < 3),

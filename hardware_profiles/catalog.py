@@ -90,6 +90,23 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
 
 def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
     """The profile in JSON ``content``; ``source`` names it in the error, which lists every violation."""
+    data, slips = _json_of(content, source)
+    if isinstance(data, dict) and "groups" in data and "device" not in data:
+        _refuse_mixed(source)
+    try:
+        profile = ClusterProfile.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        _refuse(source, slips + _readable(error))
+    if isinstance(data, dict) and type(data.get("schema_version")) is not int:
+        slips.append(f"schema_version: must be the number {SCHEMA_VERSION}, is {data.get('schema_version')!r}")
+    found = slips + list(violations(profile))
+    if found:
+        _refuse(source, found)
+    return profile
+
+
+def _json_of(content: bytes, source: str) -> tuple[object, list[str]]:
+    """What is written in ``content``, and what JSON readers pass over though it is wrong."""
     if len(content) > MAX_FILE_BYTES:
         _refuse(source, [f"holds more than {MAX_FILE_BYTES:,} bytes; a profile is a few kilobytes"])
     slips: list[str] = []
@@ -107,7 +124,7 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
         slips.append(f"{text} is not a number that JSON or a profile allows")
 
     try:
-        data: object = json.loads(content.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(content.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant), slips
     except UnicodeDecodeError as error:
         _refuse(source, [f"is not UTF-8 text (byte {error.start})"])
     except json.JSONDecodeError as error:
@@ -116,18 +133,6 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
         _refuse(source, ["is nested too deeply to be a profile"])
     except ValueError as error:  # a number of more digits than Python converts
         _refuse(source, [f"is not JSON: {error}"])
-    if isinstance(data, dict) and "groups" in data and "device" not in data:
-        _refuse_mixed(source)
-    try:
-        profile = ClusterProfile.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        _refuse(source, slips + _readable(error))
-    if isinstance(data, dict) and type(data.get("schema_version")) is not int:
-        slips.append(f"schema_version: must be the number {SCHEMA_VERSION}, is {data.get('schema_version')!r}")
-    found = slips + list(violations(profile))
-    if found:
-        _refuse(source, found)
-    return profile
 
 
 def _read_profile(path: Path) -> ClusterProfile:

@@ -119,6 +119,17 @@ def _device(device: DeviceProfile) -> Iterator[str]:
     yield from _positive("device.memory_bandwidth_bytes_per_s", device.memory_bandwidth_bytes_per_s)
     if device.kernel_launch_s.value > LONGEST_LATENCY_S:
         yield f"device.kernel_launch_s: {device.kernel_launch_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
+    yield from _peaks(device)
+    yield from _efficiencies(device)
+    for place, quantity, most in (
+        ("usd_per_hour", device.usd_per_hour, MOST_USD_PER_HOUR),
+        ("watts", device.watts, MOST_WATTS),
+        ("failures_per_device_year", device.failures_per_device_year, MOST_FAILURES_PER_YEAR),
+    ):
+        yield from _at_most(f"device.{place}", quantity.value if quantity else 0.0, most)
+
+
+def _peaks(device: DeviceProfile) -> Iterator[str]:
     if not device.peak_flops_per_s:
         yield "device.peak_flops_per_s: at least one dtype is needed"
     for dtype, peak in device.peak_flops_per_s.items():
@@ -128,6 +139,9 @@ def _device(device: DeviceProfile) -> Iterator[str]:
             slow, fast = device.peak_flops_per_s[wide].value, device.peak_flops_per_s[narrow].value
             if fast < slow and not _measured(device.peak_flops_per_s[wide], device.peak_flops_per_s[narrow]):
                 yield f"device.peak_flops_per_s: {narrow} ({fast:g}) is below {wide} ({slow:g})"
+
+
+def _efficiencies(device: DeviceProfile) -> Iterator[str]:
     for op_class in REQUIRED_EFFICIENCIES:
         if op_class not in device.efficiency:
             yield f"device.efficiency.{op_class}: missing"
@@ -140,12 +154,6 @@ def _device(device: DeviceProfile) -> Iterator[str]:
                 f"device.efficiency.{op_class}.half_size_flops: every operator would take {half_s:g} s more, "
                 f"above {LONGEST_LATENCY_S:g} s"
             )
-    for place, quantity, most in (
-        ("usd_per_hour", device.usd_per_hour, MOST_USD_PER_HOUR),
-        ("watts", device.watts, MOST_WATTS),
-        ("failures_per_device_year", device.failures_per_device_year, MOST_FAILURES_PER_YEAR),
-    ):
-        yield from _at_most(f"device.{place}", quantity.value if quantity else 0.0, most)
 
 
 def _half_size_s(device: DeviceProfile, efficiency: Efficiency) -> float:

@@ -5,6 +5,7 @@
     │   ├── ModelError                         MODEL cannot be found, loaded or traced
     │   ├── HardwareError                      a hardware profile is unknown or invalid
     │   └── PlanError                          a plan file is damaged, foreign or impossible
+    ├── DivergedError            exit code 1   training cannot go on: its loss is no number
     ├── InfeasibleError          exit code 3   no plan fits
     └── TimeLimitError           exit code 4   the time limit came before any plan was found
 
@@ -41,6 +42,10 @@ class HardwareError(InputError):
 
 class PlanError(InputError):
     """A plan file is damaged, foreign or impossible."""
+
+
+class DivergedError(PlannerError):
+    """Training cannot go on: its loss is no number."""
 
 
 class InfeasibleError(PlannerError):

@@ -22,11 +22,16 @@ MAX_VIOLATIONS = 20  # shown at once
 
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, replacing what is there in one step. InputError where it cannot."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes ``content`` to ``path``, replacing what is there in one step. InputError where it cannot."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private

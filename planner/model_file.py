@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from planner.models.loss import TrainingLoss
+
     Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
@@ -58,7 +60,8 @@ class LoadedModel:
     """A model that can be built, with the inputs and the loss it is trained with.
 
     ``loss_fn(output, batch)`` takes what the module returned and the batch: the inputs, and for
-    token models ``labels`` (int64, already shifted by one, -100 where nothing is to be learned).
+    token models ``labels`` (int64, already shifted by one, -100 where nothing is to be learned). It
+    is the loss of a whole batch; ``training_loss`` is the same loss as it is put together of parts.
     """
 
     source: ModelSource
@@ -68,6 +71,7 @@ class LoadedModel:
     build: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Batch]  # (batch_size, seq_len) -> inputs of the module
     loss_fn: Callable[[object, Batch], torch.Tensor]
+    training_loss: TrainingLoss
     left_out: str | None = None  # what the published model has and this one has not
     stands_for: str | None = None  # set where this is not the model itself but one of the same sizes: why
 
@@ -218,7 +222,7 @@ def _huggingface_digest(content: dict[str, object]) -> str:
 def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
     """The model that ``config`` describes, whoever wrote the config."""
     from planner.models.family import build_family
-    from planner.models.loss import next_token_loss
+    from planner.models.loss import NEXT_TOKEN, next_token_loss
 
     return LoadedModel(
         source=source,
@@ -228,12 +232,13 @@ def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
         build=lambda: build_family(config),
         example_inputs=token_inputs,
         loss_fn=next_token_loss,
+        training_loss=NEXT_TOKEN,
     )
 
 
 def _load_huggingface(source: ModelSource) -> LoadedModel:
     from planner.models.huggingface import HuggingFaceModel
-    from planner.models.loss import next_token_loss
+    from planner.models.loss import NEXT_TOKEN, next_token_loss
 
     if source.path is None:
         raise ModelError(f"{source.name} names no config file")
@@ -256,11 +261,12 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         build=model.build,
         example_inputs=model.example_inputs,
         loss_fn=next_token_loss,
+        training_loss=NEXT_TOKEN,
     )
 
 
 def _load_python(source: ModelSource) -> LoadedModel:
-    from planner.models.loss import next_token_loss
+    from planner.models.loss import NEXT_TOKEN, next_token_loss
     from planner.models.python_file import PythonModel
 
     if source.path is None:
@@ -274,4 +280,5 @@ def _load_python(source: ModelSource) -> LoadedModel:
         build=model.build,
         example_inputs=model.example_inputs or token_inputs,
         loss_fn=model.loss_fn or next_token_loss,
+        training_loss=model.training_loss or NEXT_TOKEN,
     )

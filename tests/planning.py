@@ -9,6 +9,7 @@ from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.parallelism import Optimizer, Precision
+from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 
 BATCH_SIZE = 2  # as planner.api traces
@@ -38,5 +39,5 @@ def problem_of(
     model: str, num_devices: int, *, batch: int, seq_len: int = 1024, hardware: str = A100, pins: Pins = NO_PINS
 ) -> Problem:
     """The whole problem, as ``planner search`` would pose it."""
-    cluster = cluster_of(hardware, num_devices)
-    return Problem.build(graph_of(model, seq_len), cluster, training_of(batch, seq_len), pins)
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(hardware, num_devices), "bf16")
+    return Problem.build(target, training_of(batch, seq_len), pins)

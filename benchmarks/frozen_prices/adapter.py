@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from costmodels.recipe import attention_kernel, load_recipe
+from benchmarks.published.frameworks import recipe_called
+from costmodels.recipe import attention_kernel
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.unlike_devices import over_groups
@@ -45,7 +46,7 @@ def _target(setting: Json) -> tuple[PricingTarget, Training]:
     graph = _graph(str(ROOT / model) if (ROOT / model).exists() else model, setting["seq_len"], precision)
     cluster = load_cluster(setting["hardware"], setting["num_devices"], [])
     kernel = attention_kernel(setting["attention"]) if setting["attention"] else None
-    recipe, once = load_recipe(setting["recipe"]), setting["dispatches_once_a_node"]
+    recipe, once = recipe_called(setting["recipe"]), setting["dispatches_once_a_node"]
     training = Training(setting["global_batch_size"], graph.seq_len, precision, Optimizer(setting["optimizer"]))
     return PricingTarget(graph, cluster, precision.value, recipe, kernel, once), training
 

@@ -41,6 +41,12 @@ class _Recorder:
         if kind == INPUT_GRADIENT:
             self._waiting.append(stage)
 
+    def repeat(self, times: int, pattern: tuple[tuple[Kind, int], ...]) -> None:
+        """The actions of ``pattern`` in order, so many times."""
+        for _ in range(times):
+            for kind, stage in pattern:
+                self.add(kind, stage)
+
     def add_waiting(self) -> None:
         """The weight gradient that has waited longest, if there is one."""
         if self._waiting:
@@ -54,27 +60,16 @@ def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Act
     # The pattern is made for at least as many micro-batches as fill the pipeline; those that do not exist are left out.
     filled = max(2 * num_ranks - 1, num_microbatches)
     behind = num_ranks - rank
-    for _ in range(2 * behind - 1):
-        add(FORWARD, down)
-    for _ in range(rank):
-        add(FORWARD, up)
-        add(FORWARD, down)
-    for _ in range(behind):
-        for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
-            add(kind, up)
+    recorder.repeat(2 * behind - 1, ((FORWARD, down),))
+    recorder.repeat(rank, ((FORWARD, up), (FORWARD, down)))
+    whole_pass_up = ((FORWARD, up), (INPUT_GRADIENT, up), (WEIGHT_GRADIENT, up))
+    recorder.repeat(behind, whole_pass_up)
     while done(FORWARD, up) < filled:
         if done(FORWARD, down) < filled:
             add(FORWARD, down)
-        add(INPUT_GRADIENT, down)
-        add(WEIGHT_GRADIENT, down)
-        for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
-            add(kind, up)
-    for _ in range(rank):
-        add(INPUT_GRADIENT, down)
-        add(INPUT_GRADIENT, up)
-    for _ in range(behind):
-        add(INPUT_GRADIENT, down)
-        add(WEIGHT_GRADIENT, down)
+        recorder.repeat(1, ((INPUT_GRADIENT, down), (WEIGHT_GRADIENT, down), *whole_pass_up))
+    recorder.repeat(rank, ((INPUT_GRADIENT, down), (INPUT_GRADIENT, up)))
+    recorder.repeat(behind, ((INPUT_GRADIENT, down), (WEIGHT_GRADIENT, down)))
     for stage in (up, down):
         while done(WEIGHT_GRADIENT, stage) < filled:
             add(WEIGHT_GRADIENT, stage)

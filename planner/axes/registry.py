@@ -18,6 +18,7 @@ from planner.axes.placement import UnitPlacement
 from planner.axes.recompute import RECOMPUTE
 from planner.axes.tensor import TENSOR
 from planner.axes.unlike_devices import UNLIKE_DEVICES
+from planner.graph.trainable import untrainable
 from planner.layout.layout import Training
 from planner.table.keys import DataKey, WorkKey
 
@@ -98,7 +99,7 @@ def _product_violations(asked: Asked) -> list[str]:
 
 def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
     """What `planner run` would refuse in a layout, and the pin that avoids it."""
-    found = [warning for axis in AXES for warning in axis.unexecuted(run)]
+    found = [*untrainable(run.graph), *(warning for axis in AXES for warning in axis.unexecuted(run))]
     if training.precision.value in ("fp16", "fp8"):
         found.append(f"planner run does not execute {training.precision.value} yet: bf16 and fp32 it does")
     return tuple(found)

@@ -12,6 +12,7 @@ import typer
 
 from hardware_profiles.catalog import HardwareProfileError
 from hardware_profiles.sanity import NAME_PATTERN
+from hardware_profiles.schema import ClusterProfile
 from planner.calibration.profile import profile_of
 from planner.errors import HardwareError, InputError
 from planner.json_file import write_text
@@ -30,11 +31,7 @@ def profile(
     disk: Annotated[Path, typer.Option(help="Folder on the disk that is timed.")] = Path("."),
 ) -> None:
     """Measure this machine or, under torchrun, this cluster; the profile is for --hardware FILE."""
-    for path in (output, *([timings] if timings else [])):
-        if not path.parent.is_dir():
-            raise InputError(f"cannot write {path}: {path.parent} is no folder", hint="make it, or choose another file")
-    if name is not None and not NAME_PATTERN.fullmatch(name):
-        raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
+    _check(name, [output] if timings is None else [output, timings])
     from hardware_profiles.probes.detect import detect, nearest_profile
     from hardware_profiles.probes.profiler import measure_machine  # imports torch
 
@@ -53,6 +50,20 @@ def profile(
     write_text(output, found.model_dump_json(indent=2) + "\n")
     if timings is not None:
         write_text(timings, measurement.model_dump_json() + "\n")
+    _say_what_was_found(found)
+    _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
+
+
+def _check(name: str | None, files: list[Path]) -> None:
+    """InputError before the work begins, where its result could not be kept."""
+    for path in files:
+        if not path.parent.is_dir():
+            raise InputError(f"cannot write {path}: {path.parent} is no folder", hint="make it, or choose another file")
+    if name is not None and not NAME_PATTERN.fullmatch(name):
+        raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
+
+
+def _say_what_was_found(found: ClusterProfile) -> None:
     for tier in found.tiers:
         _say(
             f"tier {tier.name}: {tier.links_per_node} x {tier.bandwidth_bytes_per_s.value * 8 / 1e9:.3g} Gb/s a node, "
@@ -65,7 +76,6 @@ def profile(
     if "RANK" not in os.environ:
         _say(f"the network was not measured: its numbers are those of {found.description.split()[-1]}; "
              "start the command under torchrun to measure it")  # fmt: skip
-    _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
 
 
 def _say(text: str) -> None:

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="trace")(trace)
 
 
-def trace(  # over six arguments: one for each option of the command
+def trace(  # over 6 arguments: one for each option of the command
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
     ],

@@ -23,7 +23,7 @@ from planner.evaluation.once_a_step import Passes, once_a_step_s
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.states import num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
-from planner.layout.columns import Array, Columns
+from planner.layout.columns import Array, key_of
 from planner.layout.layout import Layout
 from planner.parallelism import Offload
 from planner.problems import StageProblem, stage_sums
@@ -95,8 +95,8 @@ class Evaluator:
 
     def __init__(self, table: CostTable, layout: Layout) -> None:
         self.table, self.layout = table, layout
-        self._rows = LayoutRows.of(table, Columns.of(Layout, [layout]))
-        self._memory = RankMemoryModel(table, layout)
+        self._rows = LayoutRows.of_one(table, layout)
+        self._memory = RankMemoryModel(table, layout, self._rows)
         self._kinds = list(table.units.kinds)
         self._ranks = self._on_devices()
 
@@ -346,8 +346,8 @@ class Evaluator:
         if layout.offload is Offload.NONE:
             return None
         host = table.cluster.host(layout.offload)
-        ((key,), _) = Columns.of(Layout, [layout._replace(offload=Offload.NONE)]).by(StateKey)
-        row = table.state_bytes[table.state_rows([key])[0]]
+        on_device = key_of(StateKey, layout)._replace(offload=Offload.NONE)
+        row = table.state_bytes[table.state_rows([on_device])[0]]
         ranks = [self._memory.elements(stages) for stages in self._stages_of_ranks(starts)]
         kept = [
             host_states(state_bytes(row, trainable, frozen, experts).optimizer, updated, host)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
-from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
+from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import Element, Holding, MemoryTerm, Phase
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
-from planner.layout.columns import Columns
+from planner.layout.columns import Array
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 
@@ -19,14 +23,23 @@ _HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
 _ELEMENTS = {element: place for place, element in enumerate(Element)}
 
 
-def reserve_fraction(table: CostTable, mesh: Mesh) -> float:
+@overload
+def reserve_fraction(table: CostTable, mixes_lifetimes: bool) -> float: ...
+
+
+@overload
+def reserve_fraction(table: CostTable, mixes_lifetimes: NDArray[np.bool]) -> Array: ...
+
+
+def reserve_fraction(table: CostTable, mixes_lifetimes: bool | NDArray[np.bool]) -> float | Array:
     """Share of the tensors that come and go which the allocator loses to gaps between them.
 
     Less is left of it where every micro-batch allocates and frees the same tensors in one order: no pipeline keeps
     several in flight, and no collective splits or gathers activations.
     """
-    mixes_lifetimes = mesh.pp * mesh.tp * mesh.cp * mesh.ep > 1
-    return table.cluster.software.reserve_fraction * (1.0 if mixes_lifetimes else table.framework.plain_reserve)
+    share = np.where(mixes_lifetimes, 1.0, table.framework.plain_reserve)
+    found = table.cluster.software.reserve_fraction * share
+    return found if found.ndim else float(found)
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,9 @@ class Transient:
 class RankMemoryModel:
     """Memory of the ranks of one layout."""
 
-    def __init__(self, table: CostTable, layout: Layout) -> None:
-        self._table, self._layout = table, layout
-        rows = LayoutRows.of(table, Columns.of(Layout, [layout]))
+    def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows) -> None:
+        """``rows``: those of ``layout`` alone."""
+        self._table, self._layout, self._rows = table, layout, rows
         self._held: list[list[float]] = table.num_bytes[rows.work[0], rows.mode[0]].tolist()  # [kinds, Holding]
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
@@ -75,7 +88,8 @@ class RankMemoryModel:
     @cached_property
     def software(self) -> SoftwareBytes:
         """What the software takes, its allocator's reserve as this layout makes it."""
-        return replace(self._table.cluster.software, reserve_fraction=reserve_fraction(self._table, self._layout.mesh))
+        share = reserve_fraction(self._table, bool(self._rows.mixes_lifetimes[0]))
+        return replace(self._table.cluster.software, reserve_fraction=share)
 
     @property
     def holds_gradients(self) -> bool:

@@ -13,7 +13,7 @@ from costmodels.overlap import exposed_s
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Pass, Term, Time
-from planner.layout.columns import Array, Columns, Positions
+from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.parallelism import Recompute
 from planner.table.cost_table import CostTable
@@ -34,6 +34,18 @@ class _ScheduleKey(NamedTuple):
     schedule: ScheduleName
 
 
+class _LifetimesKey(NamedTuple):
+    pp: int
+    tp: int
+    cp: int
+    ep: int
+
+
+def _mixes_lifetimes(key: _LifetimesKey) -> bool:
+    """A pipeline keeps several micro-batches in flight; the other axes split or gather activations."""
+    return key.pp * key.tp * key.cp * key.ep > 1
+
+
 @dataclass(frozen=True)
 class LayoutRows:
     """Where the prices of many layouts stand in a table's arrays, and what of each decides how they are put together.
@@ -49,6 +61,9 @@ class LayoutRows:
     zero_stage: Positions
     num_microbatches: Array
     splits_backward: NDArray[np.bool]
+    num_shards: Array
+    ep: Array
+    mixes_lifetimes: NDArray[np.bool]  # tensors that come and go have several lifetimes: pipeline, splits or gathers
 
     @staticmethod
     def of(table: CostTable, layouts: Columns[Layout]) -> LayoutRows:
@@ -66,6 +81,29 @@ class LayoutRows:
             zero_stage=layouts.numbers("zero_stage").astype(np.intp),
             num_microbatches=layouts.numbers("num_microbatches"),
             splits_backward=layouts.each(_ScheduleKey, lambda key: key.schedule.rules.splits_backward).astype(bool),
+            num_shards=layouts.numbers("num_shards"),
+            ep=layouts.numbers("ep"),
+            mixes_lifetimes=layouts.each(_LifetimesKey, _mixes_lifetimes).astype(bool),
+        )
+
+    @staticmethod
+    def of_one(table: CostTable, layout: Layout) -> LayoutRows:
+        """The rows of a single layout, without columns of it."""
+        rows = (
+            table.work_rows([key_of(WorkKey, layout)]),
+            np.array([_MODES[layout.recompute]]),
+            table.data_rows([key_of(DataKey, layout)]),
+            table.split_rows([key_of(TensorSplit, layout)]),
+            table.state_rows([key_of(StateKey, layout)]),
+            np.array([layout.zero_stage]),
+        )
+        return LayoutRows(
+            *rows,
+            num_microbatches=np.array([layout.num_microbatches], dtype=np.float64),
+            splits_backward=np.array([layout.schedule.rules.splits_backward]),
+            num_shards=np.array([layout.mesh.num_shards], dtype=np.float64),
+            ep=np.array([layout.mesh.ep], dtype=np.float64),
+            mixes_lifetimes=np.array([_mixes_lifetimes(key_of(_LifetimesKey, layout))]),
         )
 
     def take(self, places: Positions) -> LayoutRows:

@@ -15,6 +15,7 @@ import torch
 
 from planner.errors import InputError, PlanError
 from planner.executor.mesh import RankPlace
+from planner.executor.order import key_of, shuffled
 from planner.plan.schema import Plan
 
 NUM_BYTE_TOKENS = 256
@@ -36,26 +37,21 @@ class TokenData:
 
     def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 (size, seq_len), of the whole batch of ``step``."""
-        samples = self._samples(range(step * size, (step + 1) * size))
-        whole = torch.stack([self.tokens[s * self.seq_len : (s + 1) * self.seq_len + 1] for s in samples]).long()
-        return whole[:, :-1], whole[:, 1:]
+        return self._batch(range(step * size, (step + 1) * size))
 
     def local_batch(self, step: int, size: int, place: RankPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the batch of ``step``: (size / dp_degree, seq_len)."""
-        input_ids, labels = self.global_batch(step, size)
-        return input_ids[place.dp_rank :: place.dp_degree], labels[place.dp_rank :: place.dp_degree]
+        return self._batch(range(step * size + place.dp_rank, (step + 1) * size, place.dp_degree))
 
-    def _samples(self, positions: range) -> list[int]:
-        """Each epoch visits every sample once, in an order of its own."""
-        orders: dict[int, torch.Tensor] = {}
-        samples: list[int] = []
-        for position in positions:
-            epoch, offset = divmod(position, self.num_samples)
-            if epoch not in orders:
-                generator = torch.Generator().manual_seed(self.seed + epoch)
-                orders[epoch] = torch.randperm(self.num_samples, generator=generator)
-            samples.append(int(orders[epoch][offset]))
-        return samples
+    def sample(self, position: int) -> int:
+        """The sample at ``position`` of the run. Each epoch visits every sample once, in an order of its own."""
+        epoch, offset = divmod(position, self.num_samples)
+        return shuffled(offset, self.num_samples, key_of(self.seed, epoch))
+
+    def _batch(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = [self.sample(position) * self.seq_len for position in positions]
+        whole = torch.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).long()
+        return whole[:, :-1], whole[:, 1:]
 
 
 def load_tokens(path: Path | None) -> torch.Tensor:

@@ -1,23 +1,37 @@
-"""Starts the ranks of a plan on this machine through torchrun's own launcher, or finds that they run already."""
+"""Starts the ranks of a plan on this machine, or finds that torchrun started them already.
+
+Ranks find each other through a store that the launcher holds, bound to the loopback address, as gloo's and NCCL's own
+connections are: nothing that this opens can be reached from another machine. Ranks die with their launcher, and the
+first that fails ends all.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import ctypes
+import datetime
 import os
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, PlanError, PlannerError
+from planner.errors import DivergedError, InputError, PlanError, PlannerError
 from planner.plan.schema import Plan
 
 MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: more of them only wait
 MIN_CPU_RANKS = 16  # small plans may be tried on any machine
 GRACE_S = 3.0  # the launcher stops all ranks within a fraction of it
+POLL_S = 0.05
+SAVING_S = 600.0  # for the step under way and a checkpoint, before ranks that were told to stop are killed
+LAUNCHER_PID = "PLANNER_LAUNCHER_PID"  # set for ranks that are to die with their launcher
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 RANK_COMMAND = "from planner.cli.main import main; main()"
 
 
@@ -54,58 +68,134 @@ def check_machine(plan: Plan) -> None:
         )
 
 
-def launch(plan: Plan, arguments: Sequence[str]) -> None:
-    """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+class StoppedError(PlannerError):
+    """The launcher was told to stop, and so were its ranks."""
 
-    ranks = plan.mesh.shape().world_size
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"planner-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
+    exit_code = 128 + signal.SIGTERM
+
+
+def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> None:
+    """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed.
+
+    On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError follows.
+    """
+    size = plan.mesh.shape().world_size
+    store, port = _loopback_store()
+    ranks: list[subprocess.Popen[bytes]] = []
+    told = threading.Event()
+    with _handling(signal.SIGTERM, told.set):
+        try:
+            for rank in range(size):
+                command = [sys.executable, "-c", RANK_COMMAND, *arguments]
+                ranks.append(subprocess.Popen(command, env=_environment(rank, size, port), start_new_session=True))
+            _wait(ranks, told, grace_s)
+        finally:
+            _kill(ranks)
+    del store  # held for as long as ranks use it
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: threading.Event, grace_s: float) -> None:
+    """Returns once all ranks have ended well."""
+    deadline_s: float | None = None
+    while any(rank.poll() is None for rank in ranks):
+        failed = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()]
+        if failed:
+            raise RankError(*failed[0])
+        if told.is_set() and deadline_s is None:
+            deadline_s = time.monotonic() + grace_s
+            for rank in ranks:
+                rank.terminate()
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    failed = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()]
+    if told.is_set():
+        saved = grace_s > 0 and not failed and all(rank.poll() == 0 for rank in ranks)
+        raise StoppedError("stopped by SIGTERM" + (", after a checkpoint" if saved else ""))
+    if failed:
+        raise RankError(*failed[0])
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+    for rank in ranks:
+        rank.wait()
+
+
+def _loopback_store() -> tuple[dist.TCPStore, int]:
+    """A store that this machine alone can reach, and its port. torch's own would listen on all interfaces."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
     )
-    if not torch.cuda.is_available():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share the cores
+    return store, port
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun gives a rank, and what keeps it on this machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    wanted = {
+        "OMP_NUM_THREADS": "1" if not torch.cuda.is_available() else None,  # many ranks share the cores
+        "GLOO_SOCKET_IFNAME": _loopback_interface(),
+        "NCCL_SOCKET_IFNAME": _loopback_interface(),
+    }
+    return {
+        **{name: value for name, value in wanted.items() if value is not None},
+        **os.environ,
+        **{name: str(number) for name, number in numbers.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 opens none
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def _loopback_interface() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+@contextlib.contextmanager
+def _handling(number: signal.Signals, act: Callable[[], object]) -> Generator[None]:
+    """``act`` on a signal; without effect outside the main thread, where Python handles none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, lambda signal_number, frame: act())
     try:
-        with _no_logging():  # ranks tell their own errors
-            elastic_launch(config, sys.executable)("-c", RANK_COMMAND, *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RankError(rank, failure.exitcode) from None
-    except SignalException as error:
-        raise KeyboardInterrupt from error
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def die_with_launcher() -> None:
+    """Asks Linux to end this rank when its launcher ends, however that comes about."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it was gone before this was asked
+        os._exit(1)
 
 
 @contextlib.contextmanager
 def only_the_cause() -> Generator[None]:
     """Surrounds the work of a rank, so that one error is told once.
 
-    A rank whose peers are gone, or which found an error in the input that rank 0 finds as well,
-    waits for the launcher to stop it; it speaks only where nothing does.
+    A rank whose peers are gone, or which found what rank 0 finds as well, an error in the input or a
+    loss that is no number, waits for the launcher to stop it; it speaks only where nothing does.
     """
     try:
         yield
     except Exception as error:
         lost_peers = isinstance(error.__cause__ or error, dist.DistError) or "gloo/transport" in str(error)
-        if lost_peers or (isinstance(error, InputError) and os.environ.get("RANK") != "0"):
+        if lost_peers or (isinstance(error, InputError | DivergedError) and os.environ.get("RANK") != "0"):
             time.sleep(GRACE_S)
         raise
-
-
-@contextlib.contextmanager
-def _no_logging() -> Generator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
+from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
+from planner.executor.randomness import seed_rank
 from planner.executor.recompute import apply_recompute
+from planner.executor.requirements import check_buffers, check_names
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
 from planner.executor.stage_split import (
@@ -25,7 +28,13 @@ from planner.executor.stage_split import (
     split_trace,
     tied_parameters,
 )
-from planner.executor.stage_trace import TensorMeta, trace_forward, trace_real_forward
+from planner.executor.stage_trace import (
+    ReadsValuesError,
+    TensorMeta,
+    trace_as_compiled,
+    trace_forward,
+    trace_real_forward,
+)
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
     check_placements,
@@ -34,10 +43,10 @@ from planner.executor.tensor_parallel import (
     torch_placement,
 )
 from planner.model_file import call_model
+from planner.models.loss import TrainingLoss
 from planner.plan.schema import Plan
 
 Tensors = dict[str, torch.Tensor]
-LossFunction = Callable[[object, Tensors], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class ParallelModel:
     schedule: Schedule | None  # None without a pipeline
     ties: tuple[TiedGradient, ...]
     plan: Plan
+    loss: LossOfParts
     loss_parallel: LossParallel
     has_loss: bool  # this rank computes the loss
     input_name: str  # of the token ids
@@ -58,13 +68,17 @@ class ParallelModel:
         return [parameter for root in self.roots for parameter in root.parameters()]
 
     def forward_backward(self, batch: Tensors) -> torch.Tensor:
-        """Gradients of the mean loss over this data-parallel rank's ``batch``; the loss, or 0 on ranks without it."""
+        """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
+
+        Returns this rank's share: the mean over data-parallel ranks is that loss. 0 on ranks without it.
+        """
+        whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
-            losses = self._all_microbatches(batch) if self.schedule is None else self._pipelined(self.schedule, batch)
+            losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
+        share = self.loss.finish(losses, self.parameters())
         for tie in self.ties:
             tie.reduce()
-        device = self.parameters()[0].device
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+        return share
 
     def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
         (stage,), count = self.stages, self.plan.pipeline.num_microbatches
@@ -79,6 +93,8 @@ class ParallelModel:
 
     def _pipelined(self, schedule: Schedule, batch: Tensors) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
+        for stage in self.stages:  # as each first forward must find it: no backward of the step before is the last
+            prepare_backward(stage.root, self.plan.zero_stage, last=False, pipelined=True)
         target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
         options: dict[str, torch.Tensor] = {**batch, "target": target}
         schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
@@ -86,14 +102,18 @@ class ParallelModel:
 
 
 def parallelize(
-    module: nn.Module, inputs: Tensors, loss_fn: LossFunction, plan: Plan, mesh: DeviceMesh
+    module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, plan: Plan, mesh: DeviceMesh
 ) -> ParallelModel:
     """Splits ``module`` as ``plan`` says and keeps this rank's part, which takes over its parameters.
 
     ``module`` holds equal values on every rank. ``inputs`` are one micro-batch of its inputs, of
-    which only shapes and dtypes are read. Collective over ``mesh``.
+    which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
+    numbers by their place, out of torch's current seed, which must be the same on all of them.
     """
     check_executable(plan)
+    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).dp_degree)
+    check_names(module, plan)
+    check_buffers(module, inputs, plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
@@ -112,7 +132,8 @@ def parallelize(
             apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
         apply_recompute(root, plan.recompute)
         apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
-    loss = LossTask(loss_fn, plan.pipeline.num_microbatches, LossParallel())
+    parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
+    loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
     stages = [
         _stage_module(
@@ -123,8 +144,9 @@ def parallelize(
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
     tied = tied_gradients(ties, roots, plan, mesh)
     has_loss = mine[-1] == last
+    seed_rank(torch.initial_seed(), mesh)
     return ParallelModel(
-        tuple(roots.values()), tuple(stages), schedule, tied, plan, loss.parallel, has_loss, next(iter(inputs))
+        tuple(roots.values()), tuple(stages), schedule, tied, plan, parts, loss.parallel, has_loss, next(iter(inputs))
     )
 
 
@@ -139,6 +161,8 @@ def _programs(
     listed = frozenset(fqn for modules in stages for fqn in modules)
     try:
         trace = trace_forward(module, listed, inputs, call_model, compute_dtype(plan))
+    except ReadsValuesError:
+        trace = trace_as_compiled(module, listed, inputs, call_model, compute_dtype(plan))
     except PlanError:
         raise
     except Exception:  # whatever the user's code raises without values

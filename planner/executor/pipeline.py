@@ -73,9 +73,12 @@ class _Stage(PipelineStage):
         """Sets what this micro-batch's backward reduces and frees, then runs it: ``full``, ``input`` or ``weight``."""
         assert isinstance(self.submod, StageModule)
         root = self.submod.root
-        prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
+        is_weight = backward_type == "weight"
+        # Weights' gradients may pass a unit's hook on their way: it must not free parameters that others still need.
+        prepare_backward(root, self._zero_stage, last=last_backward and not is_weight, pipelined=True)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight":
+        if is_weight:
+            prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
             finish_backward(root, last=last_backward)
         return result
 

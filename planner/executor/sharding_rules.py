@@ -1,7 +1,7 @@
 """Sharding rules of operators that DTensor ships none for."""
 
 # pyright: reportPrivateUsage=false
-# DTensor has no public way to say that a result is no DTensor.
+# DTensor has no public way to say that a result is no DTensor, torch none to its shape rule of grouped products.
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import _meta_registrations
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -27,12 +28,32 @@ def register_sharding_rules() -> None:
     The CPU's flash attention works on each sequence and head for itself: dims 0 and 1 of query,
     key, value, output and log-sum-exp may be split, of a mask only where it is not broadcast. Results
     whose size depends on values (which tokens an expert gets) are computed whole on every rank.
+    DTensor asks for the shape of a grouped product, which torch knows in bfloat16 alone.
     """
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_cpu_attention_backward)
+    _aten_library().impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
+
+
+@functools.cache
+def _aten_library() -> torch.library.Library:
+    """What is registered through it holds for as long as it is there."""
+    return torch.library.Library("aten", "IMPL")
+
+
+def _grouped_shape(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if rows.dtype is torch.bfloat16:
+        return _meta_registrations.meta_grouped_mm(rows, weights, ends, bias, out_dtype)
+    return _meta_registrations._create_grouped_mm_output_tensor(rows, weights, ends, out_dtype or rows.dtype)
 
 
 def _computed_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

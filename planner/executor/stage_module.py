@@ -37,8 +37,11 @@ def stage_root(module: nn.Module, program: StageProgram, device: torch.device) -
 
 def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     shell = copy.copy(module)
-    # nn.Module has no public way to copy one without what it holds
-    state = {"_parameters": {}, "_buffers": {}, "_modules": {}}
+    # nn.Module has no public way to copy one without what it holds. Hooks above all must be the shell's own: several
+    # stages of a rank are shells of one module, and what FSDP hooks to one must not run, and reshard, for another.
+    own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+    state = {name: copy.copy(vars(module)[name]) for name in own}
+    state |= {"_parameters": {}, "_buffers": {}, "_modules": {}}
     for kind in ("_parameters", "_buffers"):
         held: dict[str, object] = getattr(module, kind)
         state[kind] = {name: value for name, value in held.items() if prefix + name in program.states}
@@ -120,18 +123,13 @@ class LossParallel:
 class LossTask:
     """How the last stage turns the model's output into its share of the step's loss."""
 
-    loss_fn: Callable[[object, Tensors], torch.Tensor]
-    num_microbatches: int
+    of_part: Callable[[object, Tensors], torch.Tensor]
     parallel: LossParallel
 
     def __call__(self, output: object, batch: Tensors) -> torch.Tensor:
-        """The mean loss of one micro-batch divided by the number of them, as a local tensor."""
+        """The scaled loss of one micro-batch, as a local tensor."""
         self.parallel.look_at(output)
-        loss = self.loss_fn(output, batch)
-        if isinstance(loss, DTensor):
-            mesh = loss.device_mesh
-            loss = redistribute(loss, mesh, Replicate()).to_local()
-        return loss / self.num_microbatches
+        return self.of_part(output, batch)
 
 
 class StageModule(nn.Module):

@@ -10,6 +10,9 @@ Refused in the glue: values read from tensors (``item()``, ``if tensor``) and te
 parameters nor buffers. Not understood there: Python side effects, own autograd functions.
 """
 
+# pyright: reportPrivateUsage=false
+# torch.compiler has no public way to say to a model that it is being recorded.
+
 from __future__ import annotations
 
 import copy
@@ -29,6 +32,10 @@ Function = Callable[..., object]
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 _T = TypeVar("_T")
+
+
+class ReadsValuesError(PlanError):
+    """What a model does depends on values that a recording does not have."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,27 @@ def trace_forward(
     ``opaque`` are the FQNs of modules recorded as one call. ``dtype`` is what floating-point
     parameters are computed in. Raises what the model raises where it needs values.
     """
-    return _trace(_twin(module, dtype, META), META, opaque, inputs, call)
+    return _trace(twin(module, dtype, META), META, opaque, inputs, call)
+
+
+def trace_as_compiled(
+    module: nn.Module,
+    opaque: frozenset[str],
+    inputs: Inputs,
+    call: Callable[[nn.Module, Inputs], object],
+    dtype: torch.dtype,
+) -> Trace:
+    """As ``trace_forward``, of what a model does where it is told that it is compiled, as the planner's trace is.
+
+    Libraries read values only to take a short cut (Hugging Face looks whether sequences are packed), and leave it out
+    under torch.compile.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        return trace_forward(module, opaque, inputs, call, dtype)
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def trace_real_forward(
@@ -160,7 +187,7 @@ def trace_real_forward(
     """As ``trace_forward``, with the values of ``module``, which are on the CPU. PlanError where that fails too."""
     try:
         with torch.random.fork_rng(devices=()):
-            return _trace(_twin(module, dtype, CPU), CPU, opaque, inputs, call)
+            return _trace(twin(module, dtype, CPU), CPU, opaque, inputs, call)
     except PlanError:
         raise
     except Exception as error:
@@ -191,7 +218,7 @@ def _trace(
     return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
 
 
-def _twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of ``module`` whose parameters and buffers are on ``device``; ties are kept."""
     memo: dict[int, object] = {}
     for parameter in module.parameters():
@@ -229,7 +256,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if not self._paused and func in _READ_VALUES:
-            raise PlanError(
+            raise ReadsValuesError(
                 "between its pipelined modules the model reads values of a tensor"
                 f" ({getattr(func, '__name__', func)}): what it does then cannot be recorded",
                 hint="read them inside a block, or plan with pp = 1",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import logging
+import math
 import os
+import signal
 import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -18,15 +23,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.errors import ModelError, PlanError, PlannerError
+from planner.errors import DivergedError, ModelError, PlanError, PlannerError
+from planner.executor.checkpoint import clear_partial, resume, save
 from planner.executor.data import TokenData, open_data
+from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size, place_of
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.executor.randomness import seed_rank
+from planner.executor.requirements import buffers_unchanged
+from planner.executor.watch import watched
 from planner.model_file import LoadedModel, load_model, resolve_model
 from planner.parallelism import Optimizer
 from planner.plan.schema import Plan
 
 DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
     Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
@@ -43,6 +54,8 @@ class RunOptions:
     data: Path | None = None  # None: the standard library's source
     learning_rate: float | None = None  # None: the optimiser's default of ours
     seed: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
+    checkpoints: Path | None = None  # where to go on from, and to save at the end or on SIGTERM
 
 
 @dataclass(frozen=True)
@@ -56,13 +69,14 @@ class StepReport:
 
 
 @contextlib.contextmanager
-def process_group() -> Generator[torch.device]:
-    """Joins the ranks that torchrun (or we) started; yields this rank's device."""
+def process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Generator[torch.device]:
+    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
         yield device
         dist.barrier()
@@ -72,7 +86,7 @@ def process_group() -> Generator[torch.device]:
 
 def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> None:
     """Runs ``options.steps`` steps of ``plan``; ``report`` is called after each on every rank."""
-    with quiet_torch(), process_group() as device:
+    with quiet_torch(), process_group(options.timeout_s) as device:
         check_world_size(plan)
         loaded = load_model(resolve_model(plan.model.source))
         if loaded.stands_for is not None:
@@ -84,12 +98,25 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
             _say(f"warning: {plan.model.source} has changed since the plan was made for it")
         mesh = build_mesh(plan, device.type)
         data = open_data(plan, options.data, loaded.vocab_size, options.seed)
-        model = parallelize(build_model(loaded, options.seed), example_batch(loaded, plan), loaded.loss_fn, plan, mesh)
+        module = build_model(loaded, options.seed)
+        loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
+        model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
         optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
-        for step in range(options.steps):
-            with _told_by_rank(step):
-                outcome = _timed_step(model, optimizer, data, mesh, step)
-            report(outcome)
+        first = _resumed(options, model, optimizer)
+        with watched(options.timeout_s) as finished, _told_to_stop(options, device) as is_to_stop:
+            step = first
+            while step < options.steps:
+                seed_rank(options.seed, mesh, step)
+                with _told_by_rank(step), buffers_unchanged(model.roots, plan, enabled=step == first + 1):
+                    outcome = _timed_step(model, optimizer, data, mesh, step)
+                step += 1
+                finished(step)
+                report(outcome)
+                _check_finite(outcome)
+                if is_to_stop():
+                    break
+            if options.checkpoints is not None:
+                save(options.checkpoints, model, optimizer, step)
 
 
 def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
@@ -108,14 +135,19 @@ def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
 
 def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
     """One micro-batch of the model's inputs: token ids alone can be filled with text."""
-    inputs = loaded.example_inputs(plan.pipeline.micro_batch_size, plan.training.seq_len)
-    named = inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
+    named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
         raise ModelError(
             f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
             hint="give defaults to the other inputs of its forward",
         )
     return named
+
+
+def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:
+    """The model's inputs by name, or where it has none by position."""
+    inputs = loaded.example_inputs(batch_size, seq_len)
+    return inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
 
 
 def build_optimizer(
@@ -153,6 +185,48 @@ def _timed_step(
     return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
 
 
+def _resumed(options: RunOptions, model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
+    """How many steps are done already; anything but 0 is told."""
+    if options.checkpoints is None:
+        return 0
+    if dist.get_rank() == 0:
+        clear_partial(options.checkpoints)
+    dist.barrier()
+    step = resume(options.checkpoints, model, optimizer)
+    if step > 0 and dist.get_rank() == 0:
+        _say(f"going on after step {step} of {options.checkpoints}")
+    return step
+
+
+@contextlib.contextmanager
+def _told_to_stop(options: RunOptions, device: torch.device) -> Generator[Callable[[], bool]]:
+    """Yields whether any rank was sent SIGTERM, which all are to ask at once; without checkpoints it ends a rank."""
+    if options.checkpoints is None or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+
+    def any_is() -> bool:
+        flag = torch.tensor(int(told.is_set()), device=device)
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    try:
+        yield any_is
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_finite(outcome: StepReport) -> None:
+    """DivergedError on every rank, all of which know the same loss."""
+    if not math.isfinite(outcome.loss):
+        raise DivergedError(
+            f"the loss is {outcome.loss} in step {outcome.step}: nothing can be learned from it any more",
+            hint="try a smaller --learning-rate, or look for what overflows in the model or the data",
+        )
+
+
 @contextlib.contextmanager
 def _told_by_rank(step: int) -> Generator[None]:
     """What goes wrong inside a step, in the user's model or in torch, with the rank it happened on."""
@@ -165,8 +239,25 @@ def _told_by_rank(step: int) -> Generator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        text = f"rank {rank} failed in step {step + 1}: {type(error).__name__}: {error}"
-        raise PlannerError(text, hint="run again with --debug to see where") from error
+        cause = _root_cause(error)
+        text = f"rank {rank} failed in step {step + 1}: {type(cause).__name__}: {cause}{_where(cause)}"
+        raise PlannerError(text, hint="run again with --debug for the whole traceback") from cause
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a pipeline schedule wraps in errors of its own, with the arguments' shapes in place of the reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _where(error: BaseException) -> str:
+    """The lines that the error came through, innermost first: of the user's code, or where it is not there of ours."""
+    ours = str(Path(__file__).resolve().parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    users = [f for f in frames if not f.filename.startswith((ours, "<"))]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(users or frames[-1:])]
+    return f" (at {', from '.join(lines)})" if lines else ""
 
 
 @contextlib.contextmanager

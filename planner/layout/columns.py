@@ -62,6 +62,27 @@ class Columns(Sequence[T]):
         columns = {name: _Column.joined([part._columns[name] for part in parts]) for name in first._columns}
         return Columns(first._kind, columns)
 
+    @staticmethod
+    def from_codes(kind: type[T], columns: Mapping[str, tuple[Sequence[object], NDArray[np.integer]]]) -> Columns[T]:
+        """Records from the values of each field and the place of every record's among them.
+
+        ValueError where the columns are not those of ``kind``, are not equally long or point beyond their values.
+        """
+        lengths = {len(codes) for _, codes in columns.values()}
+        if tuple(columns) != kind._fields or len(lengths) != 1:
+            raise ValueError(f"columns must be {', '.join(kind._fields)}, all of one length")
+        if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
+            raise ValueError("a column points beyond its values")
+        return Columns(kind, {name: _Column(tuple(values), codes) for name, (values, codes) in columns.items()})
+
+    def values_of(self, name: str) -> tuple[object, ...]:
+        """The distinct values of a field."""
+        return self._columns[name].values
+
+    def codes_of(self, name: str) -> NDArray[np.integer]:
+        """Which of ``values_of`` every record has."""
+        return self._columns[name].codes
+
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())).codes)
 
@@ -158,6 +179,17 @@ def leaves_of(key: type[tuple[object, ...]]) -> tuple[str, ...]:
     for name, hint in _hints(key).items():
         found += leaves_of(hint) if hasattr(hint, "_fields") else [name]
     return tuple(found)
+
+
+def key_of(key: type[K], record: NamedTuple) -> K:
+    """The ``key`` of one record: its fields, or attributes of their values."""
+
+    def value(name: str) -> object:
+        if hasattr(record, name):
+            return getattr(record, name)
+        return next(getattr(each, name) for each in record if hasattr(each, name))
+
+    return _nested(key, map(value, leaves_of(key)))
 
 
 def _nested(key: type[K], values: Iterator[object]) -> K:

@@ -1,11 +1,44 @@
-"""The default loss, in float32: next-token cross entropy, or of two towers the contrastive loss."""
+"""Losses, and how the loss of a global batch follows from those of its parts.
+
+A step computes its loss micro-batch by micro-batch on several data-parallel ranks. That the sum of what they do is the
+loss of the whole batch, as one process would compute it, takes more than a number a part: with unequal numbers of
+targets a mean of means is not the mean. ``TrainingLoss`` says what is needed; the default loss, next-token cross
+entropy in float32 (of two towers the contrastive loss), is a sum that is divided once by all targets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+IGNORED = -100  # the label of a position where nothing is to be learned, as torch's cross entropy has it
+
+
+class Reduction(StrEnum):
+    """What a loss function's value over a part of a batch is."""
+
+    MEAN = "mean"  # over ``weight(part)`` terms
+    SUM = "sum"  # of terms; the whole is divided by the ``weight`` of all parts, where there is one
+    COUNTED = "counted"  # a pair: the sum of terms, and how many there were
+    UNKNOWN = "unknown"  # nobody said
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """A loss function, and what makes the loss of a batch of its values over the parts.
+
+    ``function(output, batch)`` returns a scalar, or under ``COUNTED`` the pair (sum, count). ``weight(batch)`` is the
+    number of terms in a part, from the batch alone.
+    """
+
+    function: Callable[[object, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    reduction: Reduction = Reduction.UNKNOWN
+    weight: Callable[[Batch], torch.Tensor | float] | None = None
 
 
 def logits_of(output: object) -> torch.Tensor:
@@ -24,7 +57,7 @@ def logits_of(output: object) -> torch.Tensor:
     raise TypeError(f"the default loss needs a tensor or an output with logits, not {type(output).__name__}")
 
 
-def next_token_loss(output: object, batch: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+def next_token_loss(output: object, batch: Batch) -> torch.Tensor:
     """Mean cross entropy of the logits (..., vocab) against ``labels``.
 
     Without labels, each position of ``input_ids`` is predicted from those before it. Where the
@@ -33,12 +66,36 @@ def next_token_loss(output: object, batch: dict[str, torch.Tensor] | tuple[torch
     similarities = getattr(output, "logits_per_text", None)
     if isinstance(similarities, torch.Tensor):
         return contrastive_loss(similarities)
+    return _cross_entropy(output, batch, "mean")
+
+
+def num_targets(batch: Batch) -> torch.Tensor:
+    """How many positions of ``batch`` the default loss counts: a scalar."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    return ((_tokens(batch)[:, 1:] if labels is None else labels) != IGNORED).sum()
+
+
+def _next_token_sum(output: object, batch: Batch) -> torch.Tensor:
+    if isinstance(getattr(output, "logits_per_text", None), torch.Tensor):
+        raise TypeError("the contrastive loss compares all samples of a batch: it has no value over a part of it")
+    return _cross_entropy(output, batch, "sum")
+
+
+NEXT_TOKEN = TrainingLoss(_next_token_sum, Reduction.SUM, num_targets)
+"""The default loss in parts: the same value over a whole batch as ``next_token_loss``."""
+
+
+def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor:
     logits = logits_of(output)
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if labels is None:
-        tokens = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else _first(batch)
-        logits, labels = logits[:, :-1], tokens[:, 1:]
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        logits, labels = logits[:, :-1], _tokens(batch)[:, 1:]
+    flat = logits.flatten(0, -2).float()
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def _tokens(batch: Batch) -> torch.Tensor:
+    return batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else _first(batch)
 
 
 def contrastive_loss(similarities: torch.Tensor) -> torch.Tensor:
@@ -48,7 +105,7 @@ def contrastive_loss(similarities: torch.Tensor) -> torch.Tensor:
     return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)) / 2
 
 
-def _first(batch: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _first(batch: Batch) -> torch.Tensor:
     tokens = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     if tokens.is_floating_point():
         raise TypeError("the default loss predicts tokens, but the model's first input is not made of integers")

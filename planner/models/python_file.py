@@ -1,4 +1,17 @@
-"""A model in the user's own Python file: executed once, with its errors told by file and line."""
+"""A model in the user's own Python file: executed once, with its errors told by file and line.
+
+What the file may hold, besides the factory ``build_model() -> torch.nn.Module``:
+
+    example_inputs(batch_size, seq_len)   the module's inputs: a tensor, a tuple or a dict of tensors
+    loss_fn(output, batch)                the loss; ``batch`` has the inputs and ``labels``
+    loss_weight(batch)                    of how many terms the loss of ``batch`` is the mean
+
+A step computes the loss part by part. ``loss_fn`` may return the pair (sum of terms, number of terms), and the loss of
+the global batch is the sum of all sums over the sum of all numbers. Or it returns one number: the mean of
+``loss_weight(batch)`` terms. Without ``loss_weight`` it is tried on two halves of a made-up batch, with unequal numbers
+of labels of -100, and taken for what it turns out to be: a sum, a mean over those labels that are not -100, or a mean
+over sequences. A loss that is none of these is not trained in parts.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +32,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.models.loss import Reduction, TrainingLoss
 from planner.models.weightless import build_weightless
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -37,7 +51,8 @@ class PythonModel:
     contents: tuple[bytes, ...]  # of the file and of the modules beside it that it imported
     build: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Batch] | None
-    loss_fn: Callable[[object, Batch], torch.Tensor] | None
+    loss_fn: Callable[[object, Batch], torch.Tensor] | None  # of a whole batch
+    training_loss: TrainingLoss | None
     max_seq_len: int | None
     vocab_size: int | None
 
@@ -61,13 +76,14 @@ class PythonModel:
 
         with time_limit(time_limit_s, f"{factory_name}() of {path}"):
             model = build_weightless(build)
-        inputs, loss = _function(module, "example_inputs", path), _function(module, "loss_fn", path)
+        inputs, loss = _function(module, "example_inputs", path), _training_loss(module, path)
         return PythonModel(
             factory_name=factory_name,
             contents=(content, *beside),
             build=build,
             example_inputs=None if inputs is None else _checked_inputs(inputs, path),
-            loss_fn=None if loss is None else _checked_loss(loss, path),
+            loss_fn=None if loss is None else _loss_of_whole(loss),
+            training_loss=loss,
             max_seq_len=_named_size(model, SEQ_LEN_NAMES),
             vocab_size=_vocab_size(model) if inputs is None else None,
         )
@@ -232,13 +248,47 @@ def _checked_inputs(function: Callable[..., object], path: Path) -> Callable[[in
     return example_inputs
 
 
-def _checked_loss(function: Callable[..., object], path: Path) -> Callable[[object, Batch], torch.Tensor]:
-    def loss_fn(output: object, batch: Batch) -> torch.Tensor:
+def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
+    function, weight = _function(module, "loss_fn", path), _function(module, "loss_weight", path)
+    if function is None:
+        if weight is not None:
+            raise ModelError(f"{path} has loss_weight(), but no loss_fn()", hint="the default loss needs neither")
+        return None
+
+    def loss_fn(output: object, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         with user_code(path, "loss_fn()"):
             loss = function(output, batch)
-        if not isinstance(loss, torch.Tensor):
-            raise ModelError(f"{path}: loss_fn() returned {type(loss).__name__}, not a tensor", hint="return the loss")
-        return loss
+        match loss:
+            case torch.Tensor():
+                return loss
+            case (torch.Tensor() as total, torch.Tensor() | int() as count) if weight is None:
+                return total, torch.as_tensor(count)
+            case _:
+                both = isinstance(loss, tuple) and weight is not None
+                text = "a tuple beside loss_weight()" if both else type(loss).__name__
+                raise ModelError(
+                    f"{path}: loss_fn() returned {text}, not a tensor",
+                    hint="return the loss, or the pair (sum of its terms, number of them) without loss_weight()",
+                )
+
+    def loss_weight(batch: Batch) -> torch.Tensor | float:
+        assert weight is not None
+        with user_code(path, "loss_weight()"):
+            terms = weight(batch)
+        if not isinstance(terms, torch.Tensor | int | float) or (isinstance(terms, torch.Tensor) and terms.ndim):
+            raise ModelError(f"{path}: loss_weight() returned {type(terms).__name__}, not one number",
+                             hint="return of how many terms loss_fn(output, batch) is the mean")  # fmt: skip
+        return terms
+
+    if weight is None:
+        return TrainingLoss(loss_fn)
+    return TrainingLoss(loss_fn, Reduction.MEAN, loss_weight)
+
+
+def _loss_of_whole(loss: TrainingLoss) -> Callable[[object, Batch], torch.Tensor]:
+    def loss_fn(output: object, batch: Batch) -> torch.Tensor:
+        value = loss.function(output, batch)
+        return value if isinstance(value, torch.Tensor) else value[0] / value[1]
 
     return loss_fn
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from costmodels.communication import line_between
-from costmodels.ledger import StateBytes
-from costmodels.memory import state_bytes
-from costmodels.recipe import StateFacts
+from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
 from costmodels.vocabulary.terms import Data, Holding, Time
 from costmodels.vocabulary.workload import CollectiveKind
@@ -119,30 +118,18 @@ def _with_states_on_devices(keys: Sequence[StateKey]) -> tuple[StateKey, ...]:
 
 def _state_row(key: StateKey, target: PricingTarget, training: Training) -> list[list[float]]:
     """Bytes of one element: of a dense parameter, of a frozen one, and of an expert's on one of ``ep`` ranks."""
+    kept = KeptStates(training.precision.value, training.optimizer.value, target.recipe.state)
     shards = key.num_shards if ZERO_STAGES[key.zero_stage].shards_optimizer else 1
-    facts = target.recipe.state
-    dense = _states(key, training, facts, shards, (1.0, 0.0))
-    frozen = _states(key, training, facts, shards, (0.0, 1.0))
+    division = Division(key.zero_stage, shards, key.is_replicated, on_host=key.offload is not Offload.NONE)
+    dense, frozen = _states(1.0, 0.0, kept, division), _states(0.0, 1.0, kept, division)
     if key.ep == 1:
         return [dense, frozen, dense]
-    ours = key._replace(is_replicated=key.experts_are_replicated)
-    return [dense, frozen, _states(ours, training, facts, max(1, shards // key.ep), (1 / key.ep, 0.0))]
+    of_experts = replace(division, num_shards=max(1, shards // key.ep), is_replicated=key.experts_are_replicated)
+    return [dense, frozen, _states(1 / key.ep, 0.0, kept, of_experts)]
 
 
-def _states(
-    key: StateKey, training: Training, facts: StateFacts, num_shards: int, elements: tuple[float, float]
-) -> list[float]:
-    found: StateBytes = state_bytes(
-        elements[0],
-        num_frozen=elements[1],
-        precision=training.precision.value,
-        optimizer=training.optimizer.value,
-        zero_stage=key.zero_stage,
-        num_shards=num_shards,
-        facts=facts,
-        is_replicated=key.is_replicated,
-        on_host=key.offload is not Offload.NONE,
-    )
+def _states(trainable: float, frozen: float, kept: KeptStates, division: Division) -> list[float]:
+    found = state_bytes(trainable, frozen, kept, division)
     return [found.parameters, found.gradients, found.optimizer, found.moments]
 
 

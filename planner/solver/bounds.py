@@ -39,6 +39,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Element, Holding
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import device_places
+from planner.evaluation.rank_memory import reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns
@@ -131,8 +132,8 @@ class _Group:
     def _updated(self) -> Array:
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
         whole = np.einsum("lke,k->le", self._elements, self._counts)
-        divided = whole[:, _TRAINABLE] / self._layouts.numbers("num_shards")
-        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self._layouts.numbers("ep"))
+        divided = whole[:, _TRAINABLE] / self._rows.num_shards
+        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self._rows.ep)
         return np.where(_SHARDS_OPTIMIZER[self._rows.zero_stage], divided, kept)
 
     def _update_s(self) -> Array:
@@ -285,7 +286,7 @@ class _Group:
         """
         kept = self._held[..., _HOLDINGS[Holding.KEPT]]
         working = self._held[..., _HOLDINGS[Holding.WORKING]].min(axis=1)
-        reserve = self._reserve()
+        reserve = 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
         if self._schedule.rules.has_one_stage:
             tensors = self._weighted_bytes(self._static_bytes(), kept * reserve[:, None])
         else:
@@ -300,13 +301,6 @@ class _Group:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
-
-    def _reserve(self) -> Array:
-        """One, and the share that the allocator loses of tensors that come and go."""
-        number = self._layouts.numbers
-        mixes_lifetimes = self._pp * number("tp") * number("cp") * number("ep") > 1
-        share = np.where(mixes_lifetimes, 1.0, self._table.framework.plain_reserve)
-        return 1 + self._table.cluster.software.reserve_fraction * share
 
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
         """For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from costmodels.vocabulary.schedules import ScheduleName
 from planner.parallelism import Offload
 
 
@@ -54,12 +53,3 @@ class SendKey(NamedTuple):
 
     pp: int
     groups: tuple[str, ...]
-
-
-class PipelineKey(NamedTuple):
-    """The pipeline's schedule."""
-
-    schedule: ScheduleName
-    pp: int
-    virtual_stages: int
-    num_microbatches: int

@@ -130,6 +130,8 @@ CASES = {
     "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
     "dp4-zero3-routed": Case("routed", _DP4, 3),
     "tp2-dp2-routed": Case("routed", _DP2_TP2, 1),
+    "tp2-dp2-mixture": Case("mixture", _DP2_TP2, 1, micro_batch_size=4),
+    "pp2-dp2-mixture": Case("mixture", _PP2_DP2, 1, micro_batch_size=4),
     "pp2-dp2-routed": Case("routed", _PP2_DP2, 1),
     "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 3, _INTERLEAVED, 2, micro_batch_size=2),
     "pp2-dp2-interleaved-tied": Case("gpt-tied", _PP2_DP2, 1, _INTERLEAVED, 2, micro_batch_size=2),
@@ -199,4 +201,14 @@ COUNTED_CASES = {
         "llama", _TP4, sequence_parallel=True, recompute=Recompute.SELECTIVE, micro_batch_size=16
     ),
     "count-sp-full": Case("llama", _TP4, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=16),
+}
+DROPOUT_CASES = {
+    "dropout-dp4": Case("gpt-dropout", _DP4, 1, micro_batch_size=2),
+    "dropout-pp4": Case("gpt-dropout", MeshSection(pp=4), micro_batch_size=4),
+    "dropout-tp2-dp2": Case("gpt-dropout", _DP2_TP2, 1, micro_batch_size=8),
+    "dropout-tp2-dp2-sp": Case("gpt-dropout", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=8),
+    "dropout-tp2-dp2-sp-full": Case(
+        "gpt-dropout", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=8
+    ),
+    "dropout-dp4-full": Case("gpt-dropout", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=2),
 }

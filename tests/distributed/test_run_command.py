@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import psutil
@@ -37,6 +39,51 @@ def build_model():
 """
 
 
+NO_NUMBER_MODEL = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.calls = 0
+
+    def forward(self, input_ids):
+        self.calls += 1
+        output = self.head(self.embedding(input_ids))
+        return output * float("nan") if self.calls > 8 else output
+
+def build_model():
+    return Model()
+"""
+FAILING_BLOCK_MODEL = """
+import os
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if not x.is_meta and os.environ.get("RANK") == "1":
+            raise ValueError("an error inside a stage")
+        return self.mix(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(256, 8), Block(), nn.Linear(8, 256)
+
+    def forward(self, input_ids):
+        return self.head(self.block(self.embedding(input_ids)))
+
+def build_model():
+    return Model()
+"""
+
+
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],
@@ -49,8 +96,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def two_rank_plan(folder: Path) -> Path:
-    (folder / "failing.py").write_text(FAILING_MODEL)
+def two_rank_plan(folder: Path, model: str = FAILING_MODEL) -> Path:
+    (folder / "failing.py").write_text(model)
     plan = json.loads(EXAMPLE.read_text())
     plan["model"]["source"] = str(folder / "failing.py")
     plan["num_devices"] = 2
@@ -63,6 +110,43 @@ def two_rank_plan(folder: Path) -> Path:
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
     return path
+
+
+def two_stage_plan(folder: Path, model: str) -> Path:
+    path = two_rank_plan(folder, model)
+    plan = json.loads(path.read_text())
+    plan["mesh"], plan["zero_stage"] = {"pp": 2}, 0
+    plan["pipeline"] |= {
+        "schedule": "1F1B",
+        "num_microbatches": 8,
+        "stages": [
+            {"index": 0, "pp_rank": 0, "modules": ["embedding"]},
+            {"index": 1, "pp_rank": 1, "modules": ["block", "head"]},
+        ],
+    }
+    path.write_text(json.dumps(plan))
+    return path
+
+
+@contextlib.contextmanager
+def training(folder: Path, *arguments: str) -> Generator[tuple[subprocess.Popen[bytes], Path]]:
+    """A run of the example that has finished its first step, and what it says; ended at the end."""
+    talk = folder / "talk"
+    with talk.open("w") as out:
+        command = [*COMMAND, str(EXAMPLE), "--steps", "100000", *arguments]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
+    try:
+        deadline_s = time.monotonic() + 100
+        while "step" not in talk.read_text() and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert "step" in talk.read_text()
+        yield process, talk
+    finally:
+        ranks = psutil.Process(process.pid).children(recursive=True) if psutil.pid_exists(process.pid) else []
+        for rank in [*ranks, process]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                rank.kill()
+        process.wait(timeout=10)
 
 
 def test_trains_and_prints_a_line_a_step() -> None:
@@ -91,18 +175,74 @@ def test_wrong_world_size_names_both_numbers() -> None:
     assert "WORLD_SIZE is 1" in result.stderr
 
 
-def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
-    talk = tmp_path / "talk"
-    with talk.open("w") as out:
-        command = [*COMMAND, str(EXAMPLE), "--steps", "100000"]
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
-    deadline_s = time.monotonic() + 100
-    while "step" not in talk.read_text() and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    assert len(ranks) >= 4
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=40) == 130
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert alive == []
-    assert "Traceback" not in talk.read_text()
+def test_nothing_listens_to_other_machines_and_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    with training(tmp_path) as (process, talk):
+        launcher = psutil.Process(process.pid)
+        ranks = launcher.children(recursive=True)
+        assert len(ranks) >= 4
+        connections = [c for each in (launcher, *ranks) for c in each.net_connections("inet")]
+        listening = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+        assert len(listening) >= 5  # the launcher's store, and each rank's own
+        assert set(listening) <= {"127.0.0.1", "::1"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=40) == 130
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert alive == []
+        assert "Traceback" not in talk.read_text()
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with training(tmp_path) as (process, _):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) >= 4
+        process.kill()
+        process.wait(timeout=10)
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert alive == []
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    with training(tmp_path, "--timeout", "10") as (process, talk):
+        ranks = psutil.Process(process.pid).children()
+        stopped = next(rank for rank in ranks if rank.environ()["RANK"] == "2")
+        stopped.suspend()
+        assert process.wait(timeout=60) == 1
+        words = talk.read_text()
+    assert f"rank 2 (process {stopped.pid} on " in words
+    assert "does not answer since 10 s" in words
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    result = run(str(two_rank_plan(tmp_path, NO_NUMBER_MODEL)), "--steps", "50")
+    assert result.returncode == 1
+    assert "error: the loss is nan in step 3" in result.stderr
+    assert result.stderr.count("error:") == 2  # that one, and the launcher's
+    assert len(result.stdout.splitlines()) == 3
+
+
+def test_error_inside_a_stage_is_told_with_its_line(tmp_path: Path) -> None:
+    result = run(str(two_stage_plan(tmp_path, FAILING_BLOCK_MODEL)), "--steps", "2")
+    assert result.returncode == 1
+    assert "rank 1 failed in step 1: ValueError: an error inside a stage (at failing.py:13 in forward)" in result.stderr
+
+
+def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with training(tmp_path, "--checkpoint-dir", str(folder)) as (process, talk):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        words = talk.read_text()
+    assert "stopped by SIGTERM, after a checkpoint" in words
+    before = [line for line in words.splitlines() if line.startswith("step")]
+    (saved,) = folder.iterdir()
+    assert saved.name == f"step-{len(before)}"
+    total = len(before) + 2
+    resumed = run(str(EXAMPLE), "--steps", str(total), "--checkpoint-dir", str(folder))
+    assert resumed.returncode == 0, resumed.stderr
+    whole = run(str(EXAMPLE), "--steps", str(total))
+    assert losses(whole.stdout.splitlines())[-2:] == losses(resumed.stdout.splitlines())
+    assert losses(whole.stdout.splitlines())[:-2] == losses(before)
+
+
+def losses(lines: list[str]) -> list[tuple[str, str]]:
+    return [(line.split()[1], line.split()[3]) for line in lines]

@@ -95,7 +95,7 @@ class Unusual(nn.Module):
         return Output(logits=F.linear(hidden, self.backbone.embed.weight, self.bias), hidden=hidden)
 
 
-def _config(family: str, *, tied: bool) -> FamilyConfig:
+def _config(family: str, *, tied: bool, dropout: float = 0.0) -> FamilyConfig:
     fields = {
         "family": family,
         "layers": NUM_LAYERS,
@@ -106,7 +106,15 @@ def _config(family: str, *, tied: bool) -> FamilyConfig:
         "seq_len": SEQ_LEN,
     }
     extra = {"kv_heads": 4, "mlp": "swiglu"} if family == "llama" else {}
-    return FamilyConfig.model_validate({**fields, **extra, "tied": tied})
+    return FamilyConfig.model_validate({**fields, **extra, "tied": tied, "dropout": dropout})
+
+
+MIXTURE = FamilyConfig.model_validate(
+    {
+        "family": "moe", "layers": NUM_LAYERS, "hidden": 32, "heads": 8, "kv_heads": 4, "ffn": 64, "vocab": VOCAB,
+        "seq_len": SEQ_LEN, "mlp": "swiglu", "experts": 4, "top_k": 2, "expert_ffn": 32,
+    }
+)  # fmt: skip
 
 
 def _entries(
@@ -174,14 +182,21 @@ def _routed_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
     return tuple(entries)
 
 
+def _mixture_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    """Attention as in Llama, and of every expert's matrices a part on each rank."""
+    entries = [entry for entry in _llama_placements(sequence_parallel) if ".mlp." not in entry.module]
+    split = {"gate": "shard(2)", "up": "shard(2)", "down": "shard(1)"}
+    return (*entries, ModulePlacement(module="layers.*.mlp.experts", parameters=split, output="replicate"))
+
+
 def _layers(prefix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}layers.{index}" for index in range(NUM_LAYERS))
 
 
-def _family(family: str, *, tied: bool) -> ToyModel:
+def _family(family: str, *, tied: bool, dropout: float = 0.0) -> ToyModel:
     is_gpt = family == "gpt"
     return ToyModel(
-        build=lambda: build_family(_config(family, tied=tied)),
+        build=lambda: build_family(_config(family, tied=tied, dropout=dropout)),
         before=("token_embedding", "position_embedding", "dropout") if is_gpt else ("embedding",),
         blocks=_layers(""),
         after=("norm", "head"),
@@ -192,7 +207,11 @@ def _family(family: str, *, tied: bool) -> ToyModel:
 MODELS = {
     "gpt": _family("gpt", tied=False),
     "gpt-tied": _family("gpt", tied=True),
+    "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
     "llama": _family("llama", tied=False),
+    "mixture": ToyModel(
+        lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements
+    ),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
     ),

@@ -5,6 +5,8 @@ Started by ``conftest.py`` under torchrun's environment: ``python -m tests.distr
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import sys
 import traceback
@@ -13,17 +15,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.parity_matrix import errors_of, representative, with_every_loss
 from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
-from planner.models.loss import next_token_loss
+from planner.models.loss import NEXT_TOKEN, next_token_loss
 from planner.parallelism import Optimizer, Precision
+from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import (
     CASES,
     COUNTED_CASES,
+    DROPOUT_CASES,
     GLOBAL_BATCH_SIZE,
     LEARNING_CASES,
     NUM_HALF_PRECISION_STEPS,
@@ -34,6 +40,8 @@ from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
+LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
+MESHES: dict[tuple[MeshSection, bool], DeviceMesh] = {}
 Parameters = dict[str, torch.Tensor]
 
 
@@ -42,15 +50,27 @@ def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
-        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES]:
+        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES, *DROPOUT_CASES, *LAYOUTS]:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
 
 
+def _mesh_of(plan: Plan) -> DeviceMesh:
+    """One mesh for all plans of a shape: each of gloo's process groups has threads of its own."""
+    key = (plan.mesh, plan.zero_stage == 0)
+    if key not in MESHES:
+        MESHES[key] = build_mesh(plan, "cpu")
+    return MESHES[key]
+
+
 def _guarded(name: str) -> dict[str, object]:
     """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
     try:
+        if name in LAYOUTS:
+            return {"errors": errors_of(LAYOUTS[name])}
+        if name in DROPOUT_CASES:
+            return _masks(DROPOUT_CASES[name])
         if name in COUNTED_CASES:
             return _count(COUNTED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
@@ -63,7 +83,7 @@ def _guarded(name: str) -> dict[str, object]:
 def _count(case: Case) -> dict[str, object]:
     """Collectives of a second step: the first one also sets up."""
     model, _ = _train(case, steps=1)
-    tokens, labels = _data().local_batch(1, GLOBAL_BATCH_SIZE, place_of(build_mesh(case.plan(), "cpu")))
+    tokens, labels = _data().local_batch(1, GLOBAL_BATCH_SIZE, place_of(_mesh_of(case.plan())))
     with CollectiveCounter() as counter:
         model.forward_backward({"input_ids": tokens, "labels": labels})
     return {"counts": dict(counter.counts)}
@@ -96,6 +116,32 @@ def _run(case: Case) -> dict[str, object]:
     }
 
 
+def _masks(case: Case) -> dict[str, object]:
+    """What each dropout zeroed in one step: by rank and module, one digest a call, and the shape of the first."""
+    plan = case.plan()
+    mesh = _mesh_of(plan)
+    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
+    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
+    seen: dict[str, list[str]] = {}
+    for root in model.roots:
+        for fqn, module in root.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(functools.partial(_note_mask, seen.setdefault(fqn, [])))
+    place = place_of(mesh)
+    tokens, labels = (part[place.dp_rank :: place.dp_degree] for part in _global_batch(_data(), 0))
+    model.forward_backward({"input_ids": tokens, "labels": labels})
+    parts: list[dict[str, list[str]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, seen)
+    return {"masks": parts}
+
+
+def _note_mask(seen: list[str], module: nn.Module, arguments: object, output: torch.Tensor) -> None:
+    local = output.to_local() if isinstance(output, DTensor) else output
+    zeros = (local == 0).flatten()
+    assert 0.3 < float(zeros.float().mean()) < 0.7
+    seen.append(f"{tuple(local.shape)} {hashlib.sha256(bytes(zeros.tolist())).hexdigest()}")
+
+
 def _build(case: Case) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[case.model].build()
@@ -103,14 +149,15 @@ def _build(case: Case) -> nn.Module:
 
 def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
     plan = case.plan()
-    mesh = build_mesh(plan, "cpu")
+    mesh = _mesh_of(plan)
     inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
-    model = parallelize(_build(case), inputs, next_token_loss, plan, mesh)
+    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
     optimizer = build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
     data = _data()
     losses: list[float] = []
     for step in range(steps):
-        tokens, labels = data.local_batch(step, GLOBAL_BATCH_SIZE, place_of(mesh))
+        place = place_of(mesh)
+        tokens, labels = (part[place.dp_rank :: place.dp_degree] for part in _global_batch(data, step))
         losses.append(float(train_step(model, optimizer, {"input_ids": tokens, "labels": labels}, mesh)))
     return model, losses
 
@@ -118,13 +165,22 @@ def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
 def _train_serially(case: Case) -> tuple[Parameters, float]:
     """One step on the whole batch at once, in one process, with nothing of the executor."""
     module = _build(case)
-    tokens, labels = _data().global_batch(0, GLOBAL_BATCH_SIZE)
+    tokens, labels = _global_batch(_data(), 0)
     loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
     return {fqn: parameter.detach() for fqn, parameter in module.named_parameters(remove_duplicate=False)}, float(
         loss.detach()
     )
+
+
+def _global_batch(data: TokenData, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a step, with as many labels left out as makes no two neighbours alike."""
+    tokens, labels = data.global_batch(step, GLOBAL_BATCH_SIZE)
+    labels = labels.clone()
+    for sample in range(GLOBAL_BATCH_SIZE):
+        labels[sample, : 5 * sample % SEQ_LEN] = -100
+    return tokens, labels
 
 
 def _gather(model: ParallelModel) -> dict[str, list[torch.Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of, study_recipe_names
 from benchmarks.published.machines import KNOWN_CLUSTERS, STUDY_PROFILES, cluster_of, study_profile
 from benchmarks.published.pairs import counts_of, pairs_of
-from benchmarks.published.pricing import RunPricer, choice_of
+from benchmarks.published.pricing import RunPricer, layout_of
 from benchmarks.published.runs import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
 from costmodels.recipe import list_recipes, load_recipe
@@ -379,17 +379,17 @@ def test_blanks_that_have_a_default_are_filled_and_named(tmp_path: Path) -> None
 def test_schedules_are_told_by_their_words(toy: Run, name: str, schedule: ScheduleName) -> None:
     stages = 2 if schedule is ScheduleName.INTERLEAVED_1F1B else 1
     layout = replace(toy.layout, schedule=name, pp=2, tp=1, dp=4, virtual_stages=stages)
-    assert choice_of(replace(toy, layout=layout)).schedule is schedule
+    assert layout_of(replace(toy, layout=layout)).schedule is schedule
     with pytest.raises(UnpriceableRunError, match="not priced"):
-        choice_of(replace(toy, layout=replace(layout, schedule="somehow")))
+        layout_of(replace(toy, layout=replace(layout, schedule="somehow")))
 
 
 def test_fsdp_under_a_pipeline_gathers_once_a_step(toy: Run) -> None:
     layout = replace(toy.layout, zero_stage=3, tp=1, pp=2, dp=4)
-    assert choice_of(replace(ran(toy, "torchtitan"), layout=layout)).zero_stage == 1
-    assert choice_of(replace(ran(toy, "torchtitan"), layout=replace(layout, pp=1, dp=8))).zero_stage == 3
+    assert layout_of(replace(ran(toy, "torchtitan"), layout=layout)).zero_stage == 1
+    assert layout_of(replace(ran(toy, "torchtitan"), layout=replace(layout, pp=1, dp=8))).zero_stage == 3
     engine = ran(toy, "deepspeed")
-    assert choice_of(replace(engine, layout=layout)).zero_stage == 3
+    assert layout_of(replace(engine, layout=layout)).zero_stage == 3
     alone = replace(layout, dp=1, pp=4, tp=2)
-    assert choice_of(replace(engine, layout=alone)).zero_stage == 0
-    assert choice_of(replace(engine, layout=replace(alone, pp=1, tp=1, cp=8))).zero_stage == 3
+    assert layout_of(replace(engine, layout=alone)).zero_stage == 0
+    assert layout_of(replace(engine, layout=replace(alone, pp=1, tp=1, cp=8))).zero_stage == 3

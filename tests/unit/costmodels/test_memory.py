@@ -2,16 +2,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.ledger import MemoryLedger, RankMemory
+from costmodels.ledger import StateBytes
+from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.recipe import load_recipe
-from costmodels.vocabulary.terms import MemoryTerm, Phase, StateBytes, state_bytes, tag_of
-from tests.unit.costmodels.toy_cluster import make_cluster
+
+
+def states_of(trainable: float, frozen: float = 0.0, **choices: object) -> StateBytes:
+    """State bytes for choices given by name."""
+    names = ("precision", "optimizer", "facts")
+    kept = KeptStates(**{name: choices[name] for name in names if name in choices})  # type: ignore[arg-type]
+    left = {name: value for name, value in choices.items() if name not in names}
+    return state_bytes(trainable, frozen, kept, Division(**left))  # type: ignore[arg-type]
 
 
 def per_parameter(zero_stage: int, num_shards: int, precision: str = "bf16", optimizer: str = "adamw") -> float:
-    return state_bytes(
-        1.0, precision=precision, optimizer=optimizer, zero_stage=zero_stage, num_shards=num_shards
-    ).total
+    return states_of(1.0, precision=precision, optimizer=optimizer, zero_stage=zero_stage, num_shards=num_shards).total
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8, 64])
@@ -33,18 +38,18 @@ def test_sgd_keeps_no_moments() -> None:
 
 
 def test_the_parts() -> None:
-    state = state_bytes(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
+    state = states_of(1e9, precision="bf16", optimizer="adam", zero_stage=1, num_shards=4)
     assert state == StateBytes(parameters=2e9, gradients=4e9, optimizer=3e9, moments=2e9)
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
-    state = state_bytes(0, num_frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
+    state = states_of(0, frozen=100, precision="bf16", optimizer="adamw", zero_stage=0, num_shards=1)
     assert state == StateBytes(parameters=200, gradients=0, optimizer=400)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 2 + 4), (1, 2 + 4), (2, 2 + 4 / 8), (3, 2 / 8 + 4 / 8)])
 def test_offloading_leaves_the_copy_for_compute_and_gradients(stage: int, expected: float) -> None:
-    state = state_bytes(1, precision="bf16", optimizer="adamw", zero_stage=stage, num_shards=8, on_host=True)
+    state = states_of(1, precision="bf16", optimizer="adamw", zero_stage=stage, num_shards=8, on_host=True)
     assert state.total == expected
     assert state.optimizer == state.moments == 0
 
@@ -68,54 +73,7 @@ def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str)
 def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> None:
     arguments = {"precision": "bf16", "optimizer": "adamw", "zero_stage": 1, "num_shards": 2, **change}
     with pytest.raises(ValueError, match=rule):
-        state_bytes(1, **arguments)  # type: ignore[arg-type]
-
-
-def test_a_ledger_adds_up_and_keeps_its_rows() -> None:
-    ledger = MemoryLedger().plus("parameters", 10e9).plus("activations", 20e9)
-    assert ledger.total_bytes == 30e9
-    whole = ledger.with_reserve(make_cluster(8).profile.software, num_communicators=3, waiting=4e9, stranded=0.5e9)
-    assert dict(whole.rows) == {
-        "parameters": 10e9,
-        "activations": 20e9,
-        "waiting_collectives": 4e9,
-        "stranded_copies": 0.5e9,
-        "allocator_reserve": pytest.approx(2e9),  # a tenth of what comes and goes: what lasts leaves no gaps
-        "communicators": 1.5e9,
-        "context": 1e9,
-    }
-    assert whole.total_bytes == pytest.approx(39e9)
-    assert whole.reserved_bytes == pytest.approx(36.5e9)
-    assert whole.allocated_bytes == pytest.approx(30e9)
-    assert whole.bytes_of(MemoryTerm.ACTIVATIONS) == 20e9
-    assert whole.bytes_of(MemoryTerm.ABSENT) == 0
-
-
-def test_a_row_is_entered_once_and_is_not_negative() -> None:
-    ledger = MemoryLedger().plus("parameters", 1.0)
-    with pytest.raises(ValueError, match="already has a row parameters"):
-        ledger.plus("parameters", 2.0)
-    with pytest.raises(ValueError, match="memory of gradients must not be negative, got -1"):
-        ledger.plus("gradients", -1.0)
-
-
-def test_each_term_is_specified_fitted_or_measured() -> None:
-    ledger = MemoryLedger().plus("activations", 1.0).with_reserve(make_cluster(8).profile.software, 1)
-    assert {name: tag_of(name) for name, _ in ledger.rows} == {
-        "activations": "specified",
-        "waiting_collectives": "fitted",
-        "stranded_copies": "specified",
-        "allocator_reserve": "fitted",
-        "communicators": "measured",
-        "context": "measured",
-    }
-
-
-def test_the_peak_is_that_of_the_fullest_phase() -> None:
-    small, large = MemoryLedger().plus("parameters", 1.0), MemoryLedger().plus("parameters", 2.0)
-    memory = RankMemory(((Phase.INITIALISATION, small), (Phase.BACKWARD, large), (Phase.OPTIMIZER, small)))
-    assert memory.peak is large
-    assert memory.ledger(Phase.OPTIMIZER) is small
+        states_of(1, **arguments)
 
 
 @pytest.mark.parametrize("shards", [2, 8, 32])
@@ -124,7 +82,7 @@ def test_bytes_per_parameter_of_nanotron(shards: int) -> None:
     recipe = load_recipe("nanotron")
 
     def held(zero_stage: int, num_shards: int) -> float:
-        return state_bytes(
+        return states_of(
             1.0,
             precision="bf16",
             optimizer="adamw",

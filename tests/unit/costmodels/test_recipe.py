@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 import costmodels
-from costmodels.memory import state_bytes
+from costmodels.ledger import StateBytes
+from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.recipe import (
     OUR_RECIPE,
     OWN_FACTS,
@@ -17,6 +18,14 @@ from costmodels.recipe import (
 from tests.recipes import FROZEN, STUDY_RECIPES, values_of
 
 NAMES = list_recipes()
+
+
+def states_of(trainable: float, frozen: float = 0.0, **choices: object) -> StateBytes:
+    """State bytes for choices given by name."""
+    names = ("precision", "optimizer", "facts")
+    kept = KeptStates(**{name: choices[name] for name in names if name in choices})  # type: ignore[arg-type]
+    left = {name: value for name, value in choices.items() if name not in names}
+    return state_bytes(trainable, frozen, kept, Division(**left))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +49,7 @@ def test_unknown_names_are_refused_with_what_there_is() -> None:
 
 
 def test_our_recipe_keeps_the_bytes_of_fsdp2() -> None:
-    ours = state_bytes(
+    ours = states_of(
         1e9,
         precision="bf16",
         optimizer="adamw",
@@ -49,7 +58,7 @@ def test_our_recipe_keeps_the_bytes_of_fsdp2() -> None:
         facts=load_recipe(OUR_RECIPE).state,
         is_replicated=True,
     )
-    assert ours == state_bytes(1e9, precision="bf16", optimizer="adamw", zero_stage=1, num_shards=8)
+    assert ours == states_of(1e9, precision="bf16", optimizer="adamw", zero_stage=1, num_shards=8)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_our_recipe_keeps_the_bytes_of_fsdp2() -> None:
     [(1, 0, 18), (4, 0, 20)],
 )
 def test_nanotron_keeps_the_bytes_that_were_measured(dp: int, zero_stage: int, bytes_per_parameter: float) -> None:
-    state = state_bytes(
+    state = states_of(
         1e9,
         precision="bf16",
         optimizer="adamw",

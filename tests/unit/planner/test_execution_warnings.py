@@ -50,3 +50,53 @@ def test_values_read_between_blocks(tmp_path: Path, inside: str, between: str, p
     request = Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(pp=pp))
     warnings = find_plan(request).plan.warnings
     assert any(warning.startswith(CUT) for warning in warnings) is is_warned
+
+
+TWO_INPUTS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(256, 16), nn.Embedding(8, 16)
+        self.head = nn.Linear(16, 256)
+    def forward(self, input_ids{more}):
+        x = self.embedding(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        {use}
+        return self.head(x)
+
+def build_model():
+    return Model()
+
+def example_inputs(batch_size, seq_len):
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+    return {inputs}
+"""
+SECOND = {
+    "more": ", types",
+    "use": "x = x + self.embedding(types)",
+    "inputs": "{'input_ids': ids, 'types': ids}",
+}
+ONE = {"more": "", "use": "pass", "inputs": "{'input_ids': ids}"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "seq_len", "starts"),
+    [
+        (ONE, 8, []),
+        (SECOND, 8, ["planner run trains models whose one input is token ids, not one of 2 inputs"]),
+        (
+            ONE,
+            16,
+            ["planner run will fail: sequences of 16 tokens are longer than the 8 positions of positions.weight"],
+        ),
+    ],
+    ids=["sound", "two inputs", "too long"],
+)
+def test_inputs_and_positions(tmp_path: Path, parts: dict[str, str], seq_len: int, starts: list[str]) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(TWO_INPUTS.format(**parts))
+    request = Request(str(path), 2, "cpu-gloo", seq_len=seq_len, global_batch_size=4, pins=Pins(pp=1))
+    warnings = find_plan(request).plan.warnings
+    assert [warning[: len(start)] for warning, start in zip(warnings, starts, strict=True)] == starts

@@ -12,10 +12,11 @@ import pytest
 from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, price_plan
 from planner.errors import HardwareError
-from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.evaluator import Evaluator, device_places
 from planner.layout.layout import Pins
 from planner.parallelism import Recompute
 from planner.plan.schema import Plan
+from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
@@ -38,7 +39,8 @@ def traces(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 @cache
 def mixed_problem(hardware: str, *, model: str = "llama3-8b", batch: int = 64, pins: Pins = NO_PINS) -> Problem:
     seq_len = 64 if model.endswith("tiny") else 2048
-    return Problem.build(graph_of(model, seq_len), cluster_for(None, hardware), training_of(batch, seq_len), pins)
+    target = PricingTarget(graph_of(model, seq_len), cluster_for(None, hardware), "bf16")
+    return Problem.build(target, training_of(batch, seq_len), pins)
 
 
 def fastest_s(hardware: str, num_devices: int | None = None) -> float:
@@ -155,7 +157,7 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
     problem = mixed_problem(hardware)
     choices = [choice for choice in problem.space.layouts if choice.groups]
     lower = bounds(problem.table, choices)
-    smallest = problem.table.capacity_bytes
+    smallest = problem.table.cluster.devices[0].memory_bytes
     for index in random.Random(0).sample(range(len(choices)), 80):
         point = Evaluator(problem.table, choices[index])
         cut = visit(problem.table, choices[index], problem.solver, None)
@@ -218,8 +220,9 @@ def test_ranks_lie_in_whole_groups() -> None:
     problem = mixed_problem(f"{A100}:8,{H100}:24")
     for choice in problem.space.layouts:
         if choice.groups:
-            names = [table.cluster.profile.name for table in problem.table.of_ranks(choice)]
+            cluster = problem.table.cluster
+            names = [cluster.devices[place].name for place in device_places(problem.table, choice)]
             assert len(names) == choice.mesh.pp
             assert names.count(H100) == 3 * names.count(A100)
-            assert len(problem.table.send_s(choice)) == choice.mesh.pp - 1
+            assert len(Evaluator(problem.table, choice).send_s) == choice.mesh.pp - 1
             assert replace(choice.mesh, pp=1).world_size == 32 // choice.mesh.pp

@@ -5,7 +5,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from planner.pricing.offloading import HostStates, fullest_node
 
 from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
@@ -13,13 +12,17 @@ from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
 from planner.api import find_plan, no_plan, price_plan, something_fits
 from planner.errors import HardwareError
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.host import HostStates, fullest_node
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Offload
+from planner.pricing.facts import cluster_facts
+from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
 from planner.solver.search import search, visit
+from planner.translate.infeasible import Attempt
 from tests.planning import A100, graph_of, problem_of, training_of
 
 H100 = "dgx-h100-80gb"
@@ -41,7 +44,8 @@ def gpt2(pins: Pins = CPU, num_devices: int = 16, **update: float) -> Problem:
     """GPT-2 on A100 whose nodes are as ``update`` says, with a disk of 25 GB/s."""
     profile = with_node(load_profile(A100), **{"nvme_bandwidth_bytes_per_s": 25e9, **update})
     cluster = ClusterSpec(profile=profile, num_devices=num_devices)
-    return Problem.build(graph_of("gpt2-1.5b", 1024), cluster, training_of(64, 1024), pins)
+    target = PricingTarget(graph_of("gpt2-1.5b", 1024), cluster, "bf16")
+    return Problem.build(target, training_of(64, 1024), pins)
 
 
 def sample(problem: Problem, number: int = 60) -> list[Layout]:
@@ -65,7 +69,7 @@ def test_the_same_layout_is_slower_and_lighter(offload: Offload) -> None:
             lost = before.ledger(Phase.FORWARD).bytes_of(MemoryTerm.OPTIMIZER)
             gained = after.ledger(Phase.FORWARD).bytes_of(MemoryTerm.PARAMETERS) - before.ledger(
                 Phase.FORWARD
-            ).bytes_of("parameters")
+            ).bytes_of(MemoryTerm.PARAMETERS)
             assert after.ledger(Phase.FORWARD).bytes_of(MemoryTerm.OPTIMIZER) == 0 < lost
             # ZeRO 3 keeps its shard of the copy for compute: 2 bytes where master and moments had 12.
             assert gained == pytest.approx(lost / 6 if choice.zero_stage == 3 else 0, abs=1)
@@ -124,8 +128,9 @@ def test_a_better_host_never_makes_the_best_plan_slower(name: str) -> None:
 @pytest.mark.parametrize(("num_devices", "each"), [(16, 2), (16, 4), (16, 16), (12, 2), (12, 6), (4, 1)])
 def test_the_fullest_node_is_counted_device_by_device(num_devices: int, each: int) -> None:
     cluster = ClusterSpec(profile=load_profile(A100), num_devices=num_devices)
+    facts = cluster_facts(PricingTarget(graph_of("llama-tiny", 64), cluster, "bf16"), training_of(32, 64))
     kept = np.random.default_rng(0).uniform(1, 9, num_devices // each)
-    found = fullest_node([HostStates(6 * k, 2 * k, k, on_nvme=False) for k in kept], cluster)
+    found = fullest_node([HostStates(6 * k, 2 * k, k, on_nvme=False) for k in kept], facts, facts.host(Offload.CPU))
     devices = [9 * kept[device // each] for device in range(num_devices)]
     nodes = [sum(devices[first : first + 8]) for first in range(0, num_devices, 8)]
     assert found.states.ram_bytes == pytest.approx(max(nodes))
@@ -191,4 +196,4 @@ def test_what_no_profile_says_is_refused(hardware: str, offload: Offload, messag
     if num_devices is not None:
         cluster = ClusterSpec(profile=load_profile(hardware), num_devices=num_devices)
         pins = replace(request.pins, zero=0)
-        assert not something_fits(graph_of("llama-tiny", 64), cluster, training_of(32, 64), pins)
+        assert not something_fits(graph_of("llama-tiny", 64), Attempt(cluster, training_of(32, 64), pins))

@@ -29,6 +29,7 @@ from planner.pricing.work import Case, price_work
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from tests.planning import A100, cluster_of, graph_of
+from tests.recipes import STUDY_RECIPES
 
 SEQ_LEN, BF16, BLOCK = 1024, 2, 1  # kinds of units: embedding, block, head
 WHOLE, PLAIN, SEQUENCE = TensorSplit(1, False), TensorSplit(8, False), TensorSplit(8, True)
@@ -90,7 +91,7 @@ def test_passes_commute(model: str, imbalance: float | None, recipe: str) -> Non
 
 
 def test_passes_over_states_commute() -> None:
-    key = DataKey(SEQUENCE, 8, 1, 8, 1, 3)
+    key = DataKey(SEQUENCE, 8, 1, 8, 3)
     steps = list(zip(STATE_AXES, state_fields(key), strict=True))
     for states, placement in zip(
         whole_states(graph_of("mixtral-8x7b", SEQ_LEN)), decision_of("mixtral-8x7b", SEQUENCE), strict=True
@@ -113,7 +114,7 @@ def test_axes_of_degree_one_leave_work_as_it_is() -> None:
             assert axis.work(work, fields, placement, framework_of()) is work
     for axis in (PIPELINE, OFFLOAD, UNLIKE_DEVICES):
         assert axis.work_fields(WorkKey(PLAIN, 2, 2, 2)) is None
-        assert axis.state_fields(DataKey(PLAIN, 2, 2, 2, 2, 1)) is None
+        assert axis.state_fields(DataKey(PLAIN, 2, 2, 4, 1)) is None
 
 
 def test_every_field_of_a_key_but_the_micro_batch_is_read() -> None:
@@ -123,8 +124,8 @@ def test_every_field_of_a_key_but_the_micro_batch_is_read() -> None:
     assert others.keys() == set(WorkKey._fields)
     changed = {name for name, other in others.items() if work_fields(key._replace(**{name: other})) != work_fields(key)}  # type: ignore[arg-type]
     assert changed == {"tensor", "ep", "cp"}
-    data = DataKey(PLAIN, 2, 2, 2, 2, 1)
-    rest = {"tensor": SEQUENCE, "ep": 4, "dp_replicate": 4, "dp_shard": 4, "cp": 4, "zero_stage": 2}
+    data = DataKey(PLAIN, 2, 2, 4, 1)
+    rest = {"tensor": SEQUENCE, "ep": 4, "dp_replicate": 4, "num_shards": 8, "zero_stage": 2}
     assert rest.keys() == set(DataKey._fields)
     axes = (*STATE_AXES, *COLLECTIVE_AXES)
 
@@ -158,7 +159,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
 
 
 def test_gradients_that_products_reduce_apart() -> None:
-    framework = framework_of("megatron-layouts-2023")
+    framework = framework_of(STUDY_RECIPES["megatron-layouts-2023"])
     separate = framework.recipe.separate_reductions
     assert separate is not None
     again = [
@@ -222,10 +223,10 @@ def test_groups_that_hold_the_same_states() -> None:
         (CollectiveKind.ALL_REDUCE, 2, 16, reduce_bytes / 2),
     ]
     for zero in (1, 2, 3):
-        assert moves(DataKey(TensorSplit(2, False), 1, 2, 4, 2, zero)) == dense
-        assert moves(DataKey(TensorSplit(2, False), 4, 2, 4, 2, zero)) == [*dense, *of_experts]
-    assert moves(DataKey(TensorSplit(2, False), 1, 4, 1, 2, 0)) == [(CollectiveKind.ALL_REDUCE, 8, 2, reduce_bytes)]
-    assert moves(DataKey(TensorSplit(2, False), 4, 4, 1, 2, 0)) == [
+        assert moves(DataKey(TensorSplit(2, False), 1, 2, 8, zero)) == dense
+        assert moves(DataKey(TensorSplit(2, False), 4, 2, 8, zero)) == [*dense, *of_experts]
+    assert moves(DataKey(TensorSplit(2, False), 1, 4, 2, 0)) == [(CollectiveKind.ALL_REDUCE, 8, 2, reduce_bytes)]
+    assert moves(DataKey(TensorSplit(2, False), 4, 4, 2, 0)) == [
         (CollectiveKind.ALL_REDUCE, 8, 2, reduce_bytes),
         (CollectiveKind.ALL_REDUCE, 2, 8, reduce_bytes),
     ]
@@ -241,7 +242,7 @@ def test_what_zero_moves_every_micro_batch_hides_behind_it() -> None:
         3: [(Role.GATHER, Hides.UNIT), *[(Role.REDUCE, Hides.UNIT)] * 2],
     }
     for zero, hides in expected.items():
-        fields = DATA.state_fields(DataKey(WHOLE, 1, 8, 1, 1, 0) if zero == 0 else DataKey(WHOLE, 1, 2, 4, 1, zero))
+        fields = DATA.state_fields(DataKey(WHOLE, 1, 8, 1, 0) if zero == 0 else DataKey(WHOLE, 1, 2, 4, zero))
         assert [(each.role, each.hides) for each in DATA.state_collectives(fields, framework_of())] == hides
 
 
@@ -249,13 +250,11 @@ def test_a_rank_holds_its_experts_and_its_part_of_the_rest() -> None:
     graph, hidden, width = graph_of("mixtral-8x7b", SEQ_LEN), 4096, 14336
     states = whole_states(graph)[BLOCK]
     placement: UnitPlacement = decision_of("mixtral-8x7b", TensorSplit(1, False))[BLOCK]
-    part = lowered_states(states, state_fields(DataKey(TensorSplit(1, False), 8, 1, 8, 1, 3)), placement)
+    part = lowered_states(states, state_fields(DataKey(TensorSplit(1, False), 8, 1, 8, 3)), placement)
     assert states.elements(StateKind.EXPERT) == 8 * 3 * hidden * width
     assert part.elements(StateKind.EXPERT) == 3 * hidden * width
     assert part.elements(StateKind.DENSE) == states.elements(StateKind.DENSE)
-    split = lowered_states(
-        states, state_fields(DataKey(PLAIN, 1, 1, 8, 1, 3)), decision_of("mixtral-8x7b", PLAIN)[BLOCK]
-    )
+    split = lowered_states(states, state_fields(DataKey(PLAIN, 1, 1, 8, 3)), decision_of("mixtral-8x7b", PLAIN)[BLOCK])
     attention, norms_and_router = 2 * hidden * hidden + 2 * hidden * 1024, 2 * hidden + 8 * hidden
     assert split.elements(StateKind.DENSE) == pytest.approx(attention / 8 + norms_and_router, rel=0.01)
 

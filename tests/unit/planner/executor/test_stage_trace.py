@@ -6,7 +6,15 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.executor.stage_split import split_trace
-from planner.executor.stage_trace import CPU, META, Trace, trace_forward, trace_real_forward
+from planner.executor.stage_trace import (
+    CPU,
+    META,
+    ReadsValuesError,
+    Trace,
+    trace_as_compiled,
+    trace_forward,
+    trace_real_forward,
+)
 from planner.model_file import call_model
 from tests.fixtures.routed import Routed
 
@@ -25,6 +33,9 @@ class Between(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.first(self.embedding(input_ids))
         match self.kind:
+            case "short cut":
+                if not torch.compiler.is_compiling() and (x == 0).all():
+                    return self.second(x)
             case "condition":
                 x = x / 2 if x.norm() > 1 else x
             case "number":
@@ -81,3 +92,12 @@ def test_values_read_between_modules_are_refused(kind: str, *, real: bool) -> No
 def test_what_the_model_raises_is_told() -> None:
     with pytest.raises(PlanError, match="cannot be cut into pipeline stages: .*KeyError: 'no such thing'"):
         traced(Between("error"), STAGES, real=True)
+
+
+def test_a_short_cut_that_compiled_code_leaves_out_is_left_out() -> None:
+    module = Between("short cut")
+    arguments = (module, frozenset({"embedding", "first", "second"}), IDS, call_model, torch.float32)
+    with pytest.raises(ReadsValuesError):
+        trace_forward(*arguments)
+    assert [call.module for call in trace_as_compiled(*arguments).calls] == ["embedding", "first", "second"]
+    assert not torch.compiler.is_compiling()

@@ -1,5 +1,6 @@
 """Columns hold what a list of the same records holds, and work out once what records have in common."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -7,18 +8,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.layout.columns import Columns
+from planner.layout.columns import Columns, leaves_of
 
 
-class Mesh(NamedTuple):
-    tp: int
-    pp: int
+@dataclass(frozen=True)
+class Mesh:
+    tp: int = 1
+    pp: int = 1
 
 
 class Record(NamedTuple):
     mesh: Mesh
     size: int
     name: str
+
+
+class WidthAndSize(NamedTuple):
+    tp: int
+    size: int
+
+
+class DepthAndName(NamedTuple):
+    pp: int
+    name: str
+
+
+class MeshAndName(NamedTuple):
+    mesh: Mesh
+    name: str
+
+
+class Nested(NamedTuple):
+    inner: WidthAndSize
+    name: str
+
+
+class Unknown(NamedTuple):
+    height: int
 
 
 records = st.lists(
@@ -59,7 +85,7 @@ def test_all_get_the_first_value_then_all_the_second(rows: list[Record], names: 
 
 @given(records)
 def test_a_condition_leaves_those_that_meet_it(rows: list[Record]) -> None:
-    left = columns(rows).where(lambda row: row.mesh.tp * row.size > 3, "mesh.tp", "size")
+    left = columns(rows).where(WidthAndSize, lambda key: key.tp * key.size > 3)
     assert list(left) == [row for row in rows if row.mesh.tp * row.size > 3]
 
 
@@ -67,17 +93,29 @@ def test_a_condition_leaves_those_that_meet_it(rows: list[Record]) -> None:
 def test_a_function_is_called_once_for_each_combination(rows: list[Record]) -> None:
     calls: list[tuple[int, str]] = []
 
-    def value(row: Record) -> float:
-        calls.append((row.mesh.pp, row.name))
-        return row.mesh.pp + (0.5 if row.name == "a" else 0.0)
+    def value(key: DepthAndName) -> float:
+        calls.append((key.pp, key.name))
+        return key.pp + (0.5 if key.name == "a" else 0.0)
 
-    found = columns(rows).each(value, "mesh.pp", "name")
+    found = columns(rows).each(DepthAndName, value)
     assert found.tolist() == [row.mesh.pp + (0.5 if row.name == "a" else 0.0) for row in rows]
     assert sorted(calls) == sorted({(row.mesh.pp, row.name) for row in rows})
 
 
 @given(records)
-def test_every_record_has_the_combination_of_the_one_named_for_it(rows: list[Record]) -> None:
-    first, which = columns(rows).distinct("mesh", "name")
-    assert [(rows[first[w]].mesh, rows[first[w]].name) for w in which] == [(row.mesh, row.name) for row in rows]
-    assert len(np.unique(which)) == len(first)
+def test_every_record_has_the_combination_that_is_named_for_it(rows: list[Record]) -> None:
+    keys, which = columns(rows).by(MeshAndName)
+    assert [(keys[w].mesh, keys[w].name) for w in which] == [(row.mesh, row.name) for row in rows]
+    assert len(np.unique(which)) == len(keys) == len(set(keys))
+
+
+@given(records)
+def test_keys_within_keys_are_taken_apart_and_put_together_again(rows: list[Record]) -> None:
+    keys, which = columns(rows).by(Nested)
+    assert [keys[w] for w in which] == [Nested(WidthAndSize(r.mesh.tp, r.size), r.name) for r in rows]
+    assert leaves_of(Nested) == ("tp", "size", "name")
+
+
+def test_a_field_that_records_have_not_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="neither Record nor the values of its fields have height"):
+        columns([Record(Mesh(1, 1), 0, "a")]).by(Unknown)

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import MemoryTerm, Term
+from planner.api import described
 from planner.errors import PlanError
 from planner.evaluation.evaluator import Evaluator
 from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.checks import contradictions
 from planner.plan.plan_file import plan_json, read_plan, write_plan
 from planner.plan.schema import (
-    BreakdownSection,
     Candidate,
     MeshSection,
     ModelSection,
@@ -48,8 +49,10 @@ predictions = st.builds(
     mfu=st.floats(0, 1),
     peak_memory_bytes=st.lists(st.integers(0, 2**40), min_size=1, max_size=4).map(tuple),
     memory_capacity_bytes=st.integers(0, 2**40),
-    memory_breakdown_bytes=st.lists(st.dictionaries(names, st.integers(0, 2**40), max_size=3), max_size=2).map(tuple),
-    breakdown_s=st.builds(BreakdownSection, compute=seconds, bubble=seconds),
+    memory_breakdown_bytes=st.lists(
+        st.dictionaries(st.sampled_from(MemoryTerm), st.integers(0, 2**40), max_size=3), max_size=2
+    ).map(tuple),
+    breakdown_s=st.dictionaries(st.sampled_from(Term), seconds),
     usd_per_step=st.none() | seconds,
 )
 candidates = st.builds(
@@ -150,7 +153,7 @@ every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PRO
 def sampled_plans(problem: Problem, number: int) -> list[Plan]:
     choices = random.Random(0).sample(problem.space.layouts, number)
     points = [Evaluator(problem.table, choice) for choice in choices]
-    return [problem.describe(point.evaluate(point.even_starts())) for point in points]
+    return [described(problem, point.evaluate(point.even_starts())) for point in points]
 
 
 @every_problem
@@ -214,7 +217,7 @@ def tiny_plan() -> Plan:
         if c.mesh.pp == 2 and c.mesh.dp_shard == 4 and c.schedule is ScheduleName.ONE_F_ONE_B and c.zero_stage == 1
     )
     point = Evaluator(problem.table, choice)
-    return problem.describe(point.evaluate(point.even_starts()))
+    return described(problem, point.evaluate(point.even_starts()))
 
 
 Content = dict[str, object]

@@ -2,6 +2,7 @@
 
 from dataclasses import astuple, replace
 from functools import cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -9,25 +10,28 @@ import pytest
 from costmodels.communication import collective_time_s
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import Holding, Term, Time
+from costmodels.vocabulary.terms import Data, Element, Holding, Term, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import Quantity
 from planner.axes.expert import EXPERT, ExpertKey
 from planner.axes.traced import representatives, whole_work
 from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.states import state_bytes
+from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
 from planner.pricing.table_builder import unit_row
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.solver.search import search
-from planner.table.keys import WorkKey
+from planner.table.keys import DataKey, StateKey, WorkKey
 from tests.planning import A100, cluster_of, graph_of, problem_of
 from tests.unit.planner.pricing.unit_prices import WHOLE, Prices, decision_of, unit_prices
 
 MODEL, SEQ_LEN, NUM_DEVICES = "mixtral-8x7b", 1024, 32
 HIDDEN, WIDTH, TOP_K, EXPERTS, LAYERS, BF16 = 4096, 14336, 2, 8, 32, 2
 EXPERT_ELEMENTS = 3 * EXPERTS * HIDDEN * WIDTH  # of one layer
+KeyT = TypeVar("KeyT", bound=NamedTuple)
 BLOCK = 1  # column of the blocks: embedding, blocks, head
 
 
@@ -60,6 +64,24 @@ def problem() -> Problem:
 def choice_of(ep: int, zero: int) -> Layout:
     mesh = Mesh(dp_shard=NUM_DEVICES, ep=ep)
     return Layout(mesh, zero, 1, 64 // NUM_DEVICES, ScheduleName.ONE_F_ONE_B, 1, Recompute.NONE, False)
+
+
+def keys_of(kind: type[KeyT], choice: Layout) -> list[KeyT]:
+    return Columns.of(Layout, [choice]).by(kind)[0]
+
+
+def elements() -> tuple[float, float, float]:
+    """Of one block: trainable ones, frozen ones, and of the trainable those of experts."""
+    table = problem().table
+    (row,) = table.split_rows([WHOLE])
+    counts = dict(zip(Element, table.elements[row, BLOCK].tolist(), strict=True))
+    return counts[Element.TRAINABLE], counts[Element.FROZEN], counts[Element.EXPERT]
+
+
+def state_row(choice: Layout) -> Array:
+    table = problem().table
+    (row,) = table.state_rows(keys_of(StateKey, choice))
+    return table.state_bytes[row]
 
 
 def test_without_expert_parallelism_nothing_changes() -> None:
@@ -139,39 +161,35 @@ def test_a_rank_reads_its_own_experts_alone() -> None:
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_memory_of_experts_is_divided(ep: int) -> None:
     """ZeRO 1: the copy for compute and the gradients are divided by ep; optimiser states are so by ZeRO anyway."""
-    table = problem().table
-    states = table.states[1, False][BLOCK]
-    assert states.experts == EXPERT_ELEMENTS
-    whole, part = (
-        table.state_bytes(choice_of(degree, 1), states.trainable, states.frozen, states.experts) for degree in (1, ep)
-    )
+    trainable, frozen, experts = elements()
+    assert experts == EXPERT_ELEMENTS
+    whole, part = (state_bytes(state_row(choice_of(degree, 1)), trainable, frozen, experts) for degree in (1, ep))
     away = EXPERT_ELEMENTS * (1 - 1 / ep)
     assert whole.parameters - part.parameters == pytest.approx(away * BF16)
-    assert whole.gradients - part.gradients == pytest.approx(away * table.recipe.state.gradient_bytes.value)
+    assert whole.gradients - part.gradients == pytest.approx(away * target_of().recipe.state.gradient_bytes.value)
     assert part.optimizer == pytest.approx(whole.optimizer)
-    sharded, divided = (
-        table.state_bytes(choice_of(degree, 3), states.trainable, 0.0, states.experts) for degree in (1, ep)
-    )
+    sharded, divided = (state_bytes(state_row(choice_of(degree, 3)), trainable, 0.0, experts) for degree in (1, ep))
     assert astuple(divided) == pytest.approx(astuple(sharded))
 
 
 def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
-    table = problem().table
-    ep, states = 8, table.states[1, False][BLOCK]
-    times = table.data_parallel_times(choice_of(ep, 1))
+    table, recipe, cluster = problem().table, target_of().recipe, cluster_of(A100, NUM_DEVICES)
+    ep, (trainable, _, _) = 8, elements()
+    (row,) = table.data_rows(keys_of(DataKey, choice_of(ep, 1)))
+    times = dict(zip(Data, table.data_s[0, row, BLOCK].tolist(), strict=True))
 
     def reduced_s(elements: float, group: GroupPlacement) -> float:
-        num_bytes = elements * table.recipe.state.reduction_bytes.value / table.recipe.data_parallel_rate.value
-        return collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, num_bytes, group), table.cluster)
+        num_bytes = elements * recipe.state.reduction_bytes.value / recipe.data_parallel_rate.value
+        return collective_time_s(Collective(CollectiveKind.REDUCE_SCATTER, num_bytes, group), cluster)
 
-    dense = reduced_s(states.trainable - EXPERT_ELEMENTS, GroupPlacement(NUM_DEVICES, 1))
+    dense = reduced_s(trainable - EXPERT_ELEMENTS, GroupPlacement(NUM_DEVICES, 1))
     own = reduced_s(EXPERT_ELEMENTS / ep, GroupPlacement(NUM_DEVICES // ep, ep))
-    assert times.reduce_s[BLOCK] == pytest.approx(dense + own)
+    assert times[Data.REDUCE] == pytest.approx(dense + own)
 
 
 def test_all_layouts_price_their_parts() -> None:
     """The breakdown holds the exchange, and the step grows by it where nothing else can."""
-    whole, part = (Evaluator(problem().table, choice_of(ep, 1)).price((0,)) for ep in (1, 8))
+    whole, part = (Evaluator(problem().table, choice_of(ep, 1)).evaluate((0,)) for ep in (1, 8))
     assert whole.breakdown[Term.EXPERT] == 0
     assert part.breakdown[Term.EXPERT] == pytest.approx(2 * LAYERS * 2 * block(8)[Time.EXPERT_FORWARD])
     assert part.peak_memory_bytes < whole.peak_memory_bytes
@@ -182,7 +200,7 @@ def test_the_search_is_exact_over_degrees_of_experts() -> None:
     """Best-first finds what pricing every layout finds, and divides experts where whole ones do not fit."""
     found = search(problem().table, problem().space.layouts, problem().solver)
     assert {c.mesh.ep for c in problem().space.layouts} == {1, 2, 4, 8}
-    priced = [Evaluator(problem().table, choice).price((0,)) for choice in problem().space.layouts]
+    priced = [Evaluator(problem().table, choice).evaluate((0,)) for choice in problem().space.layouts]
     times = [each.step_time_s for each in priced if each.fits]
     assert found.best is not None
     assert found.is_exhausted

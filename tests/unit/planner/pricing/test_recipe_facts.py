@@ -16,9 +16,8 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout
 from planner.parallelism import Recompute
 from planner.pricing.placements import Decision
-from planner.pricing.table_builder import Sharding, build_table, shard_units
+from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit, WorkKey
 from tests.planning import A100, cluster_of, graph_of, problem_of
 from tests.recipes import STUDY_RECIPES
@@ -45,17 +44,12 @@ def block(target: PricingTarget, decision: Decision) -> Prices:
     return next(each for unit, each in units if unit.is_block)
 
 
-def sharding_of(tp: int, sequence_parallel: bool = False) -> Sharding:
-    sharding = shard_units(target_of(OURS), (tp, sequence_parallel), {}, CpSatSolver().solve_placement)
-    assert sharding is not None
-    return sharding
-
-
 def price(recipe: Recipe, choice: Layout) -> Evaluated:
     problem = problem_of(MODEL, 16, batch=64, seq_len=SEQ_LEN)
-    key = (choice.mesh.tp, choice.sequence_parallel)
+    split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
     target = replace(problem.target, recipe=recipe)
-    point = Evaluator(build_table(target, problem.table.training, {key: sharding_of(*key)}, (choice,)), choice)
+    table = build_table(target, problem.space.training, {split: split_decision(*split)}, (choice,))
+    point = Evaluator(table, choice)
     return point.evaluate(point.even_starts(), exact=True)
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
+from planner.api import described
 from planner.axes.lowered import Collective
 from planner.axes.placement import UnitPlacement
 from planner.axes.traced import representatives, tensors_of
@@ -226,16 +227,16 @@ def priced_and_run(
 ) -> tuple[Counter[str], Counter[str]]:
     """Collectives of one micro-batch's forward and backward: those in the price and those that run."""
     pins = Pins(tp=degree, micro_batch=2, sequence_parallel=sequence_parallel, recompute=Recompute.NONE)
-    problem = Problem.build(graph, cluster_of(A100, degree), training_of(2, 64), pins)
-    (choice,) = problem.space.layouts
     target = PricingTarget(graph, cluster_of(A100, degree), "bf16")
+    problem = Problem.build(target, training_of(2, 64), pins)
+    (choice,) = problem.space.layouts
     decision = decision_of(target, TensorSplit(degree, sequence_parallel))
     priced = Counter[str]()
     for kind in problem.table.units.kinds:
         for each in decision[kind].collectives:
             name = "gather" if each.kind is CollectiveKind.ALL_GATHER else "reduce"
             priced[name] += num_bytes(graph, each) / 2 > MANY_ELEMENTS
-    plan = problem.describe(Evaluator(problem.table, choice).evaluate((0,)))
+    plan = described(problem, Evaluator(problem.table, choice).evaluate((0,)))
     whole = plan.training.model_copy(update={"precision": Precision.FP32})
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     counter = _Counter(degree)
@@ -243,7 +244,7 @@ def priced_and_run(
         warnings.filterwarnings("ignore", "DTensor random operators")
         plan = plan.model_copy(update={"training": whole})
         parallel = parallelize(
-            model.build().float(), {"input_ids": tokens}, model.loss_fn, plan, build_mesh(plan, "cpu")
+            model.build().float(), {"input_ids": tokens}, model.training_loss, plan, build_mesh(plan, "cpu")
         )
         with counter:
             parallel.forward_backward({"input_ids": tokens, "labels": tokens})
@@ -273,9 +274,8 @@ def test_the_collectives_that_are_priced_are_those_that_run(
 
 def test_placements_never_lose_to_replication_by_more_than_the_split_weights_cost() -> None:
     """On fast links a block split eight ways must be much faster than the same block done whole by every rank."""
-    problem = Problem.build(
-        graph_of("llama3-8b", 2048), cluster_of(A100, 8), training_of(8, 2048), Pins(pp=1, cp=1, micro_batch=1)
-    )
+    target = PricingTarget(graph_of("llama3-8b", 2048), cluster_of(A100, 8), "bf16")
+    problem = Problem.build(target, training_of(8, 2048), Pins(pp=1, cp=1, micro_batch=1))
     table = problem.table
     times = {}
     for choice in problem.space.layouts:

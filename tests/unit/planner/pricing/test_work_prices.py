@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.communication import collective_time_s, dispatch_parts
 from costmodels.recipe import attention_kernel, load_recipe
-from costmodels.vocabulary.terms import Holding, Time
+from costmodels.vocabulary.terms import Data, Element, Holding, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import CollectiveName
 from planner.axes.framework import Framework
@@ -18,7 +18,6 @@ from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import data_rows, element_rows, work_rows
-from planner.pricing.states import Data, Element
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from tests.planning import A100, cluster_of, graph_of
@@ -208,7 +207,7 @@ def test_states_move_as_rings_move_them() -> None:
     (row,) = element_rows(graph, decisions, [WHOLE])
     assert row[BLOCK].tolist() == [elements, 0.0, 0.0, 0.0]
     assert [each.name for each in Element] == ["TRAINABLE", "FROZEN", "TIED", "EXPERT"]
-    keys = [DataKey(WHOLE, 1, 1, n, 1, 3), DataKey(WHOLE, 1, n, 1, 1, 0), DataKey(WHOLE, 1, 1, 1, 1, 0)]
+    keys = [DataKey(WHOLE, 1, 1, n, 3), DataKey(WHOLE, 1, n, 1, 0), DataKey(WHOLE, 1, 1, 1, 0)]
     sharded, replicated, alone = data_rows(graph, decisions, keys, MACHINE, framework)[:, BLOCK]
     assert [each.name for each in Data] == ["GATHER", "REDUCE", "ACCUMULATE"]
 
@@ -244,7 +243,7 @@ def test_rows_stand_where_their_keys_do() -> None:
         alone = work_rows(graph, decisions, [key], MACHINE, framework)
         np.testing.assert_allclose(together.time_s[row], alone.time_s[0], rtol=1e-12)
         np.testing.assert_allclose(together.num_bytes[row], alone.num_bytes[0], rtol=1e-12)
-    states = [DataKey(split, ep, 1, 8, 1, zero) for zero in (3, 1) for ep in (8, 1) for split in splits]
+    states = [DataKey(split, ep, 1, 8, zero) for zero in (3, 1) for ep in (8, 1) for split in splits]
     many = data_rows(graph, decisions, states, MACHINE, framework)
     for row, key in enumerate(states):
         np.testing.assert_allclose(many[row], data_rows(graph, decisions, [key], MACHINE, framework)[0], rtol=1e-12)

@@ -18,7 +18,7 @@ from tests.planning import problem_of
 ROUNDING = 1e-9
 
 
-def points(schedule: ScheduleName, count: int) -> list[Point]:
+def points(schedule: ScheduleName, count: int) -> list[Evaluator]:
     """A few points of the schedule, of pipelines where it needs one."""
     problem = problem_of("gpt2-1.5b", 8, batch=64, pins=Pins(schedule=schedule))
     choices = [c for c in problem.space.layouts if c.num_microbatches <= 64]

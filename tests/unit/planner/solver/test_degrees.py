@@ -27,7 +27,9 @@ def degree_problem(problem: Problem) -> DegreeProblem:
         found = search(problem.table, [c for c in choices if degrees_of(c) == degrees], problem.solver)
         if found.best is not None:
             times[degrees], memory[degrees] = found.best.step_time_s, found.best.peak_memory_bytes
-    return DegreeProblem(problem.table.cluster.num_devices, times, memory, problem.table.capacity_bytes)
+    return DegreeProblem(
+        problem.table.cluster.num_devices, times, memory, problem.table.cluster.devices[0].memory_bytes
+    )
 
 
 @pytest.mark.parametrize(("model", "num_devices", "hardware"), [("llama-tiny", 8, "cpu-gloo"), ("gpt-tiny", 12, None)])

@@ -10,6 +10,7 @@ from hardware_profiles.schema import ClusterSpec, Quantity
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Pins
 from planner.parallelism import Recompute
+from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.problems import StageProblem, StageSolution
 from planner.solver.base import UnprovedError
@@ -198,7 +199,7 @@ def test_better_hardware_never_makes_the_best_plan_slower(case: tuple[str, int, 
     model, num_devices, batch, seq_len, hardware = case
     before = problem_of(model, num_devices, batch=batch, seq_len=seq_len, hardware=hardware)
     better = change.apply(cluster_of(hardware, num_devices))
-    after = Problem.build(graph_of(model, seq_len), better, training_of(batch, seq_len), Pins())
+    after = Problem.build(PricingTarget(graph_of(model, seq_len), better, "bf16"), training_of(batch, seq_len), Pins())
     times = []
     for problem in (before, after):
         found = search(problem.table, problem.space.layouts, problem.solver)

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.axes.base import Asked, divisors
+from planner.axes.registry import violations
 from planner.errors import InputError
 from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.parallelism import Optimizer, Precision, Recompute
-from planner.space.search_space import build_space, divisors, pin_violations
+from planner.space.search_space import build_space
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
 LIMITS = Limits(
@@ -66,6 +68,28 @@ pins = st.builds(
 )
 
 
+SPLITTING = {
+    ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    ScheduleName.ZBV_ZERO_BUBBLE,
+    ScheduleName.DUAL_PIPE_V,
+    ScheduleName.ZB_2P,
+}
+
+
+def can_run(schedule: ScheduleName, p: int, v: int, m: int) -> bool:
+    """The rules of torch.distributed.pipelining, written out: p ranks hold v stages each and run m micro-batches."""
+    rounds = max(1, m // p)
+    return {
+        ScheduleName.ONE_F_ONE_B: v == 1 and m >= p,
+        ScheduleName.GPIPE: v == 1,
+        ScheduleName.INTERLEAVED_1F1B: v >= 2 and m % rounds == 0,
+        ScheduleName.INTERLEAVED_ZERO_BUBBLE: m % rounds == 0,
+        ScheduleName.ZBV_ZERO_BUBBLE: v == 2,
+        ScheduleName.DUAL_PIPE_V: v == 2 and m >= 2 * p,
+        ScheduleName.ZB_2P: v == 1,
+    }[schedule]
+
+
 def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -> bool:
     """The rules of a coarse point, one a line."""
     mesh, m, batch = choice.mesh, choice.num_microbatches, training.global_batch_size
@@ -77,11 +101,11 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
         mesh.tp <= limits.devices_per_node or pins.tp == mesh.tp,
         mesh.cp == 1 or (limits.context_splits and training.seq_len % mesh.cp == 0),
         mesh.pp * choice.virtual_stages <= limits.num_pipeline_units,
-        not pipelined or not choice.schedule.rules.violations(mesh.pp, choice.virtual_stages, m),
+        not pipelined or can_run(choice.schedule, mesh.pp, choice.virtual_stages, m),
         choice.schedule is not ScheduleName.ZB_2P or pins.schedule is ScheduleName.ZB_2P,
-        not choice.schedule.rules.splits_backward or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
+        choice.schedule not in SPLITTING or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
         pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
-        pipelined or choice.schedule.rules.has_one_stage,
+        pipelined or choice.schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE),
         (choice.zero_stage == 0) == (mesh.dp_shard == 1),
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
@@ -234,7 +258,7 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("pins", "message"), CONTRADICTIONS, ids=lambda v: v.describe() if isinstance(v, Pins) else "")
 def test_a_contradiction_is_named(pins: Pins, message: str) -> None:
-    found = pin_violations(TRAINING, pins, LIMITS)
+    found = violations(Asked(TRAINING, pins, LIMITS))
     assert any(violation.startswith(message) for violation in found), found
     with pytest.raises(InputError, match="contradict") as caught:
         build_space(TRAINING, pins, LIMITS)
@@ -245,12 +269,12 @@ def test_a_contradiction_is_named(pins: Pins, message: str) -> None:
 
 def test_the_batch_and_the_sequence_must_divide() -> None:
     odd = replace(TRAINING, global_batch_size=12, seq_len=1001)
-    assert pin_violations(odd, Pins(dp=8), LIMITS) == ["dp=8 does not divide the global batch of 12 sequences"]
-    assert pin_violations(odd, Pins(cp=2), LIMITS) == ["cp=2 does not divide the sequence of 1001 tokens"]
-    (violation,) = pin_violations(odd, Pins(tp=2, sequence_parallel=True), LIMITS)
+    assert violations(Asked(odd, Pins(dp=8), LIMITS)) == ["dp=8 does not divide the global batch of 12 sequences"]
+    assert violations(Asked(odd, Pins(cp=2), LIMITS)) == ["cp=2 does not divide the sequence of 1001 tokens"]
+    (violation,) = violations(Asked(odd, Pins(tp=2, sequence_parallel=True), LIMITS))
     assert violation.endswith("along the sequence of 1001 tokens; degrees that can: none")
     mixing = replace(LIMITS, context_splits=False)
-    (violation,) = pin_violations(TRAINING, Pins(cp=2), mixing)
+    (violation,) = violations(Asked(TRAINING, Pins(cp=2), mixing))
     assert violation.startswith("cp > 1 needs a model in which attention alone mixes positions")
 
 

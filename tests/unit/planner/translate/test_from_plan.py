@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.api import find_plan, price_plan
+from planner.api import described, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.evaluation.evaluator import Evaluator
 from planner.graph.graph_file import write_graph
@@ -15,8 +15,9 @@ from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
 from planner.problem import Problem
 from planner.request import Request
-from planner.solver import existing
 from planner.solver.search import search
+from planner.table.keys import TensorSplit
+from planner.translate import from_plan
 from tests.planning import graph_of, problem_of
 
 PROBLEMS = [
@@ -30,7 +31,7 @@ every_problem = pytest.mark.parametrize(("model", "num_devices", "options"), PRO
 def plan_of(problem: Problem, choice: Layout, folder: Path) -> Plan:
     """The plan of ``choice``, whose model is a traced graph in ``folder``."""
     point = Evaluator(problem.table, choice)
-    plan = problem.describe(point.evaluate(point.even_starts(), exact=True))
+    plan = described(problem, point.evaluate(point.even_starts(), exact=True))
     path = folder / "graph.json"
     if not path.exists():
         write_graph(problem.target.graph, path)
@@ -60,21 +61,21 @@ def test_a_choice_and_its_stages_come_back_from_the_plan(model: str, num_devices
     problem = problem_of(model, num_devices, **options)
     for choice in random.Random(2).sample(problem.space.layouts, 60):
         point = Evaluator(problem.table, choice)
-        plan = problem.describe(point.evaluate(point.even_starts()))
-        assert existing.layout_of(plan, num_devices) == choice
-        assert existing.starts_of(plan, problem.target.graph) == point.even_starts()
+        plan = described(problem, point.evaluate(point.even_starts()))
+        assert from_plan.layout_of(plan, num_devices) == choice
+        assert from_plan.starts_of(plan, problem.target.graph) == point.even_starts()
 
 
 @every_problem
 def test_placements_come_back_from_the_plan(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
     graph = problem.target.graph
-    key = (2, False)
-    choice = next(c for c in problem.space.layouts if (c.mesh.tp, c.sequence_parallel) == key)
+    split = TensorSplit(2, False)
+    choice = next(c for c in problem.space.layouts if (c.mesh.tp, c.sequence_parallel) == split)
     point = Evaluator(problem.table, choice)
-    found = existing.parameter_placements(problem.describe(point.evaluate(point.even_starts())), graph)
-    for sharded in problem.shardings[key]:
-        for fqn, placement in sharded.parameters.items():
+    found = from_plan.parameter_placements(described(problem, point.evaluate(point.even_starts())), graph)
+    for placed in problem.decisions[split]:
+        for fqn, placement in placed.parameters.items():
             assert found[fqn] == placement
     for parameter in graph.parameters:
         assert len({found[name] for name in (parameter.fqn, *parameter.aliases)}) == 1
@@ -161,12 +162,12 @@ def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
     problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
     graph = graph_of("tests/fixtures/hf/gpt2", 1024)
     choice = next(c for c in problem.space.layouts if c.mesh.tp == 2)
-    plan = problem.describe(Evaluator(problem.table, choice).evaluate(Evaluator(problem.table, choice).even_starts()))
+    plan = described(problem, Evaluator(problem.table, choice).evaluate(Evaluator(problem.table, choice).even_starts()))
     (tied,) = [p for p in graph.parameters if p.aliases]
     for name in (tied.fqn, *tied.aliases):
         module, _, parameter = name.rpartition(".")
         entry = ModulePlacement(module=module, parameters={parameter: "shard(1)"})
-        found = existing.parameter_placements(
+        found = from_plan.parameter_placements(
             plan.model_copy(update={"placements": plan.placements.model_copy(update={"tp": (entry,)})}), graph
         )
         assert {found[n] for n in (tied.fqn, *tied.aliases)} == {Shard(1)}

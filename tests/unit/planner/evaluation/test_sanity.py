@@ -15,6 +15,7 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout
 from planner.pricing.table_builder import build_table
 from planner.problem import Problem
+from planner.table.keys import TensorSplit
 from tests.planning import problem_of
 
 MODEL, SEQ_LEN, BATCH = "gpt2-1.5b", 1024, 64
@@ -54,8 +55,8 @@ def improved(
 def price(posed: Problem, choice: Layout, cluster: ClusterSpec, recipe: str) -> Evaluated:
     """``choice`` on ``cluster``, operators placed as in ``posed`` and stages of equal numbers of blocks."""
     target = replace(posed.target, cluster=cluster, recipe=load_recipe(recipe))
-    key = (choice.mesh.tp, choice.sequence_parallel)
-    table = build_table(target, posed.space.training, {key: posed.shardings[key]}, (choice,))
+    split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
+    table = build_table(target, posed.space.training, {split: posed.decisions[split]}, (choice,))
     point = Evaluator(table, choice)
     return point.evaluate(point.even_starts())
 
@@ -87,10 +88,11 @@ def test_a_better_machine_is_never_slower(
 @given(clusters, numbers, recipes)
 def test_no_price_beats_the_roofline(on: tuple[str, int], number: int, recipe: str) -> None:
     posed = problem(*on)
-    cluster, table = posed.target.cluster, posed.table
+    cluster, graph = posed.target.cluster, posed.target.graph
     priced = price(posed, choice_of(posed, number), cluster, recipe)
     peak = peak_flops_per_s(cluster.profile.device, posed.target.precision)
-    ideal_s = table.flops_per_sequence * BATCH / cluster.num_devices / peak
+    flops_per_sequence = (graph.forward_flops + graph.backward_flops) / graph.batch_size
+    ideal_s = flops_per_sequence * BATCH / cluster.num_devices / peak
     assert priced.step_time_s > ideal_s
     parts = priced.breakdown
     assert min(parts[Term.COMPUTE], parts[Term.DATA], parts[Term.BUBBLE]) >= -1e-12

@@ -26,10 +26,12 @@ from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
 from planner.parallelism import Optimizer, Precision, Recompute
-from planner.pricing.table_builder import build_table, shard_units
+from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
+from planner.problem import decided
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.cost_table import CostTable
+from planner.table.keys import TensorSplit
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, problem_of
 
@@ -37,6 +39,7 @@ CONFIG = FamilyConfig(
     family="gpt", layers=8, hidden=512, heads=8, kv_heads=8, head_dim=None, ffn=1536, vocab=8192, seq_len=512,
     mlp=MlpType.GELU, tied=False,
 )  # fmt: skip
+STATES = (MemoryTerm.PARAMETERS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER)
 FSDP = Layout(
     mesh=Mesh(1, 1, 8, 1, 1, 1),
     zero_stage=3,
@@ -57,12 +60,12 @@ def graph() -> ModelGraph:
 
 def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
     target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
-    key = (choice.mesh.tp, choice.sequence_parallel)
-    sharding = shard_units(target, key, {}, CpSatSolver().solve_placement)
-    assert sharding is not None
+    split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
+    decision = decided(target, split, {}, CpSatSolver())
+    assert decision is not None
     batch = choice.mesh.dp * choice.micro_batch_size * choice.num_microbatches
     training = Training(batch, CONFIG.seq_len, Precision.BF16, Optimizer.ADAMW)
-    point = Evaluator(build_table(target, training, {key: sharding}, (choice,)), choice)
+    point = Evaluator(build_table(target, training, {split: decision}, (choice,)), choice)
     return point.memory(point.even_starts())
 
 
@@ -146,7 +149,7 @@ def test_nanotron_gathers_updated_parameters_through_copies(graph: ModelGraph) -
     (memory,) = memory_of(graph, FSDP._replace(zero_stage=1), load_recipe("nanotron"))
     gathered = memory.ledger(Phase.OPTIMIZER).bytes_of(MemoryTerm.GATHERED_UPDATE)
     assert gathered == pytest.approx(graph.num_params * (2 + 2 / 8))
-    lasting = sum(memory.ledger(Phase.OPTIMIZER).bytes_of(name) for name in ("parameters", "gradients", "optimizer"))
+    lasting = sum(memory.ledger(Phase.OPTIMIZER).bytes_of(name) for name in STATES)
     assert (lasting + gathered) / graph.num_params == pytest.approx(10 + 14 / 8)
 
 
@@ -188,16 +191,15 @@ def _peak(table: CostTable, choice: Layout) -> float:
 
 def _states(table: CostTable, choice: Layout) -> float:
     point = Evaluator(table, choice)
-    names = ("parameters", "gradients", "optimizer")
     ledgers = (memory.ledger(Phase.OPTIMIZER) for memory in point.memory(point.even_starts()))
-    return sum(ledger.bytes_of(name) for ledger in ledgers for name in names)
+    return sum(ledger.bytes_of(name) for ledger in ledgers for name in STATES)
 
 
 def test_reserve_is_of_what_comes_and_goes_and_less_where_nothing_mixes(graph: ModelGraph) -> None:
     share = cluster_of(A100, 8).profile.software.allocator_reserve_fraction.value
     plain, split = (memory_of(graph, replace_mesh(FSDP, tp))[0].peak for tp in (1, 2))
     for ledger, expected in ((plain, share / 4), (split, share)):
-        passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
+        passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, STATES))
         assert ledger.bytes_of(MemoryTerm.ALLOCATOR_RESERVE) == pytest.approx(expected * passing)
 
 

@@ -5,12 +5,15 @@ import random
 import pytest
 
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
-from costmodels.vocabulary.terms import MemoryTerm, Term
+from costmodels.vocabulary.terms import Holding, MemoryTerm, Term
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import Evaluator
+from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Recompute
 from planner.problems import rank_memory_bytes
+from planner.table.cost_table import CostTable
+from planner.table.keys import WorkKey
 from tests.planning import problem_of
 
 CASES = [
@@ -18,10 +21,11 @@ CASES = [
     ("gpt2-1.5b", 8, {"batch": 64}),
     ("moe-tiny", 16, {"batch": 64, "seq_len": 64}),
 ]
+STATES = (MemoryTerm.PARAMETERS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER)
 every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES, ids=["llama", "gpt", "moe"])
 
 
-def sample(model: str, num_devices: int, options: dict, number: int) -> list[Point]:
+def sample(model: str, num_devices: int, options: dict, number: int) -> list[Evaluator]:
     problem = problem_of(model, num_devices, **options)
     choices = random.Random(0).sample(problem.space.layouts, number)
     return [Evaluator(problem.table, choice) for choice in choices]
@@ -54,7 +58,7 @@ def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict
             names = [name for name, _ in ledger.rows]
             assert len(set(names)) == len(names)
         assert priced.peak_memory_bytes == max(ledger.total_bytes for ledger in priced.ledgers)
-        assert priced.fits == (priced.peak_memory_bytes <= point.table.capacity_bytes)
+        assert priced.fits == (priced.peak_memory_bytes <= point.table.cluster.devices[0].memory_bytes)
 
 
 @every_case
@@ -118,13 +122,21 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
     for choice in long:
         point = Evaluator(problem.table, choice)
         starts = point.even_starts()
-        costs = [[point._costs[problem.table.units.kinds[u]] for u in units] for units in _stages(starts)]
-        kept = {stage: sum(c.kept_bytes for c in units) for stage, units in enumerate(costs)}
-        waiting = {stage: sum(c.waiting_bytes for c in units) for stage, units in enumerate(costs)}
+        held = [[_held(problem.table, choice, unit) for unit in units] for units in _stages(starts)]
+        kept = {stage: sum(unit[Holding.KEPT] for unit in units) for stage, units in enumerate(held)}
+        waiting = {stage: sum(unit[Holding.WAITING] for unit in units) for stage, units in enumerate(held)}
         actions = choice.schedule.rules.actions(4, choice.virtual_stages, 64)
         for rank, ledger in enumerate(point.ledgers(starts)):
             expected = peak_in_flight(actions[rank], kept, waiting)
             assert ledger.bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(expected), choice
+
+
+def _held(table: CostTable, choice: Layout, unit: int) -> dict[Holding, float]:
+    """What the table says one micro-batch holds in one unit."""
+    ((key,), _) = Columns.of(Layout, [choice]).by(WorkKey)
+    (row,) = table.work_rows([key])
+    num_bytes = table.num_bytes[row, list(Recompute).index(choice.recompute), table.units.kinds[unit]]
+    return dict(zip(Holding, num_bytes.tolist(), strict=True))
 
 
 def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
@@ -141,7 +153,7 @@ def test_memory_of_the_stage_program_covers_the_ledger() -> None:
         program = point.stage_problem()
         left = zip(program.room_bytes, rank_memory_bytes(program, starts), strict=True)
         for (room, need), ledger in zip(left, point.ledgers(starts), strict=True):
-            counted = point.table.capacity_bytes - (room - need)
+            counted = point.table.cluster.devices[0].memory_bytes - (room - need)
             assert ledger.total_bytes <= counted * (1 + 1e-9), choice
 
 
@@ -152,18 +164,17 @@ def test_sharding_more_never_takes_more_states() -> None:
     for choice in whole:
         if choice.mesh.dp_shard in (1, 16):
             (ledger,) = Evaluator(problem.table, choice).ledgers((0,))
-            by_stage[choice.zero_stage] = sum(map(ledger.bytes_of, ("parameters", "gradients", "optimizer")))
+            by_stage[choice.zero_stage] = sum(map(ledger.bytes_of, STATES))
     assert by_stage[0] > by_stage[1] > by_stage[2] > by_stage[3] > 0
     assert by_stage[3] * 16 <= by_stage[0] * (1 + 1e-9)
 
 
 def test_a_tied_weight_is_held_twice_where_a_pipeline_parts_it() -> None:
     problem = problem_of("gpt2-1.5b", 8, batch=64)
-    names = ("parameters", "gradients", "optimizer")
 
     def states(choice: Layout) -> float:
         point = Evaluator(problem.table, choice)
-        return sum(ledger.bytes_of(name) for ledger in point.ledgers(point.even_starts()) for name in names)
+        return sum(ledger.bytes_of(name) for ledger in point.ledgers(point.even_starts()) for name in STATES)
 
     plain = [c for c in problem.space.layouts if c.zero_stage == 0 and c.mesh.tp == 1 and c.mesh.cp == 1]
     whole = next(states(c) for c in plain if c.mesh.pp == 1)

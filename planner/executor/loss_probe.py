@@ -1,0 +1,137 @@
+"""Finds out what an undeclared loss is, by trying it on a made-up batch and on its halves.
+
+The model runs once on the meta device for the kinds of its outputs; these are filled with random numbers, and the loss
+is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
+up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
+the other, so that ignoring any of them shows; then a quarter of one half's labels are -100.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from planner.executor.data import NUM_BYTE_TOKENS
+from planner.executor.stage_trace import CPU, META, Inputs, map_leaves, twin
+from planner.model_file import call_model
+from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
+
+_REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A loss on a whole batch and on its halves, with the halves' labels that are not ignored."""
+
+    whole: float
+    halves: tuple[float, float]
+    counts: tuple[int, int]
+
+    def is_sum(self) -> bool:
+        """Whether the whole is the sum of the halves."""
+        return _equal(self.whole, sum(self.halves))
+
+    def is_mean(self, weights: tuple[int, int]) -> bool:
+        """Whether the whole is the mean of the halves under ``weights``."""
+        return _equal(self.whole, sum(w * x for w, x in zip(weights, self.halves, strict=True)) / sum(weights))
+
+
+def recognised(
+    loss: TrainingLoss, module: nn.Module, inputs: Callable[[int, int], Inputs], seq_len: int
+) -> TrainingLoss:
+    """``loss`` with its reduction, where that can be found; else as it is. ``inputs`` are (batch size, length)."""
+    if loss.reduction is not Reduction.UNKNOWN:
+        return loss
+    length = min(seq_len, NUM_BYTE_TOKENS)
+    size = 2 * math.ceil(NUM_BYTE_TOKENS / length)
+    try:
+        batch = inputs(size, length)
+        output = _made_up(_output_of(module, batch), size)
+        labels = _labels(size, length)
+        plain = loss.function(output, {**batch, "labels": labels})
+        if isinstance(plain, tuple):
+            return dataclasses.replace(loss, reduction=Reduction.COUNTED)
+        trials = [_trial(loss, output, batch, labels)]
+    except Exception:  # whatever a user's model and loss raise at what is made up
+        return loss
+    masked = labels.clone()
+    masked[: size // 2, : max(1, length // 4)] = IGNORED
+    with contextlib.suppress(Exception):  # a loss that does not know -100 will not be given any
+        trials.append(_trial(loss, output, batch, masked))
+    return _read(loss, [trial for trial in trials if math.isfinite(trial.whole)])
+
+
+def _read(loss: TrainingLoss, trials: list[_Trial]) -> TrainingLoss:
+    if not trials or any(trial.whole == 0.0 for trial in trials):
+        return loss
+    if all(trial.is_sum() for trial in trials):
+        return dataclasses.replace(loss, reduction=Reduction.SUM)
+    if all(trial.is_mean((1, 1)) for trial in trials):
+        return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=_num_sequences)
+    if len(trials) == 2 and all(trial.is_mean(trial.counts) for trial in trials):
+        return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=num_targets)
+    return loss
+
+
+def _trial(loss: TrainingLoss, output: object, batch: Inputs, labels: torch.Tensor) -> _Trial:
+    size = len(labels)
+
+    def value(part: slice) -> float:
+        def cut(leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or len(leaf) % size:
+                return leaf
+            rows = len(leaf) // size
+            return leaf[(part.start or 0) * rows : (part.stop or size) * rows]
+
+        inputs = {key: tensor[part] for key, tensor in batch.items()}
+        found = loss.function(map_leaves(cut, output), {**inputs, "labels": labels[part]})
+        assert isinstance(found, torch.Tensor)
+        return float(found)
+
+    halves = slice(0, size // 2), slice(size // 2, size)
+    first, second = (int(num_targets({"labels": labels[half]})) for half in halves)
+    with torch.no_grad():
+        return _Trial(value(slice(0, size)), (value(halves[0]), value(halves[1])), (first, second))
+
+
+def _labels(size: int, length: int) -> torch.Tensor:
+    """Every label in the first half, one and the same in the second."""
+    each = torch.arange(size // 2 * length).remainder(NUM_BYTE_TOKENS).view(size // 2, length)
+    return torch.cat((each, torch.ones_like(each)))
+
+
+def _output_of(module: nn.Module, batch: Inputs) -> object:
+    with torch.no_grad(), META:
+        return call_model(twin(module, torch.float32, META), {key: value.to(META) for key, value in batch.items()})
+
+
+def _made_up(output: object, size: int) -> object:
+    """``output`` with random numbers, three times as large in the second half of the batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.is_floating_point():
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        values = torch.randn(leaf.shape, generator=generator, device=CPU)
+        if leaf.ndim and len(leaf) % size == 0:
+            values[len(leaf) // 2 :] *= 3
+        return values
+
+    return map_leaves(filled, output)
+
+
+def _num_sequences(batch: Batch) -> float:
+    values = batch.values() if isinstance(batch, dict) else batch
+    return float(len(next(iter(values))))
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_REL)

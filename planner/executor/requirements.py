@@ -1,0 +1,103 @@
+"""What a model must be for a plan to be executed, looked at before anything is split."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import nn
+
+from planner.errors import ModelError, PlanError
+from planner.executor.stage_trace import META, Inputs, twin
+from planner.model_file import call_model
+from planner.parallelism import Recompute
+from planner.plan.schema import Plan
+
+NUM_NAMED = 3  # names in one message: enough to see which
+
+
+def check_names(module: nn.Module, plan: Plan) -> None:
+    """PlanError that lists the modules of ``sharded_units`` and ``recompute`` that the model does not have."""
+    known = {fqn for fqn, _ in module.named_modules()}
+    wanted = [("placements.sharded_units", plan.placements.sharded_units)]
+    wanted += [("recompute", rule.modules) for rule in plan.recompute]
+    problems = [f"{key} names {fqn!r}{_nearest(fqn, known)}" for key, names in wanted for fqn in names
+                if fqn not in known]  # fmt: skip
+    if problems:
+        raise PlanError(
+            "the model has no such modules: " + "; ".join(problems),
+            hint="search again for this model, or correct the names",
+        )
+
+
+def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
+    """ModelError where a forward pass changes buffers that several ranks, or a repeated pass, would each change.
+
+    Found by running a copy of ``module`` twice without values. What cannot run so, or changes them where torch does
+    not count it, is found out in its second step (``buffers_unchanged``).
+    """
+    if not _keeps_copies(plan):
+        return
+    try:
+        with torch.no_grad(), META:
+            copied = twin(module, torch.float32, META)
+            moved = {key: value.to(META) for key, value in inputs.items()}
+            call_model(copied, moved)  # what is made once and kept, such as a table of angles, is made here
+            before = _versions([copied])
+            call_model(copied, moved)
+    except Exception:  # whatever the user's code raises without values
+        return
+    _refuse(_changed(before, _versions([copied])), plan)
+
+
+@contextlib.contextmanager
+def buffers_unchanged(roots: Sequence[nn.Module], plan: Plan, *, enabled: bool) -> Generator[None]:
+    """As ``check_buffers``, by the values, of a step inside: the second, since the first may make what is then kept."""
+    if not enabled or not _keeps_copies(plan):
+        yield
+        return
+    before = {fqn: buffer.detach().clone() for root in roots for fqn, buffer in root.named_buffers()}
+    yield
+    after = {fqn: buffer.detach() for root in roots for fqn, buffer in root.named_buffers()}
+    _refuse([fqn for fqn, buffer in after.items() if fqn not in before or not _same(before[fqn], buffer)], plan)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all values are the same, not-a-numbers among them."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _keeps_copies(plan: Plan) -> bool:
+    shape = plan.mesh.shape()
+    repeats = any(rule.modules and rule.mode is not Recompute.NONE for rule in plan.recompute)
+    return shape.dp * shape.cp * shape.tp > 1 or repeats
+
+
+def _versions(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is, and how often it was written to."""
+    return {fqn: (id(buffer), buffer._version) for root in roots for fqn, buffer in root.named_buffers()}
+
+
+def _changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> list[str]:
+    return [fqn for fqn, version in after.items() if before.get(fqn, version) != version]
+
+
+def _refuse(changed: Sequence[str], plan: Plan) -> None:
+    if not changed:
+        return
+    more = f" and {len(changed) - NUM_NAMED} more" if len(changed) > NUM_NAMED else ""
+    degrees = {"dp": plan.mesh.shape().dp, "cp": plan.mesh.cp, "tp": plan.mesh.tp}
+    why = ", ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1) or "recomputation"
+    raise ModelError(
+        f"the model's forward changes its buffers {', '.join(changed[:NUM_NAMED])}{more}: under {why} they would not "
+        "be what one process keeps",
+        hint="use a layer without running statistics (GroupNorm, LayerNorm, track_running_stats=False), or plan for "
+        "pipeline ranks alone without recomputation",
+    )
+
+
+def _nearest(fqn: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(fqn, known, n=1)
+    return f" (nearest: {near[0]!r})" if near else ""

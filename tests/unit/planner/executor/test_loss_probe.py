@@ -1,0 +1,144 @@
+"""What an undeclared loss is, is found by trying it; what cannot be found is not trained in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from planner.errors import ModelError
+from planner.executor.loss import check_reduction
+from planner.executor.loss_probe import recognised
+from planner.model_file import load_model, resolve_model
+from planner.models.loss import Reduction, TrainingLoss
+
+VOCAB, SEQ_LEN = 256, 16
+Batch = dict[str, torch.Tensor]
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.embedding(input_ids))}
+
+
+def tokens(batch_size: int, seq_len: int) -> Batch:
+    return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+
+def cross_entropy(output: Batch, batch: Batch, **options: object) -> torch.Tensor:
+    return F.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten(), **options)  # pyright: ignore
+
+
+def mean_of_sequences(output: Batch, batch: Batch) -> torch.Tensor:
+    each = F.cross_entropy(output["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    return (each.sum(1) / (batch["labels"] >= 0).sum(1).clamp(min=1)).mean()
+
+
+def find(function: Callable[..., object]) -> TrainingLoss:
+    return recognised(TrainingLoss(function), Toy(), tokens, SEQ_LEN)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mean_over_labels_weighs_by_labels() -> None:
+    loss = find(cross_entropy)
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    assert int(loss.weight({"labels": torch.tensor([[1, -100, 2]])})) == 2
+
+
+def test_a_sum_is_a_sum() -> None:
+    loss = find(lambda output, batch: cross_entropy(output, batch, reduction="sum"))
+    assert loss.reduction is Reduction.SUM
+    assert loss.weight is None
+
+
+def test_a_mean_over_sequences_weighs_them_alike() -> None:
+    loss = find(mean_of_sequences)
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    assert loss.weight({"labels": torch.tensor([[1, -100], [2, 3]])}) == 2
+
+
+def test_a_pair_counts_for_itself() -> None:
+    loss = find(lambda output, batch: (cross_entropy(output, batch, reduction="sum"), (batch["labels"] >= 0).sum()))
+    assert loss.reduction is Reduction.COUNTED
+
+
+@pytest.mark.parametrize("ignored", [0, 7, 255])
+def test_a_mean_that_ignores_another_label_is_not_taken_for_one(ignored: int) -> None:
+    loss = find(lambda output, batch: cross_entropy(output, batch, ignore_index=ignored))
+    assert loss.reduction is Reduction.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda output, batch: cross_entropy(output, batch).square(),
+        lambda output, batch: output["logits"].std(),
+        lambda output, batch: output["logits"].sum() * 0,
+        lambda output, batch: output["nothing"].mean(),
+    ],
+    ids=["square", "deviation", "always zero", "error"],
+)
+def test_what_is_none_of_these_is_not_known(function: Callable[..., object]) -> None:
+    loss = find(function)
+    assert loss.reduction is Reduction.UNKNOWN
+    check_reduction(loss, 1)  # a batch in one part needs no rule
+    with pytest.raises(ModelError, match=r"in 4 parts.*not known") as error:
+        check_reduction(loss, 4)
+    assert "loss_weight(batch)" in error.value.hint
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Embedding(256, 256)
+"""
+
+
+def loaded_loss(folder: Path, text: str) -> TrainingLoss:
+    path = folder / "model.py"
+    path.write_text(MODEL + text)
+    return load_model(resolve_model(str(path))).training_loss
+
+
+def test_a_file_says_what_its_loss_is_the_mean_of(tmp_path: Path) -> None:
+    loss = loaded_loss(
+        tmp_path,
+        "def loss_fn(output, batch):\n    return output.mean()\n"
+        "def loss_weight(batch):\n    return (batch['labels'] != 3).sum()\n",
+    )
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    assert int(loss.weight({"labels": torch.tensor([3, 4, 5])})) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def loss_weight(batch):\n    return 1\n", "no loss_fn"),
+        (
+            "def loss_fn(o, b):\n    return o.sum(), 3\ndef loss_weight(b):\n    return 1\n",
+            "a tuple beside loss_weight",
+        ),
+        ("def loss_fn(o, b):\n    return o.sum(), 'many'\n", "returned tuple"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        loaded_loss(tmp_path, text).function(torch.ones(2), {"labels": torch.ones(2)})
+
+
+def test_a_pair_is_divided_for_the_loss_of_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + "def loss_fn(output, batch):\n    return output.sum(), 4\n")
+    assert float(load_model(resolve_model(str(path))).loss_fn(torch.ones(8), {})) == 2.0

@@ -1,0 +1,67 @@
+"""A rank that says nothing, or a step that does not end, is found after the time-out and not before."""
+
+from __future__ import annotations
+
+from planner.executor.watch import Beat, Record
+
+TIMEOUT_S = 10.0
+
+
+def beat(count: int, step: int = 0, line: str = "model.py:3") -> Beat:
+    return Beat(count, step, "host", 42, line)
+
+
+def test_a_silent_rank_is_named_with_its_last_line() -> None:
+    record = Record(2, TIMEOUT_S, 0.0)
+    for now_s in range(1, 12):
+        record.note(0, beat(now_s, 1), now_s)
+        record.note(1, beat(1, 1), now_s)  # the same beat, read again
+        finding = record.finding(now_s)
+        assert (finding is None) == (now_s < 12)
+    record.note(0, beat(12, 1), 12)
+    finding = record.finding(12.0)
+    assert finding is not None
+    assert finding.ranks == (1,)
+    assert finding.text.startswith("rank 1 (process 42 on host, last at model.py:3) does not answer since 10 s")
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    record = Record(2, TIMEOUT_S, 0.0)
+    record.note(0, beat(1), 9.0)
+    assert record.finding(9.0) is None
+    finding = record.finding(10.5)
+    assert finding is not None
+    assert finding.ranks == (1,)
+
+
+def alive(record: Record, now_s: float, step: int) -> None:
+    record.note(0, beat(round(now_s * 10), step, "model.py:7"), now_s)
+    record.note(1, beat(round(now_s * 10), step, "model.py:9"), now_s)
+
+
+def test_a_step_that_does_not_end_shows_where_each_rank_is() -> None:
+    record = Record(2, TIMEOUT_S, 0.0)
+    alive(record, 1.0, 1)
+    alive(record, 1.5, 2)  # a step of half a second
+    for now_s in (6.0, 11.0):
+        alive(record, now_s, 2)
+        assert record.finding(now_s) is None
+    alive(record, 12.0, 2)
+    finding = record.finding(12.0)
+    assert finding is not None
+    assert finding.ranks == ()
+    assert "step 3 is not finished after 10 s: rank 0 is at model.py:7; rank 1 is at model.py:9" in finding.text
+
+
+def test_long_steps_and_a_long_first_one_are_waited_for() -> None:
+    record = Record(2, TIMEOUT_S, 0.0)
+    for now_s in range(0, 40, 5):
+        alive(record, now_s, 0)
+        assert record.finding(now_s) is None
+    alive(record, 39.0, 1)
+    alive(record, 44.0, 2)  # a step of 5 s
+    for now_s in range(45, 94, 5):
+        alive(record, now_s, 2)
+        assert record.finding(now_s) is None
+    alive(record, 95.0, 2)
+    assert record.finding(95.0) is not None

@@ -1,0 +1,97 @@
+"""A saved search is the search: read in another process, without a model, it is solved to the same last digit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.errors import InputError
+from planner.layout.layout import Pins
+from planner.parallelism import Offload
+from planner.table.search_file import read_search, write_search
+from tests.planning import problem_of
+
+# Solves the search in the file named first, and says what it found and what it had to import.
+SOLVE = """
+import json, sys
+from pathlib import Path
+from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.solver.search import search
+from planner.table.search_file import read_search
+saved = read_search(Path(sys.argv[1]))
+outcome = search(saved.table, saved.layouts, DynamicProgramSolver())
+best = outcome.best
+print(json.dumps({
+    "step_time_s": best.step_time_s, "starts": best.starts, "mesh": list(vars(best.layout.mesh).values()),
+    "peak": best.peak_memory_bytes, "visited": outcome.num_visited, "modules": sorted(sys.modules),
+}))
+"""
+# None of these may be needed to solve a saved search.
+FOREIGN = (
+    "torch", "planner.graph", "planner.operators", "planner.axes", "planner.pricing", "planner.space", "planner.models",
+    "planner.model_file", "costmodels.recipe", "costmodels.compute", "costmodels.communication", "costmodels.memory",
+    "hardware_profiles.schema", "hardware_profiles.catalog",
+)  # fmt: skip
+
+PROBLEMS = [
+    ("llama3-8b", 64, {"batch": 512, "seq_len": 2048}),
+    ("moe-tiny", 8, {"batch": 32, "seq_len": 64}),
+    ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(offload=Offload.CPU)}),
+]
+
+
+@pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS)
+def test_it_is_solved_elsewhere_to_the_last_digit(model: str, num_devices: int, options: dict, tmp_path: Path) -> None:
+    problem = problem_of(model, num_devices, **options)
+    path = tmp_path / "search.npz"
+    write_search(path, problem.table, problem.space.layouts)
+    done = subprocess.run([sys.executable, "-c", SOLVE, str(path)], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    here = problem.solved(time_limit_s=None, progress=None)
+    assert here.best is not None
+    assert found["step_time_s"] == here.best.step_time_s
+    assert found["peak"] == here.best.peak_memory_bytes
+    assert tuple(found["starts"]) == here.best.starts
+    assert found["mesh"] == list(vars(here.best.layout.mesh).values())
+    assert found["visited"] == here.num_visited
+    needed = [name for name in found["modules"] if any(name == f or name.startswith(f + ".") for f in FOREIGN)]
+    assert needed == []
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    write_search(tmp_path / "search.npz", problem.table, problem.space.layouts)
+    saved = read_search(tmp_path / "search.npz")
+    assert list(saved.layouts) == list(problem.space.layouts)
+    for name, value in vars(problem.table).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(saved.table, name), value)
+        elif name in ("units", "cluster", "framework", "work_keys", "data_keys", "state_keys", "send_keys", "splits"):
+            assert getattr(saved.table, name) == value, name
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 damaged", b"{}"])
+def test_what_is_no_search_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "search.npz"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="not a saved search"):
+        read_search(path)
+
+
+def test_another_versions_labels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    with monkeypatch.context() as other:
+        other.setattr("planner.table.search_file.LABELS", {"Time": ["ANOTHER"]})
+        write_search(tmp_path / "search.npz", problem.table, problem.space.layouts)
+    with pytest.raises(InputError, match="another version"):
+        read_search(tmp_path / "search.npz")
+
+
+def test_pickled_objects_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "search.npz"
+    np.savez(path, header=np.array([{"format": 1}], dtype=object))
+    with pytest.raises(InputError, match="not a saved search"):
+        read_search(path)
