@@ -1,30 +1,28 @@
-"""Admissible bounds of many coarse points at once: no cut into stages is faster or smaller.
+"""Lower bounds of many layouts at once: however a layout is cut into stages, it takes and needs no less.
 
-Let w_r be the work of pipeline rank r on one micro-batch, W their sum, m micro-batches on p ranks, c one send. With one
-stage a rank, ``problems.pipeline_bound_s`` gives for every r
+The search passes over layouts whose bound is above the best price, so a bound must hold for every cut. Symbols: p
+pipeline ranks, m micro-batches, w_r the seconds that rank r works on one micro-batch (forward and backward), W their
+sum, c the seconds of one send, T the time of the pipeline. The examples have six units of 1 s each (W = 6), two ranks,
+four micro-batches and free sends. Their best cut is the even one, w = (3, 3), and takes 15 s.
 
-    GPipe          T >= W + (m - 1) w_r + 2 c (p-1)
-    1F1B, m > p    T >= (W - w_r) + (m - (p-1-r)) w_r + sum_(i>r) w_i + 2 c (p-1)
-    any            T >= sum_(i<r) w_i + m w_r, whose least maximum over the cuts is W / (1 - (1 - 1/m)^p)
+**One stage a rank.** For every rank r of every cut (``problems.pipeline_bound_s``):
 
-and some w_r is at least W / p and at least its share, rounded up, of each kind of unit. A convex combination of the
-second line whose coefficients of all w_i are equal bounds T by a multiple of W whatever the cut. A 1F1B rank r holds at
-most p - r micro-batches, so the p - r-th waits for the first to come back: T >= x + 2 c r + q (W - x + 2 c (p-1-r)),
-x = sum_(i<r) w_i, q rounds, while T >= m x / r; the least maximum of the two over x is a bound.
+    (1) any        T >= sum_(i<r) w_i + m w_r
+    (2) GPipe      T >= W + (m - 1) w_r + 2 c (p-1)
+    (3) 1F1B, m>p  T >= W + (m - p + r) w_r + sum_(i>r) w_i + 2 c (p-1)
 
-Over groups of unlike devices w_r is of rank r's own. The first and third line are T >= sum_i a_ri w_i, so weights l_r
-that sum to 1 give T >= sum_i A_i w_i, A_i = sum_r l_r a_ri; a unit adds at least the least A_i times its work on rank
-i. With S_i = sum_(r<i) l_r the lines make A_i = 1 + e S_i + d_i l_i; weights that make A_i times the work of the whole
-model on rank i equal are near best.
+(1): rank r works m times. Before it starts the first micro-batch goes forward through the ranks before it, and after it
+ends the last gradient goes back through them. (2): besides, a GPipe rank stands still between its last forward and its
+first backward pass, until a micro-batch has gone through all ranks behind it and back. (3): a 1F1B rank waits for the
+ranks behind it twice, before its first backward and before its last, and fills p - 1 - r micro-batches of its own into
+these waits. Example, rank 1 of the cut (2, 4): (1) says 2 + 4 * 4 = 18 s.
 
-A pipeline of several stages a rank is cut evenly, so the work and memory of its ranks are known. The first forward
-comes to rank r through the first stages of the ranks below it, and the last gradient goes back through them. Where
-backward passes are split, only the input gradients must: with u_r = w_r less the weight gradients,
+The cut is not known yet, so the lines are turned into multiples of W that hold for all cuts (``pipeline_coefficient``).
+Some w_r is at least W / p, and at least the work of the units of one kind, rounded up, that some rank must hold.
 
-    T >= sum_(i<r) f_i + c r + m w_r       and       T >= sum_(i<r) u_i + 2 c r + m u_r
-
-Memory. For weights l_r that sum to 1 the worst rank holds at least sum_r l_r M_r, and a unit adds at least
-min_r l_r (states + in flight on r * kept); weights that make the terms of the average unit equal are near best.
+The other bounds stand with their methods: rounds of micro-batches in flight (``_rounds_s``), unlike devices, where w_r
+is counted on rank r's own (``_weighted_s``), several stages a rank, which are cut evenly (``_evenly_cut_s``,
+``_evenly_cut_bytes``), and memory, of which the fullest rank needs no less than a weighted mean (``_weighted_bytes``).
 """
 
 from __future__ import annotations
@@ -102,9 +100,9 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
 
 
 class _Group:
-    """Layouts of one schedule, pipeline degree, number of virtual stages, place of states and order of groups.
+    """Layouts with the same schedule, pipeline degree, number of virtual stages, offload and order of groups.
 
-    Arrays are [layouts, kinds] or fewer.
+    Arrays have the axes [layouts, kinds of units], or the first alone.
     """
 
     def __init__(self, table: CostTable, key: _AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
@@ -116,7 +114,7 @@ class _Group:
         self._work = self._times.forward_s + self._times.backward_s
         self._held = table.num_bytes[rows.work, rows.mode]  # [layouts, kinds, Holding]
         self._places = device_places(table, layouts[0])
-        # Memory of each rank's device over that of the smallest: what a rank holds counts by its share of its device.
+        # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
         lines = table.send(SendKey(key.pp, key.groups))
@@ -132,14 +130,14 @@ class _Group:
 
     @cached_property
     def _updated(self) -> Array:
-        """Elements that the optimisers of all pipeline ranks together update, one of each."""
+        """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
         whole = np.einsum("lke,k->le", self._elements, self._counts)
         divided = whole[:, _TRAINABLE] / self._rows.num_shards
         kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self._rows.ep)
         return np.where(_SHARDS_OPTIMIZER[self._rows.zero_stage], divided, kept)
 
     def _update_s(self) -> Array:
-        """The optimiser step of all pipeline ranks together, on the fastest devices."""
+        """The optimiser step of a whole pipeline on its fastest device: some rank takes at least a p-th of it."""
         cluster, offload = self._table.cluster, self._key.offload
         if offload is not Offload.NONE:
             lines = [cluster.host(offload).update]
@@ -149,7 +147,7 @@ class _Group:
         return np.minimum.reduce(times)
 
     def host_share(self) -> Array:
-        """What the mean node keeps off its devices, as a share of what it has."""
+        """What an average node keeps off its devices, as a share of what a node has. The fullest needs no less."""
         table, offload = self._table, self._key.offload
         if offload is Offload.NONE:
             return np.zeros(len(self._rows.work))
@@ -168,7 +166,7 @@ class _Group:
     # -- time ---------------------------------------------------------------------------------
 
     def step_time_s(self) -> Array:
-        """Pipeline, plus what comes once a step on the mean rank."""
+        """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
         return self._pipeline_s() + self._update_s() / self._pp
 
     def _pipeline_s(self) -> Array:
@@ -196,7 +194,7 @@ class _Group:
         return best
 
     def _unlike_s(self) -> Array:
-        """The bound over groups of unlike devices, from the lines that hold for every number of micro-batches."""
+        """Lines (1), (2) and (3) where the devices of the ranks differ."""
         p, m = self._pp, self._m
         if self._schedule.rules.forwards_first:
             return self._weighted_s(0.0, [m - 1] * p)
@@ -214,10 +212,18 @@ class _Group:
         return [found[place] for place in self._places]
 
     def _weighted_s(self, e: float, d: list[Array]) -> Array:
-        """sum over units of min_i A_i times its work on rank i, A_i = 1 + e S_i + d_i l_i, and what sends take."""
+        """A weighted mean of line (1), (2) or (3), from below over all cuts, and what sends take.
+
+        For weights l_r that sum to 1, T >= sum_r l_r line_r = sum_i A_i w_i, with A_i = 1 + e S_i + d_i l_i and S_i =
+        sum_(r<i) l_r. Line (1) has e = -1 and d_i = m - 1, line (2) e = 0 and d_i = m - 1, line (3) e = 1 and d_i =
+        m - p + i. Wherever a unit lies, it adds at least the least of A_i times its seconds on rank i. Any weights give
+        a bound; it is near its best where A_i times the whole model's seconds on rank i is the same for all ranks.
+        Example, GPipe: the units take 1 s on rank 0 and 2 s on rank 1. The weights are 7/9 and 2/9, A = (10/3, 5/3), so
+        each unit adds 10/3 s: T >= 20 s, which the cut into four and two units meets (8 + 3 * 4).
+        """
         work = self._work_of_ranks
         whole = [each @ self._counts for each in work]
-        # A_i = t / whole_i makes l_i, and with it S_i, linear in t: l_i = slopes_i t + offsets_i, and S_p = 1 gives t.
+        # Let A_i * whole_i = t for all i. Then l_i, and so S_i, is linear in t, and that the weights sum to 1 gives t.
         slope, offset = np.zeros_like(self._m), np.zeros_like(self._m)
         parts: list[tuple[Array, Array]] = []
         for all_units, own in zip(whole, d, strict=True):
@@ -233,7 +239,18 @@ class _Group:
         return least @ self._counts + 2 * self._way
 
     def _evenly_cut_s(self) -> Array:
-        """The bound where ranks hold several stages."""
+        """The bound where ranks hold several stages, cut evenly.
+
+        With w_r the work of all stages of rank r and f_i, w_i that of the first stage of an earlier rank i:
+
+            T >= sum_(i<r) w_i + 2 c r + m w_r
+
+        as in line (1). Where a schedule splits backward passes, only gradients of inputs must pass the ranks before r.
+        With u = w less the weight gradients,
+
+            T >= sum_(i<r) f_i + c r + m w_r       and       T >= sum_(i<r) u_i + 2 c r + m u_r
+        Example: four stages of one unit (1 s), two on each rank: rank 1 says T >= 1 + 4 * 2 = 9 s.
+        """
         ranks, below = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         hops = self._send[:, None] * np.arange(self._pp)
         m = self._m[:, None]
@@ -246,7 +263,14 @@ class _Group:
         return np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
-        """The bound by rounds of micro-batches in flight at ``rank``."""
+        """The bound by the rounds of micro-batches that 1F1B holds at rank r.
+
+        With x = sum_(i<r) w_i and q = floor((m - 1) / (p - r)) + 1 rounds, one micro-batch of each round goes through
+        all ranks from r on before the next round can: T >= x + 2 c r + q (W - x + 2 c (p-1-r)). The ranks before r work
+        m times x / r on average: T >= m x / r. The first line falls with x and the second rises, so the larger of
+        them is least where they meet.
+        Example, r = 1: q = 4, T >= x + 4 (6 - x) and T >= 4 x meet at x = 24 / 7: T >= 13.7 s.
+        """
         p, m, send = self._pp, self._m, self._send
         rounds = np.floor((m - 1) / (p - rank)) + 1
         way = 2 * send * (p - 1 - rank)
@@ -256,7 +280,10 @@ class _Group:
     # -- memory -------------------------------------------------------------------------------
 
     def memory_bytes(self) -> Array:
-        """The worst rank's states and activations, reserve included."""
+        """The fullest rank's states and activations, with the allocator's reserve and the context.
+
+        Of the working set only the least over all kinds is counted: some unit is at work on every rank.
+        """
         kept = self._held[..., _HOLDINGS[Holding.KEPT]]
         working = self._held[..., _HOLDINGS[Holding.WORKING]].min(axis=1)
         reserve = 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
@@ -276,6 +303,14 @@ class _Group:
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
 
     def _weighted_bytes(self, static: Array, kept: Array) -> Array:
+        """For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs.
+
+        Wherever a unit lies, it adds at least the least over r of l_r (its states + micro-batches in flight on r * what
+        it keeps of one). The weights make the terms of the average unit equal, which is near the best.
+        Example: six units of 2 GiB of states that keep 1 GiB, two and one micro-batches in flight. A unit needs 4 GiB
+        on rank 0 and 3 GiB on rank 1, so the weights are 3/7 and 4/7 and each unit adds 12/7 GiB: at least 10.3 GiB.
+        The best cut, into halves, needs 12 GiB.
+        """
         if self._schedule.rules.forwards_first and self._pp > 1:
             flying = np.repeat(self._m[:, None], self._pp, axis=1)
         else:
@@ -290,6 +325,7 @@ class _Group:
         return least @ self._counts
 
     def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
+        """States of each rank and its activations at their peak, the most over the ranks: the cut is known."""
         rules = self._schedule.rules
         ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         worst = np.empty(len(self._layouts))
@@ -310,19 +346,26 @@ def _by_kind(elements: Array) -> Array:
     return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
 
 
-# Rounds of micro-batches after which a rank of several stages has seen its peak (warm-up is below two rounds a chunk).
+# Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
 
 
 @lru_cache(maxsize=4096)
 def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> float:
-    """c such that no cut makes a pipeline of one stage a rank shorter than c times W."""
+    """The largest number known so that no cut of one stage a rank takes less than it times W.
+
+    Line (1) gives T >= m W / p, since some w_r >= W / p. Its largest is least where all are equal: then W =
+    T (1 - (1 - 1/m)^p). Line (2) with w_r >= W / p gives T >= W (m + p - 1) / p. In a mean of line (3) with weights l_r
+    that sum to 1, w_i has the coefficient 1 + sum_(r<i) l_r + l_i (m - p + i): where these are equal it is a bound.
+    Example: line (1) gives 2 and 1 / (1 - (3/4)^2) = 2.29, line (2) 5 / 2 = 2.5, line (3) with weights 3/4 and 1/4 also
+    2.5: T >= 15 s.
+    """
     p, m = num_ranks, num_microbatches
     best = max(m / p, 1 / (1 - (1 - 1 / m) ** p))
     if schedule.rules.forwards_first:
         return max(best, (m + p - 1) / p)
     if m > p:
-        # Weights l_r with 1 + sum_(i<r) l_i + l_r (m - p + r) = c for all r, scaled to sum 1.
+        # Weights for which sum_(i<r) l_i + l_r (m - p + r) is 1 for all ranks; divided by their sum they sum to 1.
         weights: list[float] = []
         for r in range(p):
             weights.append((1 - sum(weights)) / (m - p + r))
@@ -333,7 +376,7 @@ def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatche
 
 @lru_cache(maxsize=1024)
 def _even_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int) -> tuple[Array, Array]:
-    """Units of each kind on each rank, and in the first stages of the ranks below it; [ranks, kinds]."""
+    """Units of each kind on each rank, and in the first stages of the ranks before it; [ranks, kinds] each."""
     stages = _stage_counts(units, num_ranks * virtual_stages)
     ranks = _by_rank(stages, schedule, num_ranks)
     below = np.vstack([np.zeros((1, stages.shape[1])), np.cumsum(stages[: num_ranks - 1], axis=0)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.vocabulary.schedules import SCHEDULES, Schedule, ScheduleName, peak_in_flight
+from planner.executor import pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 # The records themselves; the executor, which names torch's class for each.
@@ -28,6 +29,11 @@ def test_nobody_else_names_a_schedule() -> None:
         (path.relative_to(ROOT), name) for path in files if path not in AT_HOME for name in schedules_named_in(path)
     }
     assert {(path, name) for path, name in named if name != WITHOUT_PIPELINE} == set()
+
+
+def test_the_executor_has_a_class_of_torch_for_each_schedule_that_torch_has() -> None:
+    classes = {**pipeline._OF_ONE_STAGE, **pipeline._OF_SEVERAL_STAGES}
+    assert set(classes) == {name for name, rules in SCHEDULES.items() if rules.in_torch}
 
 
 def legal_numbers(rules: Schedule) -> Iterator[tuple[int, int, int]]:
