@@ -16,6 +16,7 @@ from planner.evaluation.host import HostStates, fullest_node
 from planner.layout.layout import Layout, Pins
 from planner.parallelism import Offload
 from planner.pricing.facts import cluster_facts
+from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
@@ -53,6 +54,14 @@ def sample(problem: Problem, number: int = 60) -> list[Layout]:
     return [choices[i] for i in range(0, len(choices), max(1, len(choices) // number))]
 
 
+@cache
+def everywhere() -> Problem:
+    """``gpt2()`` with prices of a sample of its layouts, their states in each place."""
+    problem = gpt2()
+    layouts = [choice._replace(offload=place) for choice in sample(problem) for place in Offload]
+    return replace(problem, table=build_table(problem.target, problem.space.training, problem.decisions, layouts))
+
+
 def even(problem: Problem, choice: Layout) -> Evaluated:
     point = Evaluator(problem.table, choice)
     return point.evaluate(point.even_starts())
@@ -60,7 +69,7 @@ def even(problem: Problem, choice: Layout) -> Evaluated:
 
 @pytest.mark.parametrize("offload", [Offload.CPU, Offload.NVME])
 def test_the_same_layout_is_slower_and_lighter(offload: Offload) -> None:
-    problem = gpt2()
+    problem = everywhere()
     for choice in sample(problem):
         here, there = (even(problem, choice._replace(offload=place)) for place in (Offload.NONE, offload))
         assert here.step_time_s < there.step_time_s
@@ -76,7 +85,7 @@ def test_the_same_layout_is_slower_and_lighter(offload: Offload) -> None:
 
 
 def test_disks_are_never_faster_than_memory_and_hold_the_states() -> None:
-    problem = gpt2()
+    problem = everywhere()
     for choice in sample(problem):
         ram, disk = (even(problem, choice._replace(offload=place)) for place in (Offload.CPU, Offload.NVME))
         assert ram.step_time_s <= disk.step_time_s
