@@ -18,6 +18,8 @@ from collections import Counter, deque
 
 from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
 
+Pattern = tuple[tuple[Kind, int], ...]  # actions on stages
+
 
 class _Recorder:
     """Actions of one rank; each kind of action takes the micro-batches of a stage in order."""
@@ -41,7 +43,7 @@ class _Recorder:
         if kind == INPUT_GRADIENT:
             self._waiting.append(stage)
 
-    def repeat(self, times: int, pattern: tuple[tuple[Kind, int], ...]) -> None:
+    def repeat(self, times: int, pattern: Pattern) -> None:
         """The actions of ``pattern`` in order, so many times."""
         for _ in range(times):
             for kind, stage in pattern:
@@ -62,7 +64,7 @@ def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Act
     behind = num_ranks - rank
     recorder.repeat(2 * behind - 1, ((FORWARD, down),))
     recorder.repeat(rank, ((FORWARD, up), (FORWARD, down)))
-    whole_pass_up = ((FORWARD, up), (INPUT_GRADIENT, up), (WEIGHT_GRADIENT, up))
+    whole_pass_up: Pattern = ((FORWARD, up), (INPUT_GRADIENT, up), (WEIGHT_GRADIENT, up))
     recorder.repeat(behind, whole_pass_up)
     while done(FORWARD, up) < filled:
         if done(FORWARD, down) < filled:

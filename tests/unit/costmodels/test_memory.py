@@ -73,7 +73,7 @@ def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str)
 def test_unknown_values_are_named(change: dict[str, str | int], rule: str) -> None:
     arguments = {"precision": "bf16", "optimizer": "adamw", "zero_stage": 1, "num_shards": 2, **change}
     with pytest.raises(ValueError, match=rule):
-        states_of(1, **arguments)
+        states_of(1, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shards", [2, 8, 32])

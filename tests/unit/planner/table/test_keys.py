@@ -1,9 +1,10 @@
 """What a row depends on stands in its key: a field left out of a key fails, and no layout gets another one's price."""
 
 import random
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -45,7 +46,7 @@ def fill_sends(posed: Problem, key: SendKey) -> object:
     return _send_lines(key, posed.target.cluster)
 
 
-FILLERS: dict[type, Callable[[Problem, object], object]] = {
+FILLERS: dict[type, Callable[..., object]] = {
     WorkKey: fill_work, DataKey: fill_data, StateKey: fill_state, SendKey: fill_sends,
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ def without_each_leaf(key: tuple) -> Iterator[tuple[str, tuple]]:
                 yield f"{name}.{leaf}", key._replace(**{name: reduced})  # type: ignore[attr-defined]
             continue
         left = [other for other in hints if other != name]
-        reduced_type = NamedTuple("Reduced", [(other, hints[other]) for other in left])
+        reduced_type = namedtuple("Reduced", left)
         yield name, reduced_type(*(getattr(key, other) for other in left))
 
 
