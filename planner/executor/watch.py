@@ -3,7 +3,8 @@
 A thread of each rank says every few seconds, through the ranks' store, that it is alive, which step it has finished and
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
 none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
-far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks; the launcher ends the rest.
+far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks;
+the launcher ends the rest.
 """
 
 # pyright: reportPrivateUsage=false
