@@ -55,7 +55,7 @@ class Problem:
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
-        """``outcome`` with a simpler point as its best, where one is predicted alike; never slower than plain FSDP."""
+        """``outcome`` with a simpler layout about as fast as its best, if there is one; never slower than FSDP."""
         assert outcome.best is not None
         tie = tie_share(self.table)
         if preference is Preference.FASTEST or not outcome.is_exhausted or tie == 0:

@@ -250,9 +250,9 @@ def _proof(plan: Plan) -> Text:
     if search.preferred_within > 0 and search.error_between_layouts is not None and search.runners_up:
         text.append(
             f": of {search.num_candidates:,} layouts {search.runners_up[0].label} is fastest within the cost model, "
-            f"by {search.gap:.1%}. This one is simpler, and so close their order is not told: between layouts, "
-            f"predictions are off by {search.error_between_layouts:.1%} on published runs (--prefer fastest takes the "
-            "other)"
+            f"by {search.gap:.1%}. This one is simpler and is taken: so small a difference does not tell which is "
+            f"faster. Between layouts, predictions are off by {search.error_between_layouts:.1%} on published runs "
+            "(--prefer fastest takes the other)"
         )
     elif search.status == "OPTIMAL":
         text.append(f": none of {search.num_candidates:,} layouts is faster within the cost model")

@@ -36,10 +36,10 @@ class Executed(NamedTuple):
 
 
 class Axis(ABC, Generic[OwnT]):
-    """One axis. What it does not override, it leaves as it is.
+    """One axis of parallelism. A method that it does not override changes nothing.
 
-    ``work_fields`` and ``state_fields`` pick what the passes read of a key. The passes are given these alone, so what
-    is lowered once for all keys with the same fields cannot depend on another.
+    ``work_fields`` and ``state_fields`` pick the fields of a key that the passes read. The passes are given these and
+    nothing else of the key, so one result serves all keys in which these fields are equal.
     """
 
     name: ClassVar[str]

@@ -35,7 +35,7 @@ class ExpertKey(NamedTuple):
 
 
 class ExpertAxis(Axis[ExpertKey]):
-    """The inner part of data and context parallelism: it adds no ranks."""
+    """Expert groups lie inside the ranks of data and context parallelism, so the axis adds no ranks."""
 
     name: ClassVar[str] = "ep"
 

@@ -1,12 +1,12 @@
-"""What the passes of the axes lower: a unit of the model as plain numbers, whole at first, then one rank's part of it.
+"""A unit of the model as plain numbers: whole at first, then, pass by pass, the part of one rank.
 
-Two chains share these values. Work is what one micro-batch takes: kernels, tensors and collectives. States are the
-parameters with what training holds of each. Neither knows the other's choices: work does not depend on ZeRO, states do
-not depend on the micro-batch or on recomputation.
+There are two kinds of values. Work is what one micro-batch makes a rank do: kernels, tensors and collectives. States
+are the parameters and what training keeps of each. They are lowered apart: work does not depend on ZeRO, and states
+depend neither on the micro-batch nor on recomputation.
 
-Numbers of work are those of one sequence; what does not follow the batch is counted whole. Collectives name the tensors
-(or states) that travel, never a number of bytes of their own, so that a pass which shrinks a tensor shrinks what is
-sent of it, in whatever order the passes run.
+Work is counted for one sequence; what does not grow with the batch is counted whole. A collective names the tensors (or
+states) that it moves, and no number of bytes of its own. So a pass that shrinks a tensor also shrinks what is sent of
+it, in whatever order the passes run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpCla
 
 
 class Role(Enum):
-    """What a collective is for; recomputation repeats some roles and not others."""
+    """What a collective is for. Recomputation repeats some roles and not others."""
 
     PLACEMENT = auto()  # brings an operator's output, or its gradient, to where its users want it
     SEPARATE_REDUCTION = auto()  # gradients of a block's input that a framework does not sum before it reduces them
@@ -33,10 +33,10 @@ class Role(Enum):
 
 
 class Hides(Enum):
-    """What a collective may run beside.
+    """What a collective may hide behind.
 
-    Of ``KERNELS`` the framework's own share is hidden in the price; how much the others hide depends on the units of a
-    rank, the schedule and the number of micro-batches, and is found when a step is evaluated.
+    ``KERNELS``: the price leaves out the share that the recipe says is hidden. For the others the exposed time depends
+    on the units of a rank, the schedule and the number of micro-batches: it is found when a layout is evaluated.
     """
 
     NOTHING = auto()

@@ -28,7 +28,7 @@ class RecomputeAxis(Axis[tuple[()]]):
         return ()
 
     def work(self, work: RankWork, own: tuple[()], placement: UnitPlacement, framework: Framework) -> RankWork:
-        """What lies outside the blocks is kept under every mode."""
+        """Every mode of recomputation at once. Units that are no blocks keep everything under every mode."""
         modes = tuple(recomputation(work.unit, mode, framework.recipe.selective) for mode in Recompute)
         return replace(work, unit=replace(work.unit, recomputations=modes))
 

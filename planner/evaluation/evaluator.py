@@ -1,4 +1,4 @@
-"""One layout on a cost table: the stage program that it poses, and its step and its memory once it is cut into stages.
+"""One layout on a cost table: the problem of cutting it into stages, and the step and memory of a given cut.
 
 The step is that of the very schedule that the executor runs, simulated action by action.
 """
@@ -82,7 +82,7 @@ class Evaluated:
 
 
 class _OnDevice(NamedTuple):
-    """What the devices of one kind take for the layout; its one row of each array."""
+    """What the units take on the devices of one kind: the layout's own row of each array of the table."""
 
     facts: DeviceFacts
     times: UnitTimes
@@ -91,7 +91,7 @@ class _OnDevice(NamedTuple):
 
 
 class Evaluator:
-    """A layout of ``table``; everything here follows from the table's numbers."""
+    """A layout of ``table``. Everything here is computed from the numbers of the table alone."""
 
     def __init__(self, table: CostTable, layout: Layout) -> None:
         self.table, self.layout = table, layout
@@ -167,7 +167,7 @@ class Evaluator:
         return tuple(rank.facts.memory_bytes for rank in self._ranks)
 
     def _likely_units(self, rank: int) -> list[int]:
-        """Units whose transient memory a rank must be ready for: the first or last unit only where it must lie."""
+        """Units that may lie on a rank before the cut is known: the first and last unit lie on the end ranks."""
         last = len(self._kinds) - 1
         pp = self.layout.mesh.pp
         return [u for u in range(last + 1) if (u != 0 or rank == 0) and (u != last or rank == pp - 1)] or [0]
@@ -189,8 +189,8 @@ class Evaluator:
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False) -> Evaluated:
         """Simulates the schedule.
 
-        ``exact`` runs every micro-batch and parts what sending costs from the bubble; otherwise long steady
-        states are extrapolated, and the time lost to sending counts as bubble.
+        ``exact`` runs every micro-batch, and tells the time that is lost to sending from the bubble. Otherwise the
+        steady part of a long schedule is extrapolated, and the time lost to sending counts as bubble.
         """
         times = self._stage_times(starts)
         makespan = self._makespan_s(times, self.send_s, exact=exact)
@@ -221,7 +221,7 @@ class Evaluator:
         return {term: m * sum(float(times.term_s(term, run)[0][kinds].sum()) for run in Pass) for term in Term}
 
     def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
-        """What one micro-batch waits for the allocator, where the framework is known to run on in too little memory."""
+        """Seconds that a micro-batch waits for the allocator, for frameworks known to go on where memory is short."""
         per_byte = self.table.framework.overflow_s_per_byte
         if per_byte is None:
             return 0.0
@@ -277,7 +277,7 @@ class Evaluator:
             timeline = times.run(schedule, send_s, sends_block=self.table.framework.sends_block)
             return timeline.longest_rank_s if rules.overlaps_steps else timeline.makespan_s
 
-        # The busiest rank works without a pause once the state is steady; with unequal stages that can take long.
+        # In the steady state the busiest rank works without a pause; with unequal stages it takes long to get there.
         each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
         steady_s = each * max(self._work_of_ranks(times)) * (1 - 1e-9)
         while not exact and seen + 1 < rounds:

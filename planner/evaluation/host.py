@@ -45,7 +45,7 @@ class HostMemory:
 
     @property
     def share(self) -> float:
-        """Of what is scarcest; above 1 it does not fit."""
+        """Needed over available, of RAM or NVMe, whichever is fuller; above 1 the layout does not fit."""
         ram = self.states.ram_bytes / self.ram_capacity_bytes
         return max(ram, self.states.nvme_bytes / self.nvme_capacity_bytes) if self.states.on_nvme else ram
 
@@ -79,5 +79,5 @@ def fullest_node(ranks: Sequence[HostStates], cluster: ClusterFacts, host: HostF
 
 
 def on_node(states: HostStates, host: HostFacts) -> HostMemory:
-    """``states`` beside what one node has."""
+    """``states`` with the capacities of one node."""
     return HostMemory(states, host.ram_bytes, host.nvme_bytes)

@@ -1,4 +1,4 @@
-"""Communication of data parallelism that happens once a step, as far as compute does not hide it."""
+"""The exposed time of data-parallel communication that happens once a step, rather than in every micro-batch."""
 
 from __future__ import annotations
 

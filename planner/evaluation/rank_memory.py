@@ -34,8 +34,8 @@ def reserve_fraction(table: CostTable, mixes_lifetimes: NDArray[np.bool]) -> Arr
 def reserve_fraction(table: CostTable, mixes_lifetimes: bool | NDArray[np.bool]) -> float | Array:
     """Share of the tensors that come and go which the allocator loses to gaps between them.
 
-    Less is left of it where every micro-batch allocates and frees the same tensors in one order: no pipeline keeps
-    several in flight, and no collective splits or gathers activations.
+    It is smaller where every micro-batch allocates and frees the same tensors in the same order: no pipeline keeps
+    several micro-batches in flight, and no collective splits or gathers activations.
     """
     share = np.where(mixes_lifetimes, 1.0, table.framework.plain_reserve)
     found = table.cluster.software.reserve_fraction * share
@@ -228,7 +228,7 @@ class RankMemoryModel:
         return max((held_elements(total, self._count(u, Element.EXPERT), ep) for total, u in totals), default=0.0)
 
     def most_transient(self, units: Sequence[int]) -> Transient:
-        """No less than ``transient`` of any stages made of some of ``units``."""
+        """At least ``transient`` of any stages that are made of some of ``units``: the most of each part by itself."""
         alone = self.transient([[unit] for unit in units])
         return replace(alone, reduced=self._reduced(units))
 

@@ -1,4 +1,4 @@
-"""One micro-batch through every unit kind of many layouts, with what compute hides of it taken away."""
+"""Times of one micro-batch in every kind of unit, for many layouts; communication counts with its exposed time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _mixes_lifetimes(key: _LifetimesKey) -> bool:
 
 @dataclass(frozen=True)
 class LayoutRows:
-    """Where the prices of many layouts stand in a table's arrays, and what of each decides how they are put together.
+    """For each of many layouts the table's rows with its prices, and the choices that say how to add them up.
 
     One entry a layout.
     """

@@ -1,4 +1,4 @@
-"""What of cluster and framework the cost table holds besides its arrays."""
+"""The numbers about cluster and framework that the cost table holds beside its arrays."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Memory of one unit for one micro-batch on one rank: kept by autograd, at work beside that, or lost to caching.
+"""Memory of one unit for one micro-batch on one rank: kept by autograd, needed while it runs, or lost to caching.
 
-The caching allocator returns nothing: what was freed and cannot be used again counts as reserved. Two things make
-that large. Inputs of asynchronous collectives wait for the device, which the host is ahead of by as many launches as
-the driver queues; and the loss frees copies of its logits that the next, wider ones do not fit into.
+PyTorch's caching allocator keeps memory that was freed. Where it cannot be used again, it still counts as reserved. Two
+things make that large. Inputs of asynchronous collectives are not reusable before the device has run the collective,
+and the host is ahead of the device by as many launches as the driver queues. And the loss frees copies of its logits
+that are too small for the wider copies that follow.
 
-All of it is a number of bytes and a number for each sequence that the rank works on.
+Each holding is a fixed number of bytes and a number of bytes for each sequence that the rank works on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
 def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array:
     """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank.
 
-    ``launch_queue``: kernels that the driver queues before a launch blocks; no farther can the host be ahead.
+    ``launch_queue``: kernels that the driver queues before a launch blocks, so the host is ahead by no more.
     """
     held = _Held(unit, framework, launch_queue)
     modes = [held.under(mode) for mode in unit.recomputations]
@@ -38,7 +39,7 @@ def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array
 
 
 class _Held:
-    """Arrays of two numbers: fixed bytes, and bytes for each sequence."""
+    """The holdings of one unit, each an array of two numbers: fixed bytes, and bytes for each sequence."""
 
     def __init__(self, unit: RankUnit, framework: Framework, launch_queue: float) -> None:
         self._unit, self._framework, self._launch_queue = unit, framework, launch_queue
@@ -46,7 +47,7 @@ class _Held:
         self._kernels = {kernel.id: kernel for kernel in unit.kernels}
 
     def under(self, mode: Recomputation) -> dict[Holding, Array]:
-        """Every holding; only what is kept, and what is therefore made again, depends on the mode."""
+        """Every holding. The mode decides what is kept and what is made again; nothing else depends on it."""
         kept = self._kept(mode)
         again = self._kept_without_recomputation - kept
         return {Holding.KEPT: kept, Holding.WORKING: again + self._at_work, **self._others}
@@ -84,12 +85,12 @@ class _Held:
 
     @cached_property
     def _loss(self) -> Array:
-        """Copies of the logits besides what is kept of them, at the loss's peak."""
+        """Copies of the logits at the peak of the loss, without those that are kept."""
         return self._logits(self._facts.logit_peak_bytes.value - self._facts.logit_kept_bytes.value)
 
     @cached_property
     def _at_work(self) -> Array:
-        """While the unit's backward runs, or its loss forward if that takes more; both follow the micro-batch."""
+        """Needed while the unit's backward pass runs, or in the forward pass of its loss if that needs more."""
         return _per_sequence(max(float(self._loss[1]), self._largest_gradient()))
 
     def _largest_gradient(self) -> float:
@@ -106,14 +107,14 @@ class _Held:
 
     @cached_property
     def _waiting(self) -> Array:
-        """Gradients that are held until a split backward pass makes those of weights, less what goes early."""
+        """Gradients held until a split backward pass makes the weights' gradients, less what is freed before."""
         deferred = [kernel for kernel in self._unit.kernels if is_deferred(kernel, self._framework)]
         tensors = self._unit.tensors
         held = _summed(tensors[kernel.id].bytes * _way(kernel.follows_batch) for kernel in deferred)
         return held - self._freed_early(deferred)
 
     def _freed_early(self, deferred: list[Kernel]) -> Array:
-        """Of what is kept without recomputation, what goes with the first half of a split backward pass."""
+        """Of what is kept without recomputation, the part that the first half of a split backward pass frees."""
         if not self._framework.recipe.split_retains_graph:
             return self._kept_without_recomputation - self._storages(_saved_by(deferred))
         if self._unit.boundary:  # later units hold on to this one
@@ -132,12 +133,12 @@ class _Held:
         return _per_sequence(bytes_each * size / logits.item_bytes)
 
     def _storages(self, ids: Collection[int]) -> Array:
-        """What does not follow the batch is a table that all micro-batches share: it is not counted."""
+        """Tensors that do not grow with the batch are tables that all micro-batches share: they are not counted."""
         tensors = (self._unit.tensors[i] for i in ids)
         return _per_sequence(sum(t.kept_bytes * self._share_in_precision(t) for t in tensors if t.follows_batch))
 
     def _share_in_precision(self, tensor: Tensor) -> float:
-        """Of a tensor that products take in 8 bits: a copy of its own in these, and itself if others keep it too."""
+        """Of a tensor's bytes: products in 8 bits keep a copy of their own, other operators keep the tensor."""
         if self._framework.precision not in EIGHT_BIT or not self._framework.recipe.eight_bit_inputs:
             return 1.0
         by_products, by_others = self._savers.get(tensor.id, (False, True))
@@ -159,7 +160,7 @@ class _Held:
         return _summed(self._extra_bytes(kernel) * _way(kernel.follows_batch) for kernel in kernels)
 
     def _extra_bytes(self, kernel: Kernel) -> float:
-        """Of attention that is not fused, its scores."""
+        """Bytes that an operator keeps besides its tensors; for attention that is not fused, its scores."""
         recipe, attention = self._framework.recipe, self._framework.attention
         if is_plain_attention(kernel, self._framework):
             dropped = attention.dropout_saved_bytes.value if recipe.dropout == 0 else 0.0

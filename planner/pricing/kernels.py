@@ -1,7 +1,7 @@
 """Times of a unit's kernels on one rank, for many sizes of its part of a micro-batch at once.
 
-A kernel takes what its class's roofline says of its FLOPs and bytes, under what the framework's recipe says of its
-kernels. Parameters are read whole however small the micro-batch is.
+A kernel's time comes from the roofline of its class, its FLOPs and its bytes; the framework's recipe says how far its
+kernels differ. Parameters are read whole, however small the micro-batch is.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _NS = 1e9
 def placement_problem(ways: Alternatives, machine: Machine, framework: Framework) -> PlacementProblem:
     """The program in numbers: nanoseconds of one sequence.
 
-    Of all collectives' time nothing is hidden, and links sustain what the profile says: what a recipe says of either
-    is not known to belong to one placement rather than another.
+    No communication is hidden here, and links are as fast as the profile says. A recipe's facts about both were found
+    for whole runs, and nobody knows that they hold for one placement more than for another.
     """
     prices = _Prices(ways, machine, framework)
     return PlacementProblem(
@@ -91,7 +91,7 @@ class _Prices:
         return 0 if kernel is None else self._kernels_ns[id(kernel)]
 
     def of(self, collectives: Collectives) -> int:
-        """One behind the other."""
+        """Of collectives that run one after the other."""
         return round(sum(self._collective_s(each) for each in collectives) * _NS)
 
     def _collective_s(self, collective: Collective) -> float:

@@ -1,4 +1,4 @@
-"""All rows of a cost table's arrays: every unit kind under every key."""
+"""The rows of a cost table's arrays: prices of every kind of unit under every key."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from planner.layout.columns import Array
 
 
 class WeightGradients(NamedTuple):
-    """At each size. ``share``: of the backward compute, what weight gradients take."""
+    """At each size of the micro-batch. ``share``: of the backward compute, the part of weight gradients."""
 
     share: Array
     repeated_s: Array  # kernels that run twice because the backward is split

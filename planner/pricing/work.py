@@ -1,8 +1,8 @@
 """What one micro-batch through one unit takes on one rank: seconds by term, bytes by holding.
 
-Compute is the sum of the unit's kernels, or, where the host issues them more slowly than the device runs them and its
-collectives, the host's time less the collectives'. Nothing here knows an axis: what they do to a unit is in its
-kernels, tensors and collectives.
+Compute is the sum of the unit's kernels. Where the host needs longer to issue kernels and collectives than the device
+needs to run them, compute is the host's time less the collectives' instead. No axis is named here: what an axis does
+to a unit is already in its kernels, tensors and collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WorkPrices(NamedTuple):
 
 
 def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) -> WorkPrices:
-    """Prices of one unit in several cases, which differ in collectives and sizes alone."""
+    """Prices of one unit in several cases, which differ only in collectives and in the size of the micro-batch."""
     unit = cases[0].work.unit
     assert all(case.work.unit is unit for case in cases)
     on_rank = np.array([case.micro_batch_size * case.work.part_of_sequence for case in cases])
@@ -67,7 +67,7 @@ def _by_work(cases: Sequence[Case]) -> list[tuple[RankWork, Positions]]:
 
 
 class _Exchanges(NamedTuple):
-    """Collectives of a unit, their seconds at each size, and the host's to issue its kernels and those it counts."""
+    """Collectives of a unit, their seconds at each size, and the host's seconds to issue kernels and collectives."""
 
     collectives: tuple[Collective, ...]
     seconds: tuple[Array, ...]
@@ -80,7 +80,7 @@ class _Exchanges(NamedTuple):
 
 
 class _PricedUnit:
-    """One unit at several sizes: what its cases have in common is worked out once."""
+    """One unit at several sizes of the micro-batch; what its cases share is computed once."""
 
     def __init__(self, unit: RankUnit, sizes: Array, machine: Machine, framework: Framework) -> None:
         self._unit, self._sizes, self._machine, self._framework = unit, sizes, machine, framework
@@ -139,9 +139,9 @@ class _PricedUnit:
         return self._seconds[id(collective)]
 
     def _host_s(self, collectives: Sequence[Collective], run: Pass) -> float:
-        """Seconds that the host needs to issue the unit's kernels: however short they are, they come no faster.
+        """Seconds that the host needs to issue the unit's kernels, however short these are on the device.
 
-        Of collectives those of tensor parallelism alone count, and of these those that placements ask for.
+        Of the collectives only those count that the placements of tensor parallelism ask for.
         """
         recipe, launches = self._framework.recipe, self._num_launches[run]
         seconds = launches * recipe.issue_s(is_sharded=self._unit.is_split)

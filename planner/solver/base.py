@@ -15,7 +15,7 @@ from planner.problems import (
 
 
 class UnprovedError(Exception):
-    """A backend's own time limit came before it could prove its answer, or that there is none."""
+    """A backend reached its time limit before it could prove its answer, or prove that there is none."""
 
 
 class StageSolver(ABC):

@@ -84,7 +84,7 @@ class CpSatSolver(Solver):
         tick_s = total_s / TICKS
         program = _StageProgram(problem, tick_s)
         if cutoff_s is not None:
-            # Only plans better than the incumbent are of interest.
+            # Only cuts that are faster than the best layout so far are of interest.
             program.model.add(program.makespan <= int(cutoff_s / tick_s))
         program.model.minimize(program.makespan)
         solver = self._solve(program.model)
@@ -201,7 +201,7 @@ class _StageProgram:
 
 
 def _total(terms: Sequence[Expression]) -> Expression:
-    """Their sum as one expression (the built-in ``sum`` has a type of its own)."""
+    """Their sum as one linear expression."""
     return cp_model.LinearExpr.sum(list(terms))
 
 

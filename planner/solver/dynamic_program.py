@@ -1,15 +1,17 @@
 """Stage boundaries by dynamic programming: exact, and milliseconds even for 64 ranks.
 
-Where all ranks are alike, all work before and behind a stage is known from its two ends, and so is what
-``pipeline_bound_s`` makes of its rank. So with cost(r, s, e) for units s..e-1 on rank r (infinite without the memory)
+Where all devices are alike, the first and last unit of a stage tell how much work lies before and behind it, and so
+what ``pipeline_bound_s`` is for its rank. Let cost(r, s, e) be that for units s..e-1 on rank r (infinite where they do
+not fit). Then
 
     best(r, e) = min over s of max(best(r - 1, s), cost(r, s, e)),        best(-1, 0) = 0
 
 and best(p - 1, U) is the optimum, in p U^2 steps.
 
-Ranks whose devices differ stand in runs of equal ones. Once the units at which the runs meet are fixed, the work of
-every other run is known, and each run is cut by itself as above. Meeting points are tried in the order of a bound: all
-ranks of a run have the work of the runs before it in front of them, and its largest stage is no less than the mean one.
+Where devices differ, ranks with equal devices stand next to each other: a run. Once the units at which the runs meet
+are fixed, the work of every run is known, and each is cut by itself as above. The meeting units are tried in the order
+of a lower bound: every rank of a run has the work of all runs before it in front of it, and the largest stage of a run
+is at least as large as its average stage.
 """
 
 from __future__ import annotations
@@ -123,7 +125,7 @@ def _runs(problem: StageProblem) -> list[_Run]:
 
 
 def _meetings(problem: StageProblem, runs: list[_Run]) -> tuple[Array, NDArray[np.intp]]:
-    """A bound for every set of units at which the runs can meet, and the sets; [meetings, runs - 1]."""
+    """For every set of units at which the runs can meet a lower bound, and the set; [meetings, runs - 1]."""
     meetings = _rising(problem.num_units, len(runs) - 1)
     edge = np.zeros((len(meetings), 1), dtype=np.intp)
     ends = np.hstack([edge, meetings, edge + problem.num_units])

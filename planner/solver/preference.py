@@ -1,10 +1,11 @@
-"""Which of nearly equal plans is taken: the simplest whose predicted time cannot be told from the fastest.
+"""Which of nearly equal plans is taken: the simplest of those that are predicted about as fast as the fastest.
 
-Errors of plans of one model on one machine go together, but not wholly: between two published runs that differ in
-layout alone, the ratio of the predicted times is off by ``between_layouts`` (in the recipe's error band, measured by
-benchmarks/calibrate.py). That is several per cent, and a plan so much slower is not given away for simplicity; but
-within MOST_TIE the predicted order says nothing: of the pairs of published runs that are predicted so close, no more
-than half come out in that order. ``space.complexity`` says what simple is.
+Predictions for one model on one machine are often wrong in the same direction, but not by the same amount. The ratio of
+the predicted times of two layouts is off by ``between_layouts``, which benchmarks/calibrate.py measures on published
+runs that differ in layout alone and keeps in the recipe's error band. That is several per cent. A plan that is
+predicted to be several per cent slower is not taken for being simpler. But where two predictions differ by no more than
+MOST_TIE, their order says nothing: of the pairs of published runs that are predicted so close, at most half come in
+that order. ``layout.complexity`` says what simple is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from planner.solver.search import NEAR, Outcome, visit
 from planner.table.cost_table import CostTable
 
 MOST_TIE = NEAR
-# Simpler points that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
+# Simpler layouts that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
 # on a busy machine.
 MOST_VISITS = 200
 
@@ -28,9 +29,9 @@ def tie_share(table: CostTable) -> float:
 
 
 def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSolver) -> Evaluated | None:
-    """The simplest point that fits and takes at most ``limit_s``; among equally simple ones the fastest.
+    """The simplest layout that fits and takes at most ``limit_s``; among equally simple ones the fastest.
 
-    None where nothing that is simpler than the fastest point is so fast.
+    None where nothing that is simpler than the fastest layout is so fast.
     """
     assert outcome.best is not None
     most = complexity(outcome.best.layout)

@@ -1,8 +1,8 @@
-"""Best-first search over the coarse points: exact inner programs, and a stop that is a proof.
+"""Best-first search over the layouts, which stops when it can prove that nothing better is left.
 
-Points are visited in the order of their lower bound. A visited point is cut into stages by the solver and priced by
-simulating its schedule. When the next bound is no better than the best price, no point that is left can win: the best
-is optimal within the cost model, each point cut where ``pipeline_bound_s`` is least.
+Layouts are visited in the order of their lower bounds. A visited layout is cut into stages by the solver, and its step
+time is found by simulating its schedule. When the next bound is no better than the best step time, no layout that is
+left can be faster: the best is optimal within the cost model, each layout cut where ``pipeline_bound_s`` is least.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
 from planner.table.cost_table import CostTable
 
-# Points cut evenly before the search proper, so that it starts with a good cut-off.
+# Layouts that are cut evenly and priced first, so that the search starts with a good step time to beat.
 NUM_PROBES = 40
-# A point counts as better only by more than this share: below it the simpler one stays.
+# A layout replaces the best only if it is faster by more than this share.
 TOLERANCE = 1e-6
-# Points among which, at equal bounds, the simpler come first: more than a search ever visits.
+# Of layouts with equal bounds the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 10_000
-# Points that may be no more than so much slower than the best are named in the outcome.
+# The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
 
 Progress = Callable[[int, float, float | None], None]
@@ -38,19 +38,19 @@ class Outcome:
     """What a search found. ``best`` is None where nothing fits or nothing was found in time."""
 
     best: Evaluated | None
-    ranking: tuple[Evaluated, ...]  # the visited points that fit, fastest first
-    bound_s: float  # no point is faster
-    is_exhausted: bool  # every point that could be better was visited: ``best`` is proved
+    ranking: tuple[Evaluated, ...]  # the visited layouts that fit, fastest first
+    bound_s: float  # no layout is faster
+    is_exhausted: bool  # every layout that could be better was visited: ``best`` is proved
     interrupted: bool
     num_candidates: int
     num_visited: int
-    near: tuple[tuple[Layout, float], ...]  # points whose bound is at most NEAR above the best price, and that bound
-    closest: Layout | None  # where nothing fits: the point that lacks least memory
+    near: tuple[tuple[Layout, float], ...]  # layouts whose bound is at most NEAR above the best price, and that bound
+    closest: Layout | None  # where nothing fits: the layout that lacks least memory
     elapsed_s: float
 
 
 class _Best:
-    """The points that were priced and fit."""
+    """The layouts that were priced and fit."""
 
     def __init__(self) -> None:
         self.best: Evaluated | None = None
@@ -68,11 +68,11 @@ class _Best:
 
     @property
     def time_s(self) -> float | None:
-        """Step time of the best point."""
+        """Step time of the best layout."""
         return None if self.best is None else self.best.step_time_s
 
     def beats(self, bound_s: float) -> bool:
-        """Whether no point with this bound can be better."""
+        """Whether no layout with this bound can be better."""
         return self.best is not None and bound_s >= self.best.step_time_s * (1 - TOLERANCE)
 
     def ranking(self) -> tuple[Evaluated, ...]:
@@ -118,7 +118,7 @@ def search(
             visited += 1
             try:
                 best.keep(visit(table, listed[index], solver, best.time_s))
-            except UnprovedError:  # this point may still hide a better plan
+            except UnprovedError:  # this layout may still be better
                 unproved_s = min(unproved_s, bound_s)
             if progress is not None:
                 progress(visited, bound_s, best.time_s)

@@ -1,4 +1,4 @@
-"""From a plan that exists back to the numbers of the search: the inverse of ``to_plan``."""
+"""From an existing plan back to a layout, its stages and its placements: the inverse of ``to_plan``."""
 
 from __future__ import annotations
 

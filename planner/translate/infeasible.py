@@ -36,7 +36,7 @@ MOST_PARTS = 3
 
 
 def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str) -> str:
-    """The rule and its values. ``space_text`` says of what ``closest`` is the smallest."""
+    """What binds, with its values. ``space_text``: the layouts of which ``closest`` needs least."""
     need, room = max(zip(closest.ledgers, closest.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
     host = closest.host
     even = f"Even the smallest of {space_text} ({layout_text(closest.layout)}) needs"
@@ -68,7 +68,7 @@ def _parts_text(rows: NamedBytes) -> str:
 
 
 def smallest_change(asked: Attempt, fits: Fits) -> str:
-    """The first with which something fits: dropping one pin, dropping all, offloading, more GPUs."""
+    """The first change that makes some layout fit: dropping one pin, dropping all, offloading, more GPUs."""
     pins = asked.pins
     for field in fields(pins):
         if getattr(pins, field.name) is None:

@@ -263,7 +263,7 @@ def candidate(label: str, found: Evaluated) -> Candidate:
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout in one line, with what is not at its simplest value."""
+    """A layout in one line: the degrees above 1, ZeRO stage, micro-batch, recomputation and offload."""
     degrees = {name: degree for name, degree in asdict(layout.mesh).items() if degree > 1}
     parts = [f"{name}={degree}" for name, degree in degrees.items()] or ["one GPU"]
     parts += [
