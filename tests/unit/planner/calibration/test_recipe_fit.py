@@ -21,6 +21,7 @@ from planner.calibration.recipe_fit import (
     what_others_say,
     with_values,
 )
+from tests.recipes import STUDY_RECIPES
 
 NUM_RUNS = 40
 
@@ -64,10 +65,14 @@ def test_every_number_that_is_written_says_what_it_was_fitted_to() -> None:
 
 
 def test_values_go_only_where_a_recipe_has_the_fact() -> None:
-    values = {**neutral_values(), "product_rate": 0.9}
-    recipe = with_values(load_recipe("nanotron"), values)
-    assert recipe.product_rate.value == 0.9
-    assert recipe.host_s_per_collective_rank is None
+    values = {**neutral_values(), "product_rate": 0.9, "host_s_per_collective_rank": 1e-3}
+    without, having = (
+        with_values(load_recipe(recipe), values) for recipe in ("nanotron", STUDY_RECIPES["nanotron-2025"])
+    )
+    assert without.product_rate.value == having.product_rate.value == 0.9
+    assert without.host_s_per_collective_rank is None
+    assert having.host_s_per_collective_rank is not None
+    assert having.host_s_per_collective_rank.value == 1e-3
 
 
 def test_strangers_get_what_others_agree_on() -> None:
