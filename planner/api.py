@@ -5,18 +5,17 @@ request -> cluster, graph, training -> problem (placements, space, cost table) -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
-from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem, decided
 from planner.report.timeline import StepTimeline, step_timeline
-from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, training_of
+from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, target_of, training_of
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
@@ -47,14 +46,15 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
     training = training_of(request, cluster.num_devices, graph.seq_len, notes)
-    target = PricingTarget(graph, cluster, training.precision.value)
+    target = target_of(graph, cluster, training.precision, request.framework, notes)
     problem = Problem.build(target, training, request.pins)
     outcome = problem.solved(time_limit_s=request.time_limit_s, progress=progress)
     if outcome.best is None:
         raise no_plan(problem, outcome)
     baseline = problem.solved_baseline()
     outcome = problem.preferred(outcome, baseline, request.prefer)
-    return Answer(plan_of(problem, outcome, baseline, request.num_runners_up), tuple(notes), outcome.interrupted)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up)
+    return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
 
 
 def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int) -> Plan:
@@ -102,18 +102,17 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     closest = evaluator.evaluate(evaluator.even_starts())
     pinned = problem.space.pins.describe()
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
-    cluster, graph = problem.target.cluster, problem.target.graph
+    cluster = problem.target.cluster
     asked = Attempt(cluster, problem.space.training, problem.space.pins)
-    change = smallest_change(asked, lambda attempt: something_fits(graph, attempt))
+    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt))
     return InfeasibleError(binding_text(cluster, closest, space_text), hint=change)
 
 
-def something_fits(graph: ModelGraph, attempt: Attempt) -> bool:
-    """Whether any layout fits."""
+def something_fits(target: PricingTarget, attempt: Attempt) -> bool:
+    """Whether any layout fits of the model of ``target``, as its framework runs it."""
     try:
         check_offload(attempt.cluster, attempt.pins.offload)
-        target = PricingTarget(graph, attempt.cluster, attempt.training.precision.value)
-        return Problem.build(target, attempt.training, attempt.pins).has_any_fit
+        return Problem.build(replace(target, cluster=attempt.cluster), attempt.training, attempt.pins).has_any_fit
     except (HardwareError, InputError):
         return False
 
@@ -129,7 +128,9 @@ class PlannedLayout:
     notes: tuple[str, ...]
 
 
-def planned_layout(plan: Plan, hardware: str | None, num_devices: int | None) -> PlannedLayout:
+def planned_layout(
+    plan: Plan, hardware: str | None, num_devices: int | None, framework: str | None = None
+) -> PlannedLayout:
     """``plan`` on its own or on other hardware; PlanError where it cannot be priced."""
     notes: list[str] = []
     section = plan.training
@@ -145,7 +146,7 @@ def planned_layout(plan: Plan, hardware: str | None, num_devices: int | None) ->
         notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
-    target = PricingTarget(graph, cluster, section.precision.value)
+    target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
     decision = decided(target, split, from_plan.parameter_placements(plan, graph), CpSatSolver())
     if decision is None:
@@ -158,9 +159,11 @@ def planned_layout(plan: Plan, hardware: str | None, num_devices: int | None) ->
     return PlannedLayout(Evaluator(table, layout), starts, target, training, tuple(notes))
 
 
-def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None = None) -> Answer:
+def price_plan(
+    plan: Plan, hardware: str | None = None, num_devices: int | None = None, framework: str | None = None
+) -> Answer:
     """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
-    planned = planned_layout(plan, hardware, num_devices)
+    planned = planned_layout(plan, hardware, num_devices, framework)
     found, cluster, notes = (
         planned.evaluator.evaluate(planned.starts, exact=True),
         planned.target.cluster,
@@ -171,6 +174,7 @@ def price_plan(plan: Plan, hardware: str | None = None, num_devices: int | None 
         notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
     update = {
         "hardware": cluster.profile.name,
+        "framework": framework or plan.framework,
         "num_devices": cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
         "pipeline": to_plan.pipeline_section(found, planned.target.graph, cluster),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.recipe import attention_kernel
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError
+from planner.frameworks.kernels import attention_name_for
+from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
@@ -16,6 +19,7 @@ from planner.layout.layout import NO_PINS, Pins, Training
 from planner.model_file import ModelKind, resolve_model
 from planner.parallelism import Offload, Optimizer, Precision, Preference
 from planner.pricing.facts import unpriced_offload
+from planner.pricing.target import PricingTarget
 
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
@@ -38,6 +42,7 @@ class Request:
     time_limit_s: float | None = None
     num_runners_up: int = 5
     prefer: Preference = Preference.SIMPLE
+    framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -98,3 +103,21 @@ def training_of(request: Request, num_devices: int, seq_len: int, notes: list[st
     if batch < 1:
         raise InputError(f"the global batch must be at least 1 sequence, got {batch}", hint="give --global-batch B")
     return Training(batch, seq_len, request.precision, request.optimizer)
+
+
+def target_of(
+    graph: ModelGraph, cluster: ClusterSpec, precision: Precision, framework: str, notes: list[str]
+) -> PricingTarget:
+    """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name.
+
+    What is searched is the same for every framework as yet, which ``notes`` then say.
+    """
+    recipe = recipe_for(framework)
+    kernel = attention_kernel(attention_name_for(recipe, (), cluster.profile.device.name))
+    if framework != OUR_FRAMEWORK:
+        borrowed = framework_of(framework).borrows
+        notes.append(
+            f"priced as {framework} runs a layout (recipe {recipe.name}{'; ' + borrowed if borrowed else ''}): layouts "
+            f"that {framework} itself cannot run are not left out"
+        )
+    return PricingTarget(graph, cluster, precision.value, recipe, kernel)

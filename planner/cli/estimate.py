@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Hardware
+from planner.cli.options import AsJson, Framework, Hardware
 from planner.cli.search import show_answer
 from planner.plan.plan_file import read_plan
 
@@ -23,6 +23,7 @@ def estimate(
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
     ] = None,
+    framework: Framework = None,
     as_json: AsJson = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the plan with its new prediction here.")
@@ -32,5 +33,5 @@ def estimate(
     plan = read_plan(plan_file)
     from planner.api import price_plan
 
-    answer = price_plan(plan, hardware, gpus)
+    answer = price_plan(plan, hardware, gpus, framework)
     show_answer(answer.plan, answer.notes, as_json=as_json, output=output)

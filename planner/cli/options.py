@@ -14,4 +14,8 @@ Hardware = Annotated[
         help="A profile (`planner hardware list`) or its file; several as NAME:COUNT,NAME:COUNT.",
     ),
 ]
+Framework = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]

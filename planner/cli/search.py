@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.cli.options import AsJson, Hardware
+from planner.cli.options import AsJson, Framework, Hardware
 from planner.parallelism import Offload, Optimizer, Precision, Preference, Recompute
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
@@ -60,6 +60,7 @@ def search(  # over 6 arguments: one for each option of the command line
     prefer: Annotated[
         Preference, typer.Option(help="Of plans that are predicted alike (within 1 %): the simplest, or the fastest.")
     ] = Preference.SIMPLE,
+    framework: Framework = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds; the best plan so far is kept.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
@@ -98,6 +99,7 @@ def search(  # over 6 arguments: one for each option of the command line
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
+    from planner.frameworks.registry import OUR_FRAMEWORK
     from planner.layout.layout import Pins
     from planner.request import Request
 
@@ -108,7 +110,7 @@ def search(  # over 6 arguments: one for each option of the command line
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
-        prefer=prefer,
+        prefer=prefer, framework=framework or OUR_FRAMEWORK,
     )  # fmt: skip
     check_folder(output)
     answer = _find(request)

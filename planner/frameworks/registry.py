@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
 
+OUR_FRAMEWORK = "planner"  # what `planner run` trains with
 FIRST_CONTAINER_YEAR, LAST_CONTAINER_YEAR = 17, 49  # of releases such as 24.07; other pairs of numbers say no year
 
 
@@ -57,7 +58,7 @@ _MEGATRON_CORE = (Generation("megatron-core", overlaps_nothing=True), Generation
 _FSDP = (Generation("fsdp-compiled", with_kernel="compile"), Generation("fsdp-llm-foundry"))
 
 FRAMEWORKS = (
-    Framework(("planner",), (Generation("planner"),)),
+    Framework((OUR_FRAMEWORK,), (Generation("planner"),)),
     Framework(
         ("megatron-lm",),
         # v1 and v2; v3; since 2024 Megatron-LM trains on Megatron-Core.

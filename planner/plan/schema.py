@@ -178,6 +178,7 @@ class Plan(_Value):
     schema_version: Literal[1] = SCHEMA_VERSION
     model: ModelSection
     hardware: str
+    framework: str = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
     num_devices: Positive
     training: TrainingSection
     mesh: MeshSection

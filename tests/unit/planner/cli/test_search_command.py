@@ -365,3 +365,33 @@ def test_the_program_exits_with_the_code_of_its_error(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no such file: absent.py\nhint: ")
+
+
+# -- frameworks -----------------------------------------------------------------------------------------
+
+PINS = ("--tp", "2", "--pp", "2", "--zero", "1", "--micro-batch", "2", "--recompute", "none", "--schedule", "1F1B")
+PINNED = (*TINY, *PINS, "--no-sequence-parallel", "--json")
+
+
+def test_a_framework_prices_by_its_own_recipe(run: Run, tmp_path: Path) -> None:
+    """Which estimate then keeps, until another is named."""
+    path = tmp_path / "plan.json"
+    ours, theirs = (
+        json.loads(run(*PINNED, "--framework", name, "-o", path)[1]) for name in ("planner", "megatron-core")
+    )
+    assert (ours["framework"], theirs["framework"]) == ("planner", "megatron-core")
+    assert ours["prediction"]["step_time_s"] != theirs["prediction"]["step_time_s"]
+    code, out, err = run("estimate", path, "--json")
+    assert code == 0
+    assert json.loads(out)["prediction"]["step_time_s"] == theirs["prediction"]["step_time_s"]
+    assert "priced as megatron-core runs a layout (recipe megatron-core-overlap)" in err
+    again = json.loads(run("estimate", path, "--framework", "planner", "--json")[1])
+    assert again["prediction"]["step_time_s"] == pytest.approx(ours["prediction"]["step_time_s"], rel=1e-12)
+    assert again["framework"] == "planner"
+
+
+def test_an_unknown_framework_is_refused_with_those_that_are_known(run: Run) -> None:
+    code, _, err = run(*TINY, "--framework", "megatron-cor")
+    assert code == 2
+    assert "no framework 'megatron-cor' is known" in err
+    assert "megatron-core" in err
