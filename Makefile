@@ -27,9 +27,11 @@ lint: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
-# pytest comes last: its closing line is the verdict
+# Tests of one process run on every core; those that start processes of their own need all cores, one after the other.
+# pytest comes last: its closing line is the verdict.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/distributed -n auto --dist loadfile
+	$(BIN)/python -m pytest tests/distributed
 
 # every file of benchmarks/ is a program of its own
 bench: setup

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.terms import Pass
 from planner.api import find_plan
 from planner.axes.tensor import TENSOR
@@ -35,7 +36,6 @@ from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
 from planner.layout.layout import Pins
 from planner.model_file import load_model, resolve_model
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.kernels import kernels_issued
 from planner.pricing.placements import decide
 from planner.pricing.target import PricingTarget

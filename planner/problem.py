@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from costmodels.vocabulary.choices import Placement, Preference
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
@@ -14,7 +15,6 @@ from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.parallelism import Placement, Preference
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import Decisions
 from planner.pricing.table_builder import build_table

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.terms import Term
-from planner.parallelism import Offload
 from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
 
 GIB, MIB = 2**30, 2**20

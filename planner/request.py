@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.recipe import attention_kernel
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
@@ -17,7 +18,6 @@ from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.model_file import ModelKind, resolve_model
-from planner.parallelism import Offload, Optimizer, Precision, Preference
 from planner.pricing.facts import unpriced_offload
 from planner.pricing.target import PricingTarget
 

@@ -2,13 +2,13 @@
 
 from functools import cache
 
+from costmodels.vocabulary.choices import Optimizer, Precision
 from hardware_profiles.catalog import profile_for
 from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins, Training
 from planner.model_file import load_model, resolve_model
-from planner.parallelism import Optimizer, Precision
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 

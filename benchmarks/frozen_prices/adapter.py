@@ -14,13 +14,13 @@ from typing import Any
 
 from benchmarks.published.frameworks import recipe_called
 from costmodels.recipe import attention_kernel
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins, Training
-from planner.parallelism import Offload, Optimizer, Precision, Preference, Recompute
 from planner.pricing.placements import decide
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of
 from benchmarks.published.runs import Layout, Run
 from benchmarks.published.summary import Row
-from planner.parallelism import Recompute
+from costmodels.vocabulary.choices import Recompute
 
 POINTS = 0.03  # how far apart the two ratios may lie
 RECOMPUTE_ORDER = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)

@@ -16,6 +16,7 @@ from benchmarks.published.frameworks import (
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
+from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
@@ -27,7 +28,6 @@ from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
-from planner.parallelism import Optimizer, Precision
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.parallelism import Recompute
+from costmodels.vocabulary.choices import Recompute
 
 GIB = 2**30
 TRUE_WORDS = {"true", "1", "yes"}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from costmodels.vocabulary.choices import Offload
 from planner.axes.base import Asked, Axis, Executed
-from planner.parallelism import Offload
 
 
 class OffloadAxis(Axis[None]):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.axes.base import Asked, Axis, Executed, divisors, pinned_degrees, undivided
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Pins
-from planner.parallelism import Recompute
 
 MAX_VIRTUAL_STAGES = 8
 

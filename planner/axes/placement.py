@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from costmodels.vocabulary.choices import Partial, Placement, Replicate, Shard
 from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
@@ -22,7 +23,6 @@ from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
 from planner.operators.call import ITEM_BYTES
 from planner.operators.placement_rules import OpStrategy
-from planner.parallelism import Partial, Placement, Replicate, Shard
 from planner.problems import PlacementSolution
 from planner.table.keys import TensorSplit
 

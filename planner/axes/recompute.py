@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.base import Asked, Axis
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role
 from planner.axes.placement import UnitPlacement
-from planner.parallelism import Recompute
 from planner.table.keys import WorkKey
 
 

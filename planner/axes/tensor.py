@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from costmodels.vocabulary.choices import Shard
 from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
@@ -16,7 +17,6 @@ from planner.axes.base import Asked, Axis, divisors, listed, pinned_degrees, und
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, State, Tensor
 from planner.axes.placement import UnitPlacement
-from planner.parallelism import Shard
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 
 

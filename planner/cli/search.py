@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.options import AsJson, Framework, Hardware
-from planner.parallelism import Offload, Optimizer, Precision, Preference, Recompute
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, show_plan

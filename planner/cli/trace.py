@@ -13,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from costmodels.vocabulary.choices import Precision
 from planner.errors import ModelError
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import graph_json, read_graph, write_graph
 from planner.graph.model_graph import ModelGraph, Node
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
-from planner.parallelism import Precision
 from planner.render import count, size
 
 NO_RULE = re.compile(r"no rule for operator (\S+)")  # as the tracer's warnings begin

@@ -15,6 +15,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s
 from costmodels.pipeline import Timeline, simulate
 from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
@@ -25,7 +26,6 @@ from planner.evaluation.states import num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
 from planner.layout.columns import Array, key_of
 from planner.layout.layout import Layout
-from planner.parallelism import Offload
 from planner.problems import StageProblem, stage_sums
 from planner.table.cost_table import CostTable
 from planner.table.facts import DeviceFacts

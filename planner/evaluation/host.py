@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.parallelism import Offload
+from costmodels.vocabulary.choices import Offload
 from planner.table.facts import ClusterFacts, HostFacts
 
 

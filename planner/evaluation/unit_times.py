@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.overlap import exposed_s
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Pass, Term, Time
 from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
-from planner.parallelism import Recompute
 from planner.table.cost_table import CostTable
 from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
 

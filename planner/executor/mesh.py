@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from costmodels.vocabulary.choices import Offload, Precision
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.parallelism import Offload, Precision
 from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from costmodels.vocabulary.choices import Recompute
 from planner.errors import PlanError
 from planner.operators.registry import kept_by_selective_recomputation
-from planner.parallelism import Recompute
 from planner.plan.schema import RecomputeRule
 
 KEPT = kept_by_selective_recomputation()

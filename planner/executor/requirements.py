@@ -9,10 +9,10 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import nn
 
+from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.stage_trace import META, Inputs, twin
 from planner.model_file import call_model
-from planner.parallelism import Recompute
 from planner.plan.schema import Plan
 
 NUM_NAMED = 3  # names in one message: enough to see which

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_map_only
 
+from costmodels.vocabulary.choices import Partial, Replicate, Shard, parse_placement
 from planner.errors import PlanError
-from planner.parallelism import Partial, Replicate, Shard, parse_placement
 from planner.plan.schema import ModulePlacement
 
 

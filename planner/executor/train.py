@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from costmodels.vocabulary.choices import Optimizer
 from planner.errors import DivergedError, ModelError, PlanError, PlannerError
 from planner.executor.checkpoint import clear_partial, resume, save
 from planner.executor.data import TokenData, open_data
@@ -33,7 +34,6 @@ from planner.executor.randomness import seed_rank
 from planner.executor.requirements import buffers_unchanged
 from planner.executor.watch import watched
 from planner.model_file import LoadedModel, load_model, resolve_model
-from planner.parallelism import Optimizer
 from planner.plan.schema import Plan
 
 DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}

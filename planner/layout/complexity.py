@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES
 from planner.layout.layout import Layout
-from planner.parallelism import Recompute
 
 _PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
 _RECOMPUTATION = {mode: place for place, mode in enumerate(Recompute)}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.parallelism import Offload, Optimizer, Precision, Recompute
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from costmodels.vocabulary.choices import Partial, Placement, Replicate, Shard
 from planner.operators.call import AttributeValue
-from planner.parallelism import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)

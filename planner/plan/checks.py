@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, MeshAxis
-from planner.parallelism import Recompute
 from planner.plan.schema import Plan
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute, parse_placement
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Phase, Provenance, Term
-from planner.parallelism import Offload, Optimizer, Precision, Recompute, parse_placement
 
 SCHEMA_VERSION = 1
 

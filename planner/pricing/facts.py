@@ -7,9 +7,9 @@ from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMEN
 from costmodels.offload import HostWork, download_s, host_update_s, missing_facts
 from costmodels.overlap import Overlap
 from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
+from costmodels.vocabulary.choices import Offload
 from hardware_profiles.schema import ClusterSpec, SoftwareProfile
 from planner.layout.layout import Training
-from planner.parallelism import Offload
 from planner.pricing.target import PricingTarget
 from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostFacts, Line
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from costmodels.vocabulary.choices import Placement
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Kernel
 from planner.axes.placement import Alternatives, Collectives, UnitPlacement, alternatives, decision
 from planner.axes.traced import representatives
 from planner.graph.model_graph import ModelGraph
-from planner.parallelism import Placement
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
 from planner.problems import PlacementProblem, PlacementSolution

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Holding, Time
 from planner.axes.framework import Framework
 from planner.axes.lowered import RankStates
@@ -23,7 +24,6 @@ from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_states, whole_work
 from planner.graph.model_graph import ModelGraph
 from planner.layout.columns import Array
-from planner.parallelism import Recompute
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision
 from planner.pricing.states import StatePricer, counted, elements_of

@@ -10,6 +10,7 @@ import numpy as np
 
 from costmodels.communication import line_between
 from costmodels.memory import Division, KeptStates, state_bytes
+from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
 from costmodels.vocabulary.terms import Data, Holding, Time
 from costmodels.vocabulary.workload import CollectiveKind
@@ -18,7 +19,6 @@ from planner.axes.traced import representatives
 from planner.graph.model_graph import ModelGraph
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout, Training
-from planner.parallelism import Offload, Recompute
 from planner.pricing.facts import cluster_facts, framework_facts
 from planner.pricing.machine import Machine
 from planner.pricing.rows import Decisions, data_rows, element_rows, work_rows

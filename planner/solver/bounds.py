@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Element, Holding
@@ -44,7 +45,6 @@ from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
-from planner.parallelism import Offload
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import SendKey, StateKey

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from costmodels.ledger import SoftwareBytes
 from costmodels.overlap import Overlap
-from planner.parallelism import Offload
+from costmodels.vocabulary.choices import Offload
 
 
 @dataclass(frozen=True)

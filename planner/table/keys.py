@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planner.parallelism import Offload
+from costmodels.vocabulary.choices import Offload
 
 
 class TensorSplit(NamedTuple):

@@ -18,12 +18,12 @@ from typing import Any, cast, get_type_hints
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Element, Holding, Time
 from planner.errors import InputError
 from planner.json_file import write_bytes
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout
-from planner.parallelism import Recompute
 from planner.table.cost_table import CostTable
 
 FORMAT = 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from costmodels.vocabulary.choices import Placement, Recompute, Replicate, parse_placement
 from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Layout
-from planner.parallelism import Placement, Recompute, Replicate, parse_placement
 from planner.plan.schema import Plan
 
 

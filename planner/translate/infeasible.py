@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.mixed import grown
 from hardware_profiles.schema import ClusterSpec
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.host import HostMemory
 from planner.layout.layout import NO_PINS, Pins, Training
-from planner.parallelism import Offload
 from planner.translate.to_plan import layout_text, offloaded_bytes
 
 GIB = 2**30

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from costmodels.compute import peak_flops_per_s
 from costmodels.ledger import MemoryLedger
 from costmodels.memory import MASTER_BYTES
+from costmodels.vocabulary.choices import Offload, Placement, Recompute, Replicate
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import Executed
@@ -19,7 +20,6 @@ from planner.evaluation.host import HostMemory
 from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.layout.layout import Layout, Training
-from planner.parallelism import Offload, Placement, Recompute, Replicate
 from planner.plan.schema import (
     Candidate,
     MeshSection,

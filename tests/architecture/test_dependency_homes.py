@@ -72,7 +72,7 @@ def test_every_third_party_import_is_declared() -> None:
     "module",
     [
         "planner.cli.main",
-        "planner.parallelism",
+        "costmodels.vocabulary.choices",
         "planner.plan.schema",
         "planner.graph.model_graph",
         "planner.operators.work",

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.axes.base import Asked
 from planner.axes.pipeline import schedules
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.table_builder import build_table
 from planner.solver.bounds import bounds
 from planner.table.keys import TensorSplit

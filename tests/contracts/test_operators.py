@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from costmodels.vocabulary.choices import Placement
 from planner.operators.call import OpCall, Saved, TensorValue
 from planner.operators.collectives import COLLECTIVES
 from planner.operators.placement_rules import Applied, Operand
@@ -21,7 +22,6 @@ from planner.operators.registry import (
 )
 from planner.operators.traffic_rules import Backward, BytesRead
 from planner.operators.work import saved_for_backward, work_of
-from planner.parallelism import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(name for operator in OPERATORS for name in operator.names)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.schema import (
     MeshSection,
     ModelSection,

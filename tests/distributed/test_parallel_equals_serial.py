@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 
-from planner.parallelism import Precision
+from costmodels.vocabulary.choices import Precision
 from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS
 from tests.distributed.conftest import Outcome
 from tests.distributed.toy_models import VOCAB

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
+from costmodels.vocabulary.choices import Optimizer, Precision
 from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
 from planner.models.loss import NEXT_TOKEN, next_token_loss
-from planner.parallelism import Optimizer, Precision
 from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import (
     CASES,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.choices import Precision
 from planner.api import find_plan
 from planner.layout.layout import Pins
-from planner.parallelism import Precision
 from planner.plan.schema import Plan
 from planner.request import Request
 

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from costmodels.vocabulary.choices import Precision
 from planner.errors import ModelError
 from planner.graph.assemble import GraphHeader, assemble_graph
 from planner.graph.model_graph import ModelGraph, Node, Parameter
@@ -30,7 +31,6 @@ from planner.graph.tracer.program import Program
 from planner.graph.tracer.recording import record_step
 from planner.graph.tracer.stand_ins import Sizes, StandIn, TrainingStep, on_fake_cpu, on_meta, on_valued_cpu
 from planner.model_file import LoadedModel
-from planner.parallelism import Precision
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 

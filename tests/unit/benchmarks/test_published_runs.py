@@ -14,11 +14,11 @@ from benchmarks.published.pricing import RunPricer, layout_of
 from benchmarks.published.runs import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
 from costmodels.recipe import list_recipes, load_recipe
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.sanity import violations
-from planner.parallelism import Recompute
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {

@@ -2,10 +2,10 @@
 
 import pytest
 
+from costmodels.vocabulary.choices import Precision
 from planner.api import find_plan
 from planner.errors import InfeasibleError, InputError
 from planner.layout.layout import Pins
-from planner.parallelism import Precision
 from planner.plan.schema import Plan
 from planner.request import Request
 

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
@@ -14,7 +15,6 @@ from planner.errors import HardwareError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.host import HostStates, fullest_node
 from planner.layout.layout import Layout, Pins
-from planner.parallelism import Offload
 from planner.pricing.facts import cluster_facts
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.choices import Precision
 from planner.cli.main import main
 from planner.graph.graph_file import write_graph
-from planner.parallelism import Precision
 from planner.plan.schema import Plan
 from tests.planning import graph_of
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import Holding, MemoryTerm, Term
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
-from planner.parallelism import Recompute
 from planner.problems import rank_memory_bytes
 from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.recipe import Recipe, load_recipe
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Phase
@@ -25,7 +26,6 @@ from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import decided

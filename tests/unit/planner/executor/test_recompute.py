@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from costmodels.vocabulary.choices import Recompute
 from planner.executor.recompute import apply_recompute
 from planner.model_file import call_model, load_model, resolve_model, training_batch
 from planner.operators.products import PRODUCTS
-from planner.parallelism import Recompute
 from planner.plan.schema import RecomputeRule
 
 Product = Callable[..., torch.Tensor]

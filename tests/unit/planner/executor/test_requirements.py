@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import ModelError, PlanError
 from planner.executor.requirements import buffers_unchanged, check_buffers, check_names
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.schema import (
     MeshSection,
     ModelSection,

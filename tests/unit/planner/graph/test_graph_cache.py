@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.choices import Precision
 from planner.api import find_plan
 from planner.graph import graph_cache
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import Pins
 from planner.model_file import resolve_model
-from planner.parallelism import Precision
 from planner.request import Request
 from tests.unit.planner.graph.traced import ROOT
 
@@ -87,7 +87,7 @@ def test_writers_at_the_same_time_do_not_disturb_one_another(tmp_path: Path) -> 
     program = (
         "import sys; from pathlib import Path; from planner.graph.graph_cache import *; "
         "from planner.graph.tracing import TraceRequest; "
-        "from planner.model_file import resolve_model; from planner.parallelism import Precision; "
+        "from planner.model_file import resolve_model; from costmodels.vocabulary.choices import Precision; "
         "traced_graph(TraceRequest(resolve_model('gpt-tiny'), 2, 32, Precision.BF16), Path(sys.argv[1]))"
     )
 
@@ -120,7 +120,7 @@ def test_a_preset_in_the_cache_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from planner.graph.graph_cache import *; "
         "from planner.graph.tracing import TraceRequest; "
-        "from planner.model_file import resolve_model; from planner.parallelism import Precision; "
+        "from planner.model_file import resolve_model; from costmodels.vocabulary.choices import Precision; "
         "traced_graph(TraceRequest(resolve_model('gpt-tiny'), 2, 32, Precision.BF16), Path(sys.argv[1])); "
         "sys.exit('torch' in sys.modules)"
     )

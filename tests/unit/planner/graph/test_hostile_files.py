@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from costmodels.vocabulary.choices import Precision
 from planner.errors import ModelError
 from planner.graph.graph_cache import traced_graph
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest, trace
 from planner.model_file import resolve_model
-from planner.parallelism import Precision
 from tests.unit.planner.graph.traced import ROOT
 
 MODEL = """

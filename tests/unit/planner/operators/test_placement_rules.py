@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
+from costmodels.vocabulary.choices import Partial, Placement, Replicate, Shard
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
 from planner.graph.model_graph import ModelGraph, Node, OpClass
@@ -25,7 +26,6 @@ from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
 from planner.operators.placement_rules import OpStrategy, leading_dims
 from planner.operators.registry import op_name
-from planner.parallelism import Partial, Placement, Replicate, Shard
 from tests.fake_world import fake_world
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Term
 from planner.api import described
 from planner.errors import PlanError
 from planner.evaluation.evaluator import Evaluator
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.plan.checks import contradictions
 from planner.plan.plan_file import plan_json, read_plan, write_plan
 from planner.plan.schema import (

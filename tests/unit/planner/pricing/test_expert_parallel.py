@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels.communication import collective_time_s
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Element, Holding, Term, Time
@@ -19,7 +20,6 @@ from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.states import state_bytes
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout, Pins
-from planner.parallelism import Recompute
 from planner.pricing.table_builder import unit_row
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem

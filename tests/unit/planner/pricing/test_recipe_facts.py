@@ -7,6 +7,7 @@ import pytest
 
 from costmodels.communication import collective_time_s
 from costmodels.recipe import Recipe, attention_kernel, load_recipe
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Holding, Term, Time
@@ -14,7 +15,6 @@ from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlac
 from planner.axes.traced import representatives
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout
-from planner.parallelism import Recompute
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from costmodels.vocabulary.choices import Placement, Precision, Recompute, Replicate, Shard
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.api import described
@@ -24,7 +25,6 @@ from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins
 from planner.model_file import LoadedModel
-from planner.parallelism import Placement, Precision, Recompute, Replicate, Shard
 from planner.pricing.placements import Decision
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem

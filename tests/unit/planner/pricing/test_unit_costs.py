@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Holding, Time
 from planner.axes.traced import representatives
 from planner.graph.node_operators import mixes_positions_outside_attention
-from planner.parallelism import Recompute
 from planner.pricing.rows import element_rows
 from planner.pricing.target import PricingTarget
 from planner.table.keys import TensorSplit, WorkKey

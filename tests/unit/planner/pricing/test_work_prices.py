@@ -7,13 +7,13 @@ import pytest
 
 from costmodels.communication import collective_time_s, dispatch_parts
 from costmodels.recipe import attention_kernel, load_recipe
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Element, Holding, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import CollectiveName
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, Work
 from planner.axes.traced import representatives
-from planner.parallelism import Recompute
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision, decide

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Holding, Time
-from planner.parallelism import Recompute
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import work_rows
 from planner.pricing.target import PricingTarget

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from costmodels.recipe import Recipe, load_recipe
+from costmodels.vocabulary.choices import Preference, Recompute
 from planner.api import find_plan
 from planner.layout.complexity import complexity
-from planner.parallelism import Preference, Recompute
 from planner.plan.schema import Plan
 from planner.pricing.facts import framework_facts
 from planner.problem import Problem

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.layout import Pins
-from planner.parallelism import Recompute
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.problems import StageProblem, StageSolution

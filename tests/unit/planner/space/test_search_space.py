@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked, divisors
 from planner.axes.registry import violations
 from planner.errors import InputError
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.parallelism import Optimizer, Precision, Recompute
 from planner.space.search_space import build_space
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)

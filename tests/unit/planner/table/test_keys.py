@@ -8,10 +8,10 @@ from typing import get_type_hints
 
 import pytest
 
+from costmodels.vocabulary.choices import Offload
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
-from planner.parallelism import Offload
 from planner.pricing.rows import data_rows, work_rows
 from planner.pricing.table_builder import _send_lines, _state_row, build_table
 from planner.problem import Problem

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from costmodels.vocabulary.choices import Offload
 from planner.errors import InputError
 from planner.layout.layout import Pins
-from planner.parallelism import Offload
 from planner.table.search_file import read_search, write_search
 from tests.planning import problem_of
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.choices import Recompute, Replicate, Shard
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import described, find_plan, price_plan
 from planner.errors import InputError, PlanError
 from planner.evaluation.evaluator import Evaluator
 from planner.graph.graph_file import write_graph
 from planner.layout.layout import Layout, Pins
-from planner.parallelism import Recompute, Replicate, Shard
 from planner.plan.schema import ModulePlacement, Plan, RecomputeRule
 from planner.problem import Problem
 from planner.request import Request
