@@ -144,6 +144,8 @@ class Schedule:
 
     def shortened_to_peak(self, p: int, m: int, rounds: int = STEADY_ROUNDS) -> int:
         """As ``shortened``, but with no fewer micro-batches than it takes to see the peak of activations."""
+        if self.is_v:  # as many micro-batches as stages fill the pipeline: more run in the steady pattern
+            return min(m, 2 * p)
         return m if self.forwards_first else self.shortened(p, m, rounds)
 
     def in_flight(self, p: int, m: int) -> tuple[int, ...]:

@@ -97,3 +97,12 @@ def test_a_long_schedule_that_is_no_multiple_of_its_ranks_is_extrapolated_rightl
         starts = evaluator.even_starts()
         steady, exact = evaluator.evaluate(starts), evaluator.evaluate(starts, exact=True)
         assert steady.step_time_s == pytest.approx(exact.step_time_s, rel=1e-9), layout
+
+
+@pytest.mark.parametrize("name", [ScheduleName.ZBV_ZERO_BUBBLE, ScheduleName.DUAL_PIPE_V])
+def test_a_v_that_is_full_holds_no_more_however_long_it_runs(name: ScheduleName) -> None:
+    rules = SCHEDULES[name]
+    for p in range(2, 9):
+        for m in range(2 * p, 5 * p + 1):
+            assert rules.shortened_to_peak(p, m) == 2 * p
+            assert rules.in_flight_by_stage(p, 2, m) == rules.in_flight_by_stage(p, 2, 2 * p), (p, m)
