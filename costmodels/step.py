@@ -24,9 +24,3 @@ def optimizer_step_line(optimizer: str, device: DeviceProfile, extra_bytes: floa
         raise ValueError(f"optimizer must be one of {', '.join(FP32_ACCESSES)}, got {optimizer!r}")
     line = roofline(device, OpClass.MEMORY_BOUND, "fp32")
     return line.launch_s, (FP32_ACCESSES[optimizer] * FP32_BYTES + extra_bytes) * line.seconds_per_byte
-
-
-def optimizer_step_s(num_elements: float, optimizer: str, device: DeviceProfile, extra_bytes: float = 0.0) -> float:
-    """Seconds to update ``num_elements`` fp32 parameters on one device; nothing for none."""
-    latency_s, s_per_element = optimizer_step_line(optimizer, device, extra_bytes)
-    return latency_s + num_elements * s_per_element if num_elements > 0 else 0.0

@@ -205,4 +205,5 @@ def test_what_no_profile_says_is_refused(hardware: str, offload: Offload, messag
     if num_devices is not None:
         cluster = ClusterSpec(profile=load_profile(hardware), num_devices=num_devices)
         pins = replace(request.pins, zero=0)
-        assert not something_fits(graph_of("llama-tiny", 64), Attempt(cluster, training_of(32, 64), pins))
+        target = PricingTarget(graph_of("llama-tiny", 64), cluster, "bf16")
+        assert not something_fits(target, Attempt(cluster, training_of(32, 64), pins))

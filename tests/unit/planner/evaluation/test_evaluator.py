@@ -205,3 +205,20 @@ def test_a_pinned_gpipe_without_a_pipeline_holds_one_micro_batch() -> None:
 
 def _gpipe(choice: Layout) -> Layout:
     return choice._replace(schedule=ScheduleName.GPIPE)
+
+
+def test_every_term_and_every_holding_is_filled_by_some_layout() -> None:
+    """One that is declared and never filled would be left out of every table in silence."""
+    seen: set[Term] = set()
+    rows: set[MemoryTerm] = set()
+    for case in CASES:
+        for evaluator in sample(*case, 120):
+            found = evaluator.evaluate(evaluator.even_starts(), exact=True)
+            seen.update(term for term, seconds in found.breakdown.items() if seconds > 0)
+            phases = (ledger for rank in found.memory for _, ledger in rank.phases)
+            rows.update(term for ledger in phases for term, num_bytes in ledger.rows if num_bytes > 0)
+    assert seen == set(Term)
+    # Our own executor gathers nothing into buffers of its own; frameworks that do are held in test_rank_memory.
+    assert set(MemoryTerm) - rows <= {
+        MemoryTerm.GATHER_BUFFERS, MemoryTerm.GATHERED_UPDATE, MemoryTerm.WAITING_COLLECTIVES,
+    }  # fmt: skip

@@ -1,9 +1,8 @@
 """What a row depends on stands in its key: a field left out of a key fails, and no layout gets another one's price."""
 
 import random
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, make_dataclass
 from typing import get_type_hints
 
 import pytest
@@ -51,7 +50,7 @@ FILLERS: dict[type, Callable[..., object]] = {
 }  # fmt: skip
 
 
-def without_each_leaf(key: tuple) -> Iterator[tuple[str, tuple]]:
+def without_each_leaf(key: tuple) -> Iterator[tuple[str, object]]:
     """The key without one of its fields, once for each; fields of keys inside it too."""
     hints = get_type_hints(type(key))
     for name in hints:
@@ -61,7 +60,7 @@ def without_each_leaf(key: tuple) -> Iterator[tuple[str, tuple]]:
                 yield f"{name}.{leaf}", key._replace(**{name: reduced})  # type: ignore[attr-defined]
             continue
         left = [other for other in hints if other != name]
-        reduced_type = namedtuple("Reduced", left)
+        reduced_type = make_dataclass("Reduced", left, frozen=True)
         yield name, reduced_type(*(getattr(key, other) for other in left))
 
 
