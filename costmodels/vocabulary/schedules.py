@@ -23,7 +23,6 @@ and "Efficient large-scale language model training on GPU clusters using Megatro
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -231,17 +230,14 @@ def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
 def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     counts, waits = ([0] * (p * v) for _ in range(2))
     for actions in _actions(name, p, v, m):
-        held: Counter[int] = Counter()
-        waiting: Counter[int] = Counter()
-        most = now = 0
-        for kind, stage, _ in actions:
-            now += _HELD[kind]
-            held[stage] += _HELD[kind]
-            waiting[stage] += _WAITING[kind]
+        most = now = num_until_peak = 0
+        for place, action in enumerate(actions):
+            now += _HELD[action[0]]
             if now > most:
-                most = now
-                for each in held:
-                    counts[each], waits[each] = held[each], waiting[each]
+                most, num_until_peak = now, place + 1
+        for kind, stage, _ in actions[:num_until_peak]:
+            counts[stage] += _HELD[kind]
+            waits[stage] += _WAITING[kind]
     return tuple(counts), tuple(waits)
 
 
