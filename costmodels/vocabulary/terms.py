@@ -5,6 +5,7 @@ Breakdown, plan, ledger, cost table and printed tables iterate over these; a new
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, StrEnum
 
 
@@ -96,6 +97,12 @@ class Element(Enum):
     FROZEN = "the others"
     TIED = "used here but owned by an earlier unit: a pipeline that parts them holds a copy"
     EXPERT = "of the trainable ones, those that expert parallelism divides"
+
+
+PLACE: Mapping[Enum, int] = {
+    label: place for axis in (Time, Holding, Data, Element) for place, label in enumerate(axis)
+}
+"""Where each label stands on its axis of the cost table's arrays."""
 
 
 class Provenance(StrEnum):

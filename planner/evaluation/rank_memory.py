@@ -12,15 +12,12 @@ from numpy.typing import NDArray
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
-from costmodels.vocabulary.terms import Element, Holding, MemoryTerm, Phase
+from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
-
-_HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
-_ELEMENTS = {element: place for place, element in enumerate(Element)}
 
 
 @overload
@@ -213,13 +210,13 @@ class RankMemoryModel:
 
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
-        return self._held[self._table.units.kinds[unit]][_HOLDINGS[holding]]
+        return self._held[self._table.units.kinds[unit]][PLACE[holding]]
 
     def _most(self, units: Sequence[int], holding: Holding) -> float:
         return max((self.held(unit, holding) for unit in units), default=0.0)
 
     def _count(self, unit: int, element: Element) -> float:
-        return self._counts[self._table.units.kinds[unit]][_ELEMENTS[element]]
+        return self._counts[self._table.units.kinds[unit]][PLACE[element]]
 
     def _largest(self, units: Sequence[int]) -> float:
         """Elements of the largest of ``units`` when it is gathered."""

@@ -13,14 +13,12 @@ from costmodels.overlap import exposed_s
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import Data, Pass, Term, Time
+from costmodels.vocabulary.terms import PLACE, Data, Pass, Term, Time
 from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
 
-_TIMES = {time: place for place, time in enumerate(Time)}
-_DATA = {data: place for place, data in enumerate(Data)}
 _MODES = {mode: place for place, mode in enumerate(Recompute)}
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
@@ -128,7 +126,7 @@ class UnitTimes:
         """One term of one pass, [layouts, kinds]."""
         if term is Term.DATA:
             return self.data_s[..., 0 if run is Pass.FORWARD else 1]
-        places = [_TIMES[time] for time in Time if time.term is term and time.runs_in is run]
+        places = [PLACE[time] for time in Time if time.term is term and time.runs_in is run]
         return self.time_s[..., places].sum(axis=-1)
 
     @cached_property
@@ -154,15 +152,15 @@ class UnitTimes:
     @property
     def compute_forward_s(self) -> Array:
         """Compute alone, forward: what communication hides behind."""
-        return self.time_s[..., _TIMES[Time.COMPUTE_FORWARD]]
+        return self.time_s[..., PLACE[Time.COMPUTE_FORWARD]]
 
     @property
     def compute_backward_s(self) -> Array:
         """Compute alone, backward, with what is recomputed."""
-        return self.time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] + self.time_s[..., _TIMES[Time.RECOMPUTE]]
+        return self.time_s[..., PLACE[Time.COMPUTE_BACKWARD]] + self.time_s[..., PLACE[Time.RECOMPUTE]]
 
     def _of_pass(self, run: Pass, but: tuple[Term, ...]) -> Array:
-        places = [_TIMES[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
+        places = [PLACE[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
         return self.time_s[..., places].sum(axis=-1)
 
 
@@ -176,16 +174,16 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     data = data_times(table, rows, device)
     zero = rows.zero_stage[:, None]
     adds_up = ~_SHARDS_GRADIENTS[zero] & (rows.num_microbatches[:, None] > 1)
-    accumulation = np.where(adds_up, data[..., _DATA[Data.ACCUMULATE]], 0.0)
-    twice = np.where(rows.splits_backward[:, None], time_s[..., _TIMES[Time.SPLIT_EXTRA]], 0.0)
-    time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] += accumulation + twice
-    in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., _DATA[Data.GATHER]], 0.0)
-    in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., _DATA[Data.REDUCE]], 0.0)
+    accumulation = np.where(adds_up, data[..., PLACE[Data.ACCUMULATE]], 0.0)
+    twice = np.where(rows.splits_backward[:, None], time_s[..., PLACE[Time.SPLIT_EXTRA]], 0.0)
+    time_s[..., PLACE[Time.COMPUTE_BACKWARD]] += accumulation + twice
+    in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., PLACE[Data.GATHER]], 0.0)
+    in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., PLACE[Data.REDUCE]], 0.0)
     overlap = table.cluster.devices[device].overlap
-    forward = time_s[..., _TIMES[Time.COMPUTE_FORWARD]]
-    backward = time_s[..., _TIMES[Time.COMPUTE_BACKWARD]] + time_s[..., _TIMES[Time.RECOMPUTE]]
+    forward = time_s[..., PLACE[Time.COMPUTE_FORWARD]]
+    backward = time_s[..., PLACE[Time.COMPUTE_BACKWARD]] + time_s[..., PLACE[Time.RECOMPUTE]]
     exposed = [exposed_s(in_forward, forward, overlap), exposed_s(in_backward, backward, overlap)]
-    weight_s = time_s[..., _TIMES[Time.WEIGHT_GRADIENT]] + accumulation + twice
+    weight_s = time_s[..., PLACE[Time.WEIGHT_GRADIENT]] + accumulation + twice
     return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s)
 
 

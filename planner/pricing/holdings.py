@@ -25,8 +25,6 @@ from planner.pricing.split_work import is_deferred
 # Precisions and products of Transformer Engine.
 EIGHT_BIT = {"fp8"}
 
-HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
-
 
 def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array:
     """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank.

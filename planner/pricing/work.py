@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.vocabulary.terms import Holding, Pass, Time
+from costmodels.vocabulary.terms import PLACE, Holding, Pass, Time
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankUnit, RankWork, Recomputation
 from planner.layout.columns import Array, Positions
-from planner.pricing.holdings import HOLDINGS, holdings
+from planner.pricing.holdings import holdings
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
 from planner.pricing.split_work import WeightGradients, weight_gradients
-
-TIMES = {time: place for place, time in enumerate(Time)}
 
 
 class Case(NamedTuple):
@@ -55,7 +53,7 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
             time_s[rows, mode] = priced.times(exchanged, recomputation)[at]
         # What is sent lies beside what is received.
         buffered = [each.num_bytes(unit.tensors) for each in work.collectives if each.is_buffered]
-        num_bytes[rows, :, HOLDINGS[Holding.WORKING]] += max(buffered, default=0.0) * on_rank[rows, None]
+        num_bytes[rows, :, PLACE[Holding.WORKING]] += max(buffered, default=0.0) * on_rank[rows, None]
     return WorkPrices(time_s, num_bytes)
 
 
@@ -100,7 +98,7 @@ class _PricedUnit:
         """[sizes, ``Time``]."""
         found = np.zeros((len(self._sizes), len(Time)))
         for collective, seconds in zip(exchanges.collectives, exchanges.seconds, strict=True):
-            found[:, TIMES[Time((collective.term, collective.runs_in))]] += seconds
+            found[:, PLACE[Time((collective.term, collective.runs_in))]] += seconds
         in_forward, in_backward = (exchanges.summed(run, self._zero) for run in Pass)
         compute_forward, compute_backward = self._compute_s
         host_forward, host_backward = exchanges.host_s
@@ -109,11 +107,11 @@ class _PricedUnit:
         factor = self._framework.recipe.split_host_factor
         host_of_halves = host_backward * (1.0 if factor is None else factor.value)
         twice = np.maximum(backward + self._weights.repeated_s, host_of_halves - in_backward) - backward
-        found[:, TIMES[Time.COMPUTE_FORWARD]] = forward
-        found[:, TIMES[Time.COMPUTE_BACKWARD]] = backward
-        found[:, TIMES[Time.RECOMPUTE]] = self._again_s(exchanges, mode)
-        found[:, TIMES[Time.WEIGHT_GRADIENT]] = self._weights.share * backward
-        found[:, TIMES[Time.SPLIT_EXTRA]] = twice
+        found[:, PLACE[Time.COMPUTE_FORWARD]] = forward
+        found[:, PLACE[Time.COMPUTE_BACKWARD]] = backward
+        found[:, PLACE[Time.RECOMPUTE]] = self._again_s(exchanges, mode)
+        found[:, PLACE[Time.WEIGHT_GRADIENT]] = self._weights.share * backward
+        found[:, PLACE[Time.SPLIT_EXTRA]] = twice
         return found
 
     def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> Array:

@@ -37,7 +37,7 @@ import numpy as np
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import Element, Holding
+from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import device_places
 from planner.evaluation.rank_memory import reserve_fraction
@@ -52,7 +52,6 @@ from planner.table.keys import SendKey, StateKey
 CHUNK = 20_000
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
-_HOLDINGS = {holding: place for place, holding in enumerate(Holding)}
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
 
 
@@ -118,7 +117,7 @@ class _Group:
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
         lines = table.send(SendKey(key.pp, key.groups))
-        num_bytes = self._held[..., _HOLDINGS[Holding.BOUNDARY]].max(axis=1)
+        num_bytes = self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
         latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
         self._send = latency_s + s_per_byte * num_bytes
         self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
@@ -284,13 +283,13 @@ class _Group:
 
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
-        kept = self._held[..., _HOLDINGS[Holding.KEPT]]
-        working = self._held[..., _HOLDINGS[Holding.WORKING]].min(axis=1)
+        kept = self._held[..., PLACE[Holding.KEPT]]
+        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
         reserve = 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
         if self._schedule.rules.has_one_stage:
             tensors = self._weighted_bytes(self._static_bytes(), kept * reserve[:, None])
         else:
-            waiting = self._held[..., _HOLDINGS[Holding.WAITING]] * reserve[:, None]
+            waiting = self._held[..., PLACE[Holding.WAITING]] * reserve[:, None]
             tensors = self._evenly_cut_bytes(self._static_bytes(), kept * reserve[:, None], waiting)
         return tensors + (working * reserve + self._table.cluster.software.context_bytes) / self._room.max()
 
