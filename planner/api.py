@@ -156,7 +156,8 @@ def planned_layout(
         )
     table = build_table(target, training, {split: decision}, (layout,))
     starts = from_plan.starts_of(plan, graph)
-    return PlannedLayout(Evaluator(table, layout), starts, target, training, tuple(notes))
+    evaluator = Evaluator(table, layout, from_plan.modes_of(plan, graph))
+    return PlannedLayout(evaluator, starts, target, training, tuple(notes))
 
 
 def price_plan(

@@ -89,7 +89,7 @@ class Problem:
 
     def exactly(self, found: Evaluated) -> Evaluated:
         """The same layout and cut with every micro-batch simulated."""
-        return Evaluator(self.table, found.layout).evaluate(found.starts, exact=True)
+        return Evaluator(self.table, found.layout, found.modes).evaluate(found.starts, exact=True)
 
     def closest_baseline(self, baseline: Outcome) -> Evaluated | None:
         """The best plain FSDP layout, or where none fits the one that lacks least memory."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class PlacementProblem:
@@ -29,24 +32,23 @@ class PlacementSolution:
     bound_ns: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageProblem:
     """Cut a row of units into contiguous pipeline stages, one a rank.
 
     ``forward_s[r][u]``, ``backward_s[r][u]``: one micro-batch through unit u on rank r, whose devices
-    may be of another kind than the next rank's. ``static_bytes[u]``: states. ``kept_bytes[u]``:
-    activations of one micro-batch in flight. ``in_flight[r]``: micro-batches in flight on rank r when
-    its memory peaks. ``room_bytes[r]``: what rank r has for both. ``send_s[r]``: one activation from
-    rank r to the next. ``windowed``: 1F1B, whose ranks alternate forward and backward; otherwise
-    GPipe, all forwards first.
+    may be of another kind than the next rank's. ``extra_s[r, a, b]``: seconds that units a..b-1 take
+    besides where they are all of rank r's stage, since they recompute what they have no room to keep;
+    infinite where they do not fit. ``once_s[r, a, b]``: what rank r does at least with them once a
+    step, after the last micro-batch. ``send_s[r]``: one activation from rank r to the next.
+    ``windowed``: 1F1B, whose ranks alternate forward and backward; otherwise GPipe, all forwards
+    first.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
     backward_s: tuple[tuple[float, ...], ...]
-    static_bytes: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
-    in_flight: tuple[int, ...]
-    room_bytes: tuple[float, ...]
+    extra_s: NDArray[np.float64]  # [ranks, units, units + 1]
+    once_s: NDArray[np.float64]  # as extra_s
     num_microbatches: int
     send_s: tuple[float, ...]
     windowed: bool
@@ -54,72 +56,30 @@ class StageProblem:
     @property
     def num_units(self) -> int:
         """Number of units to place."""
-        return len(self.static_bytes)
+        return len(self.forward_s[0])
 
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks and of stages; every stage holds at least one unit."""
-        return len(self.in_flight)
+        return len(self.forward_s)
 
 
 @dataclass(frozen=True)
 class StageSolution:
-    """``starts[r]`` is the first unit of rank r. ``bound_s`` bounds the simulated pipeline time from below."""
+    """``starts[r]`` is the first unit of rank r. The step takes no less than ``bound_s`` under this cut."""
 
     starts: tuple[int, ...]
     bound_s: float
 
 
-@dataclass(frozen=True)
-class DegreeProblem:
-    """maximise speed over n_d * n_m * n_p = num_devices.
-
-    ``step_time_s[(n_d, n_m, n_p)]`` and ``memory_bytes`` of the same keys; keys that are absent
-    are not allowed.
-    """
-
-    num_devices: int
-    step_time_s: dict[tuple[int, int, int], float]
-    memory_bytes: dict[tuple[int, int, int], float]
-    capacity_bytes: float
-
-
-@dataclass(frozen=True)
-class DegreeSolution:
-    """The degrees (data, tensor, pipeline) of least step time."""
-
-    degrees: tuple[int, int, int]
-    step_time_s: float
-
-
-def stage_sums(values: tuple[float, ...], starts: tuple[int, ...]) -> tuple[float, ...]:
-    """Sums of ``values`` over the stages that begin at ``starts``."""
-    ends = (*starts[1:], len(values))
-    return tuple(sum(values[a:b]) for a, b in zip(starts, ends, strict=True))
-
-
-def rank_sums(rows: tuple[tuple[float, ...], ...], starts: tuple[int, ...]) -> tuple[float, ...]:
-    """Sums over the stages that begin at ``starts``, each from its own rank's row."""
-    ends = (*starts[1:], len(rows[0]))
-    return tuple(sum(row[a:b]) for row, a, b in zip(rows, starts, ends, strict=True))
-
-
-def rank_memory_bytes(problem: StageProblem, starts: tuple[int, ...]) -> tuple[float, ...]:
-    """States and activations of each pipeline rank at its peak under the stages that begin at ``starts``."""
-    static = stage_sums(problem.static_bytes, starts)
-    kept = stage_sums(problem.kept_bytes, starts)
-    ranks = zip(static, problem.in_flight, kept, strict=True)
-    return tuple(states + flying * activations for states, flying, activations in ranks)
-
-
-def fits(problem: StageProblem, starts: tuple[int, ...]) -> bool:
-    """Whether every rank has room for its stage."""
-    needs = rank_memory_bytes(problem, starts)
-    return all(need <= room for need, room in zip(needs, problem.room_bytes, strict=True))
+def of_stages(values: NDArray[np.float64], starts: tuple[int, ...]) -> tuple[float, ...]:
+    """Of ``extra_s`` or ``once_s`` the entries of the stages that begin at ``starts``."""
+    ends = (*starts[1:], values.shape[1])
+    return tuple(float(values[rank, a, b]) for rank, (a, b) in enumerate(zip(starts, ends, strict=True)))
 
 
 def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
-    """A lower bound on the pipeline's makespan, which equal stages with free sends meet.
+    """A lower bound on the step, which equal stages with free sends meet.
 
     Rank r works m (f_r + b_r); before that the first micro-batch passes the ranks below it, after it
     the last gradient passes them again. Between its first forward and first backward the micro-batch
@@ -128,16 +88,28 @@ def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     all backwards.
     """
     forward = rank_sums(problem.forward_s, starts)
-    backward = rank_sums(problem.backward_s, starts)
+    extra, once = of_stages(problem.extra_s, starts), of_stages(problem.once_s, starts)
+    backward = tuple(b + e for b, e in zip(rank_sums(problem.backward_s, starts), extra, strict=True))
     num_ranks, m, send = problem.num_ranks, problem.num_microbatches, problem.send_s
     bound = 0.0
     for rank in range(num_ranks):
         behind = num_ranks - 1 - rank
         prefix = sum(forward[:rank]) + sum(backward[:rank]) + 2 * sum(send[:rank])
         suffix = sum(forward[rank + 1 :]) + sum(backward[rank + 1 :]) + 2 * sum(send[rank:])
+        own = forward[rank] + backward[rank]
         idle = idle_s(problem, behind, suffix, forward[rank], backward[rank])
-        bound = max(bound, prefix + m * (forward[rank] + backward[rank]) + idle)
+        steady = max(m * own + idle, num_rounds(problem, rank) * (own + suffix))
+        bound = max(bound, prefix + steady + once[rank])
     return bound
+
+
+def num_rounds(problem: StageProblem, rank: int) -> int:
+    """How often a micro-batch must have gone all the way behind ``rank`` and back before others can follow.
+
+    A 1F1B rank holds as many micro-batches as there are ranks from it on: of each such round, one has to come back
+    before the next round begins.
+    """
+    return (problem.num_microbatches - 1) // (problem.num_ranks - rank) + 1 if problem.windowed else 1
 
 
 def idle_s(problem: StageProblem, behind: int, suffix_s: float, forward_s: float, backward_s: float) -> float:

@@ -36,12 +36,15 @@ class RecomputeAxis(Axis[tuple[()]]):
 RECOMPUTE = RecomputeAxis()
 
 
-def modes(asked: Asked, schedule: ScheduleName) -> list[Recompute]:
-    """Modes that go with ``schedule``: a split backward pass would recompute again for every group of weights."""
+def modes(asked: Asked, schedule: ScheduleName) -> list[Recompute | None]:
+    """Modes that go with ``schedule``: a split backward pass would recompute again for every group of weights.
+
+    None: every block has its own, chosen with the borders of the stages.
+    """
     pin = asked.pins.recompute
     if schedule.rules.splits_backward:
         return [Recompute.NONE] if pin in (None, Recompute.NONE) else []
-    return [pin] if pin else list(Recompute)
+    return [pin]
 
 
 def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputation:

@@ -39,3 +39,29 @@ def weighted_starts(weights: Sequence[float], num_stages: int, head_weight: floa
         if passed > total * len(starts) / num_stages and len(starts) < num_stages:
             starts.append(unit + 1)
     return (*starts, *[len(weights)] * (num_stages - len(starts)))
+
+
+def balanced_starts(work_s: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
+    """First units of stages whose longest takes least time; None where there are fewer units than stages.
+
+    Fills the stages in order up to a limit, for the smallest limit that so many stages reach.
+    """
+    if num_stages > len(work_s):
+        return None
+
+    def filled(limit_s: float) -> list[int]:
+        starts, held_s = [0], 0.0
+        for unit, seconds in enumerate(work_s):
+            # Every stage left must still find a unit.
+            must_open = len(work_s) - unit == num_stages - len(starts)
+            if unit and (must_open or held_s + seconds > limit_s):
+                starts.append(unit)
+                held_s = 0.0
+            held_s += seconds
+        return starts
+
+    low, high = max(work_s), sum(work_s)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(filled(middle)) <= num_stages else (middle, high)
+    return tuple(filled(high))

@@ -1,4 +1,4 @@
-"""One layout on a cost table: the problem of cutting it into stages, and the step and memory of a given cut.
+"""One layout on a cost table: the step and the memory of a given cut into stages.
 
 The step is that of the very schedule that the executor runs, simulated action by action.
 """
@@ -6,32 +6,35 @@ The step is that of the very schedule that the executor runs, simulated action b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s
 from costmodels.pipeline import Timeline, simulate
 from costmodels.vocabulary.action import ActionLists
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
-from costmodels.vocabulary.terms import Element, Holding, Pass, Term
+from costmodels.vocabulary.terms import PLACE, Data, Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
 from planner.evaluation.host import HostMemory, fullest_node, host_states
-from planner.evaluation.once_a_step import Passes, once_a_step_s
+from planner.evaluation.once_a_step import Collected, Passes, once_a_step_s
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.states import num_updated, state_bytes
-from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
+from planner.evaluation.unit_times import MODES, LayoutRows, UnitTimes, data_times, unit_times
 from planner.layout.columns import Array, key_of
 from planner.layout.layout import Layout
-from planner.problems import StageProblem, stage_sums
 from planner.table.cost_table import CostTable
 from planner.table.facts import DeviceFacts
 from planner.table.keys import SendKey, StateKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
+_GATHER, _REDUCE, _ = range(len(Data))
 
 
 class StageTimes(NamedTuple):
@@ -50,15 +53,25 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A layout with its stages: what it costs. ``starts[k]`` is the first unit of stage k."""
+    """A layout with its stages: what it costs.
+
+    ``starts[k]`` is the first unit of stage k, ``modes[u]`` what unit u recomputes.
+    """
 
     layout: Layout
     starts: tuple[int, ...]
+    modes: tuple[Recompute, ...]
     step_time_s: float
     breakdown: Mapping[Term, float]  # seconds on the rank that works longest; they sum to the step time
     memory: tuple[RankMemory, ...]  # per pipeline rank
     capacity_bytes: tuple[float, ...]  # of one device of each pipeline rank
     host: HostMemory | None = None  # of the fullest node, where states are offloaded
+
+    @property
+    def only_mode(self) -> Recompute | None:
+        """What every block recomputes; None where they differ."""
+        modes = set(self.modes)
+        return modes.pop() if len(modes) == 1 else None
 
     @property
     def ledgers(self) -> tuple[MemoryLedger, ...]:
@@ -81,38 +94,68 @@ class Evaluated:
         return max(ledger.total_bytes for ledger in self.ledgers)
 
 
+class _Priced(NamedTuple):
+    """What the kinds of units take on the devices of one place: the layout's own rows of the table."""
+
+    facts: DeviceFacts
+    times: UnitTimes  # [modes of recomputation, kinds]
+    data_s: Array  # [kinds, Data]
+
+
 class _OnDevice(NamedTuple):
-    """What the units take on the devices of one kind: the layout's own row of each array of the table."""
+    """What every unit takes on the devices of one place, each in its mode of recomputation."""
 
     facts: DeviceFacts
     times: UnitTimes
-    data_s: Array  # [kinds, Data]
+    data_s: Array
     unit_times: StageTimes  # of every unit as a stage of its own
 
 
 class Evaluator:
     """A layout of ``table``. Everything here is computed from the numbers of the table alone."""
 
-    def __init__(self, table: CostTable, layout: Layout) -> None:
+    def __init__(self, table: CostTable, layout: Layout, modes: Sequence[Recompute] | None = None) -> None:
+        """``modes``: what each unit recomputes; where none are given, what the layout says, or nothing."""
         self.table, self.layout = table, layout
         self._rows = LayoutRows.of_one(table, layout)
-        self._memory = RankMemoryModel(table, layout, self._rows)
         self._kinds = list(table.units.kinds)
-        self._ranks = self._on_devices()
+        self._places = device_places(table, layout)
+        self._priced = {
+            place: _Priced(
+                table.cluster.devices[place],
+                unit_times(table, self._rows, place),
+                data_times(table, self._rows, place)[0],
+            )
+            for place in set(self._places)
+        }
+        self._set_modes(modes or [layout.recompute or Recompute.NONE] * len(self._kinds))
 
-    def _on_devices(self) -> tuple[_OnDevice, ...]:
-        """For each pipeline rank."""
-        table, kinds = self.table, self._kinds
-        places = device_places(table, self.layout)
-        found: dict[int, _OnDevice] = {}
-        for place in set(places):
-            times = unit_times(table, self._rows, place)
-            rows = (tuple(each[0][kinds].tolist()) for each in (times.forward_s, times.backward_s, times.weight_s))
-            data = data_times(table, self._rows, place)[0]
-            found[place] = _OnDevice(table.cluster.devices[place], times, data, StageTimes(*rows))
-        return tuple(found[place] for place in places)
+    def _set_modes(self, modes: Sequence[Recompute]) -> None:
+        of_blocks = {mode for mode, is_block in zip(modes, self.table.units.is_block, strict=True) if is_block}
+        # Units that are no blocks recompute nothing in any mode: they take the name of the only one.
+        self.modes = tuple(of_blocks) * len(modes) if len(of_blocks) == 1 else tuple(modes)
+        self._modes = [MODES[mode] for mode in self.modes]
+        self.memory_model = RankMemoryModel(self.table, self.layout, self._rows, self._modes)
+        of_units = {}
+        for place, priced in self._priced.items():
+            times = priced.times
+            rows = (tuple(self._of_units(each)) for each in (times.forward_s, times.backward_s, times.weight_s))
+            of_units[place] = _OnDevice(*priced, StageTimes(*rows))
+        self._ranks = tuple(of_units[place] for place in self._places)
 
-    # -- the stage program --------------------------------------------------------------------
+    def with_modes(self, modes: Sequence[Recompute]) -> Evaluator:
+        """The same layout with other choices of what each unit recomputes."""
+        found = copy(self)
+        found._set_modes(modes)
+        return found
+
+    def _of_units(self, array: Array, units: Sequence[int] | None = None) -> list[float]:
+        """Of an array [modes, kinds] the entries of ``units``, each in its own mode; of all units without them."""
+        places = range(len(self._kinds)) if units is None else units
+        found: list[float] = array[[self._modes[u] for u in places], [self._kinds[u] for u in places]].tolist()
+        return found
+
+    # -- stages ---------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -137,40 +180,10 @@ class Evaluator:
             return weighted_starts(elements.tolist(), num_stages, framework.head_weight)
         return self.even_starts()
 
-    def stage_problem(self) -> StageProblem:
-        """The program that cuts the units into one stage a rank."""
-        layout, memory, kinds = self.layout, self._memory, self._kinds
-        software = memory.software
-        reserve = 1 + software.reserve_fraction
-        pp = layout.mesh.pp
-        by_kind = {k: memory.unit_states(kinds.index(k), tied_copy=pp > 1).total for k in set(kinds)}
-        outside = MemoryLedger().with_reserve(software, memory.num_communicators).total_bytes
-        transient = [memory.most_transient(self._likely_units(r)) for r in range(pp)]
-        return StageProblem(
-            forward_s=tuple(rank.unit_times.forward_s for rank in self._ranks),
-            backward_s=tuple(rank.unit_times.backward_s for rank in self._ranks),
-            static_bytes=tuple(by_kind[k] for k in kinds),
-            kept_bytes=tuple(memory.held(unit, Holding.KEPT) * reserve for unit in range(len(kinds))),
-            in_flight=layout.schedule.rules.in_flight(pp, layout.num_microbatches),
-            room_bytes=tuple(
-                capacity - outside - t.tensors * reserve - t.cached
-                for capacity, t in zip(self.capacity_bytes, transient, strict=True)
-            ),
-            num_microbatches=layout.num_microbatches,
-            send_s=self.send_s,
-            windowed=not layout.schedule.rules.forwards_first,
-        )
-
     @property
     def capacity_bytes(self) -> tuple[float, ...]:
         """Memory of one device of each pipeline rank."""
         return tuple(rank.facts.memory_bytes for rank in self._ranks)
-
-    def _likely_units(self, rank: int) -> list[int]:
-        """Units that may lie on a rank before the cut is known: the first and last unit lie on the end ranks."""
-        last = len(self._kinds) - 1
-        pp = self.layout.mesh.pp
-        return [u for u in range(last + 1) if (u != 0 or rank == 0) and (u != last or rank == pp - 1)] or [0]
 
     # -- the price ------------------------------------------------------------------------------
 
@@ -182,7 +195,7 @@ class Evaluator:
         if num_borders == 0:
             return ()
         lines = table.send(SendKey(layout.mesh.pp, layout.groups))
-        num_bytes = max(self._memory.held(unit, Holding.BOUNDARY) for unit in range(len(self._kinds)))
+        num_bytes = max(self.memory_model.held(unit, Holding.BOUNDARY) for unit in range(len(self._kinds)))
         ways = (lines[:, 0] + lines[:, 1] * num_bytes).tolist()
         return tuple(ways) if layout.groups else (ways[0],) * num_borders
 
@@ -212,13 +225,14 @@ class Evaluator:
         breakdown[Term.BUBBLE] += idle - sending
         breakdown[Term.OPTIMIZER] += optimizer
         step = makespan + overflow_s + data_once + optimizer
-        return Evaluated(self.layout, starts, step, breakdown, memory, self.capacity_bytes, self.host(starts))
+        host = self.host(starts)
+        return Evaluated(self.layout, starts, self.modes, step, breakdown, memory, self.capacity_bytes, host)
 
     def _terms_s(self, rank: int, starts: tuple[int, ...]) -> dict[Term, float]:
         """Seconds of every term in all micro-batches of one pipeline rank."""
-        kinds = [self._kinds[unit] for unit in self._units_of_ranks(starts)[rank]]
+        units = self._units_of_ranks(starts)[rank]
         times, m = self._ranks[rank].times, self.layout.num_microbatches
-        return {term: m * sum(float(times.term_s(term, run)[0][kinds].sum()) for run in Pass) for term in Term}
+        return {term: m * sum(sum(self._of_units(times.term_s(term, run), units)) for run in Pass) for term in Term}
 
     def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
         """Seconds that a micro-batch waits for the allocator, for frameworks known to go on where memory is short."""
@@ -241,10 +255,9 @@ class Evaluator:
         forward_s: list[float] = []
         backward_s: list[float] = []
         for stage, units in enumerate(self._units_of_stages(starts)):
-            kinds = [self._kinds[unit] for unit in units]
             times = self._ranks[self._rank_of(stage)].times
-            forward_s.append(float(times.exposed_forward_s[0][kinds].sum()))
-            backward_s.append(float(times.exposed_backward_s[0][kinds].sum()))
+            forward_s.append(sum(self._of_units(times.exposed_forward_s, units)))
+            backward_s.append(sum(self._of_units(times.exposed_backward_s, units)))
         return tuple(forward_s), tuple(backward_s)
 
     def once_a_step(self, starts: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -294,47 +307,127 @@ class Evaluator:
             work[self._rank_of(stage)] += sum(seconds)
         return work
 
-    def _units_of_stages(self, starts: tuple[int, ...]) -> list[range]:
+    def _units_of_stages(self, starts: Sequence[int]) -> list[range]:
         ends = (*starts[1:], len(self._kinds))
         return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
-    def _stages_of_ranks(self, starts: tuple[int, ...]) -> list[list[range]]:
-        ranks: list[list[range]] = [[] for _ in range(self.layout.mesh.pp)]
+    def stages_of_ranks(self, starts: Sequence[int]) -> list[dict[int, range]]:
+        """For each pipeline rank the units of each stage that it holds."""
+        ranks: list[dict[int, range]] = [{} for _ in range(self.layout.mesh.pp)]
         for stage, units in enumerate(self._units_of_stages(starts)):
-            ranks[self._rank_of(stage)].append(units)
+            ranks[self._rank_of(stage)][stage] = units
         return ranks
 
-    def _units_of_ranks(self, starts: tuple[int, ...]) -> list[list[int]]:
-        return [list(chain.from_iterable(stages)) for stages in self._stages_of_ranks(starts)]
+    def _units_of_ranks(self, starts: Sequence[int]) -> list[list[int]]:
+        return [list(chain.from_iterable(stages.values())) for stages in self.stages_of_ranks(starts)]
 
     def _once_a_step_s(self, rank: _OnDevice, units: list[int]) -> tuple[float, float]:
         """Exposed data-parallel communication that happens once a step, and the optimiser step."""
+        if not units:
+            return 0.0, 0.0
         kinds = [self._kinds[unit] for unit in units]
         counts = self.table.elements[self._rows.split[0]][kinds].sum(axis=0)
-        held = num_updated(self.layout, float(counts[_TRAINABLE]), float(counts[_EXPERT]))
+        data = rank.data_s[kinds]
+        whole = data.sum(axis=0)
         passes = Passes(
-            float(rank.times.compute_forward_s[0][kinds].sum()),
-            float(rank.times.compute_backward_s[0][kinds].sum()),
+            sum(self._of_units(rank.times.compute_forward_s, units)),
+            sum(self._of_units(rank.times.compute_backward_s, units)),
             rank.facts.overlap,
         )
+        collected = Collected(whole[_REDUCE], data[0, _REDUCE], whole[_GATHER], data[0, _GATHER])
+        held = num_updated(self.layout, float(counts[_TRAINABLE]), float(counts[_EXPERT]))
+        exposed = float(once_a_step_s(self.layout, collected, passes, self.table.framework))
+        return exposed, float(self._update_s(rank, held, passes))
+
+    def _update_s(self, rank: _OnDevice, held: float | Array, passes: Passes) -> float | Array:
+        """The optimiser step of so many elements; offloaded ones are fetched beside the reductions, on other links."""
         if self.layout.offload is Offload.NONE:
-            optimizer = rank.facts.update.time_s(held)
-        else:  # beside the reductions, on links of its own
-            host = self.table.cluster.host(self.layout.offload)
-            optimizer = host.update.time_s(held)
-            optimizer += exposed_s(host.download.time_s(held), passes.backward_s, passes.overlap)
-        return once_a_step_s(self.layout, rank.data_s[kinds], passes, self.table.framework), optimizer
+            return rank.facts.update.time_s(held)
+        host = self.table.cluster.host(self.layout.offload)
+        fetched = exposed_s(np.asarray(host.download.time_s(held)), np.asarray(passes.backward_s), passes.overlap)
+        return host.update.time_s(held) + fetched
+
+    def least_once_a_step_s(self, rank: int) -> Array:
+        """What a rank does at least once a step if it holds units a..b-1 alone, [units, units + 1]; 0 where b <= a.
+
+        Communication hides behind as much compute as any mode of recomputation makes.
+        """
+        on_device, kinds = self._ranks[rank], self._kinds
+        data = on_device.data_s[kinds]
+        counts = self.table.elements[self._rows.split[0]][kinds]
+        first = data[:, None, :]
+
+        def between(values: Array) -> Array:
+            running = np.concatenate(([0.0], np.cumsum(values)))
+            return running[None, :] - running[:-1, None]
+
+        times = on_device.times
+        passes = Passes(
+            between(times.compute_forward_s.max(axis=0)[kinds]),
+            between(times.compute_backward_s.max(axis=0)[kinds]),
+            on_device.facts.overlap,
+        )
+        collected = Collected(between(data[:, _REDUCE]), first[..., _REDUCE], between(data[:, _GATHER]), first[..., _GATHER])
+        held = num_updated(self.layout, between(counts[:, _TRAINABLE]), between(counts[:, _EXPERT]))
+        total = once_a_step_s(self.layout, collected, passes, self.table.framework) + self._update_s(on_device, held, passes)
+        start, end = np.indices(total.shape)
+        return np.where(start < end, total * (1 - 1e-12), 0.0)
 
     # -- memory ---------------------------------------------------------------------------------
 
     def memory(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
         """The memory of every pipeline rank in every phase."""
-        units = range(len(self._kinds))
-        kept = stage_sums(tuple(self._memory.held(unit, Holding.KEPT) for unit in units), starts)
-        waiting = stage_sums(tuple(self._memory.held(unit, Holding.WAITING) for unit in units), starts)
-        flying = self._activation_bytes(kept, waiting)
-        pairs = zip(self._stages_of_ranks(starts), flying, strict=True)
-        return tuple(self._memory.rank(stages, num_bytes) for stages, num_bytes in pairs)
+        return tuple(self._rank_memory(rank, stages) for rank, stages in enumerate(self.stages_of_ranks(starts)))
+
+    def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
+        return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))
+
+    def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None) -> bool:
+        """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
+        chosen = self if modes is None else self._with_some(modes)
+        return chosen._rank_memory(rank, stages).peak.total_bytes <= self.capacity_bytes[rank]
+
+    def _with_some(self, modes: Mapping[int, Recompute]) -> Evaluator:
+        """With other modes of some units; for memory alone."""
+        found = copy(self)
+        places = list(self._modes)
+        for unit, mode in modes.items():
+            places[unit] = MODES[mode]
+        found.memory_model = self.memory_model.with_modes(places)
+        return found
+
+    def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+        """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
+        lasting = self.memory_model.lasting_bytes(list(stages.values()))
+        return (self.capacity_bytes[rank] - lasting) / (1 + self.memory_model.software.reserve_fraction)
+
+    def holding_of_modes(self, holding: Holding) -> Array:
+        """Bytes of one holding, [modes of recomputation, kinds]."""
+        return self.table.num_bytes[self._rows.work, self._rows.mode][..., PLACE[holding]]
+
+    def extra_of_modes(self, rank: int) -> Array:
+        """Seconds of one micro-batch in a unit more than if nothing were recomputed, [modes, kinds]."""
+        times = self._ranks[rank].times
+        whole = times.forward_s + times.backward_s
+        return whole - whole[MODES[Recompute.NONE]]
+
+    def flying(self, rank: int) -> tuple[int, ...]:
+        """Micro-batches in flight at each stage when ``rank`` holds most of them; 0 at stages of other ranks."""
+        layout, rules = self.layout, self.layout.schedule.rules
+        pp, m = layout.mesh.pp, layout.num_microbatches
+        if rules.has_one_stage or pp == 1:
+            number = rules.in_flight(pp, m)[rank] if pp > 1 else 1
+            return tuple(number if stage == rank else 0 for stage in range(self.num_stages))
+        counts, _ = rules.in_flight_by_stage(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
+        return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
+
+    def unit_times_of(self, rank: int) -> StageTimes:
+        """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
+        return self._ranks[rank].unit_times
+
+    def place_of(self, rank: int) -> int:
+        """Place of the rank's devices on the table's axis of devices."""
+        return self._places[rank]
 
     def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
         """The memory of every pipeline rank at its peak, row by row."""
@@ -348,7 +441,7 @@ class Evaluator:
         host = table.cluster.host(layout.offload)
         on_device = key_of(StateKey, layout)._replace(offload=Offload.NONE)
         row = table.state_bytes[table.state_rows([on_device])[0]]
-        ranks = [self._memory.elements(stages) for stages in self._stages_of_ranks(starts)]
+        ranks = [self.memory_model.elements(list(stages.values())) for stages in self.stages_of_ranks(starts)]
         kept = [
             host_states(state_bytes(row, trainable, frozen, experts).optimizer, updated, host)
             for trainable, frozen, experts in ranks
@@ -356,18 +449,17 @@ class Evaluator:
         ]
         return fullest_node(kept, table.cluster, host)
 
-    def _activation_bytes(self, kept: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
-        """The most that each pipeline rank holds of activations, from what one micro-batch keeps in each stage.
-
-        ``waiting``: what it keeps more, or less, from the first to the second half of a split backward pass.
-        """
-        layout = self.layout
+    def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+        """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
+        layout, held = self.layout, self.memory_model.held
         pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
+        kept = {stage: sum(held(unit, Holding.KEPT) for unit in units) for stage, units in stages.items()}
         if rules.has_one_stage:
-            return [number * num_bytes for number, num_bytes in zip(rules.in_flight(pp, m), kept, strict=True)]
-        schedule = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
-        by_stage, waits = dict(enumerate(kept)), dict(enumerate(waiting))
-        return [peak_in_flight(actions, by_stage, waits) for actions in schedule]
+            return rules.in_flight(pp, m)[rank] * sum(kept.values())
+        # More, or less, from the first to the second half of a split backward pass.
+        waiting = {stage: sum(held(unit, Holding.WAITING) for unit in units) for stage, units in stages.items()}
+        actions = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
+        return peak_in_flight(actions[rank], kept, waiting)
 
 
 def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
@@ -65,12 +66,30 @@ class Transient:
 class RankMemoryModel:
     """Memory of the ranks of one layout."""
 
-    def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows) -> None:
-        """``rows``: those of ``layout`` alone."""
+    def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows, modes: Sequence[int]) -> None:
+        """``rows``: those of ``layout`` alone; ``modes``: place of the mode of recomputation of every unit."""
         self._table, self._layout, self._rows = table, layout, rows
-        self._held: list[list[float]] = table.num_bytes[rows.work[0], rows.mode[0]].tolist()  # [kinds, Holding]
+        self._of_modes: list[list[list[float]]] = table.num_bytes[rows.work, rows.mode].tolist()  # [modes, kinds, Holding]
+        self._set_modes(modes)
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
+
+    def _set_modes(self, modes: Sequence[int]) -> None:
+        kinds = self._table.units.kinds
+        self._held = [self._of_modes[mode][kind] for mode, kind in zip(modes, kinds, strict=True)]
+
+    def with_modes(self, modes: Sequence[int]) -> RankMemoryModel:
+        """The same with other modes of recomputation of its units."""
+        found = copy(self)
+        found._set_modes(modes)
+        return found
+
+    def lasting_bytes(self, stages: Sequence[Sequence[int]]) -> float:
+        """What is there while activations are, whatever the units keep: states, communicators and the context."""
+        states = state_bytes(self._state, *self.elements(stages))
+        gradients = states.gradients if self.holds_gradients else 0.0
+        outside = MemoryLedger().with_reserve(self.software, self.num_communicators).total_bytes
+        return states.parameters + states.optimizer + gradients + outside
 
     @cached_property
     def num_communicators(self) -> float:
@@ -210,7 +229,7 @@ class RankMemoryModel:
 
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
-        return self._held[self._table.units.kinds[unit]][PLACE[holding]]
+        return self._held[unit][PLACE[holding]]
 
     def _most(self, units: Sequence[int], holding: Holding) -> float:
         return max((self.held(unit, holding) for unit in units), default=0.0)

@@ -19,13 +19,19 @@ from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
 
-_MODES = {mode: place for place, mode in enumerate(Recompute)}
+MODES = {mode: place for place, mode in enumerate(Recompute)}
+"""Where each mode of recomputation stands on its axis of the cost table's arrays."""
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 
 
 class _ModeKey(NamedTuple):
-    recompute: Recompute
+    recompute: Recompute | None
+
+
+def _mode_of(key: _ModeKey) -> int:
+    """The mode of every block; where each block has its own, the one that takes least time."""
+    return MODES[key.recompute or Recompute.NONE]
 
 
 class _ScheduleKey(NamedTuple):
@@ -72,7 +78,7 @@ class LayoutRows:
         states, state_of = layouts.by(StateKey)
         return LayoutRows(
             work=table.work_rows(work)[work_of],
-            mode=layouts.each(_ModeKey, lambda key: _MODES[key.recompute]).astype(np.intp),
+            mode=layouts.each(_ModeKey, _mode_of).astype(np.intp),
             data=table.data_rows(data)[data_of],
             split=table.split_rows(splits)[split_of],
             state=table.state_rows(states)[state_of],
@@ -86,10 +92,10 @@ class LayoutRows:
 
     @staticmethod
     def of_one(table: CostTable, layout: Layout) -> LayoutRows:
-        """The rows of a single layout, without columns of it."""
+        """The rows of a single layout, without columns of it: of its work, one for each mode of recomputation."""
         rows = (
-            table.work_rows([key_of(WorkKey, layout)]),
-            np.array([_MODES[layout.recompute]]),
+            np.repeat(table.work_rows([key_of(WorkKey, layout)]), len(MODES)),
+            np.arange(len(MODES)),
             table.data_rows([key_of(DataKey, layout)]),
             table.split_rows([key_of(TensorSplit, layout)]),
             table.state_rows([key_of(StateKey, layout)]),

@@ -5,7 +5,7 @@
 2. degrees of pipeline, context, expert and tensor parallelism;
 3. stages a rank;
 4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``SCHEDULES``;
-5. recomputation;
+5. recomputation, where blocks that differ in it come last;
 6. the ZeRO stage, where 3, FSDP's own, is the plainest;
 7. replicas of shards, and sequence parallelism.
 """
@@ -17,7 +17,7 @@ from costmodels.vocabulary.schedules import SCHEDULES
 from planner.layout.layout import Layout
 
 _PLAINNESS = {name: place for place, name in enumerate(SCHEDULES)}
-_RECOMPUTATION = {mode: place for place, mode in enumerate(Recompute)}
+_RECOMPUTATION: dict[Recompute | None, int] = {mode: place for place, mode in enumerate([*Recompute, None])}
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

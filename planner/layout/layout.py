@@ -1,4 +1,4 @@
-"""A layout: everything that is chosen of a plan but the borders of stages and the placements of operators.
+"""A layout: everything that is chosen of a plan but its stages, what each block recomputes, and placements.
 
 And what it is chosen for and within: the training, the user's pins, the limits of model and cluster.
 """
@@ -51,7 +51,7 @@ NO_PINS = Pins()
 
 
 class Layout(NamedTuple):
-    """Everything that is chosen but the borders of stages and the placements of operators."""
+    """Everything that is chosen but the borders of stages, what each block recomputes, and the placements."""
 
     mesh: Mesh
     zero_stage: int
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
     num_microbatches: int
     schedule: ScheduleName
     virtual_stages: int
-    recompute: Recompute
+    recompute: Recompute | None  # of every block; None: each block has its own, chosen with the borders of the stages
     sequence_parallel: bool
     offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 
-from planner.problems import (
-    DegreeProblem,
-    DegreeSolution,
-    PlacementProblem,
-    PlacementSolution,
-    StageProblem,
-    StageSolution,
-)
+from planner.problems import PlacementProblem, PlacementSolution, StageProblem, StageSolution
+
+
+Limit = Callable[[], float]
+"""Seconds from which on nothing is of interest; it may fall between two answers."""
 
 
 class UnprovedError(Exception):
@@ -19,25 +17,22 @@ class UnprovedError(Exception):
 
 
 class StageSolver(ABC):
-    """What the search needs of a backend."""
+    """What the search needs to cut pipelines."""
 
     @abstractmethod
-    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
-        """Stages of least ``pipeline_bound_s`` within memory; None also when none is below ``cutoff_s``."""
+    def cuts(self, problem: StageProblem, limit_s: Limit) -> Iterator[StageSolution]:
+        """Every cut whose ``pipeline_bound_s`` may be below the limit, the first with the least bound.
+
+        The first solution's ``bound_s`` bounds all cuts. Nothing where no cut can be below the limit.
+        """
 
 
-class Solver(StageSolver):
-    """A backend for all three programs: each method returns a proved optimum, or None where nothing is feasible.
-
-    UnprovedError where the backend gives up before it knows.
-
-    The exception: ``solve_placement`` may return what it could not prove, which shows in the solution's bound.
-    """
+class PlacementSolver(ABC):
+    """What placing operators needs."""
 
     @abstractmethod
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
-        """Strategies of least total cost."""
+        """Strategies of least total cost; None where nothing is feasible.
 
-    @abstractmethod
-    def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:
-        """Degrees of least step time within memory."""
+        May be unproved, which shows in the solution's bound; UnprovedError where nothing was found in time.
+        """

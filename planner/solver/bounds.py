@@ -21,20 +21,24 @@ The cut is not known yet, so the lines are turned into multiples of W that hold 
 Some w_r is at least W / p, and at least the work of the units of one kind, rounded up, that some rank must hold.
 
 The other bounds stand with their methods: rounds of micro-batches in flight (``_rounds_s``), unlike devices, where w_r
-is counted on rank r's own (``_weighted_s``), several stages a rank, which are cut evenly (``_evenly_cut_s``,
-``_evenly_cut_bytes``), and memory, of which the fullest rank needs no less than a weighted mean (``_weighted_bytes``).
+is counted on rank r's own (``_weighted_s``), several stages a rank (``_any_cut_s``), memory, of which the fullest rank
+needs no less than a weighted mean (``_weighted_bytes``), and what must be recomputed where each block chooses
+(``_recomputed_s``).
+
+Beside the bounds stands an estimate: where ranks hold several stages it is what the even cut takes at least. It says
+which layouts are worth a look first, and proves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
@@ -42,7 +46,7 @@ from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import device_places
 from planner.evaluation.rank_memory import reserve_fraction
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import LayoutRows, unit_times
+from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -62,6 +66,7 @@ class Bounds:
     step_time_s: Array
     memory_bytes: Array
     host_share: Array  # of a node's own memory; 0 where nothing is offloaded
+    estimate_s: Array  # no bound: about what the layout takes, and no less than its bound
 
 
 class _AlikeKey(NamedTuple):
@@ -72,6 +77,7 @@ class _AlikeKey(NamedTuple):
     virtual_stages: int
     offload: Offload
     groups: tuple[str, ...]
+    recompute: Recompute | None
 
 
 class _MicroBatches(NamedTuple):
@@ -80,7 +86,7 @@ class _MicroBatches(NamedTuple):
 
 def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     """Bounds of every layout."""
-    found = Bounds(*(np.zeros(len(layouts)) for _ in range(3)))
+    found = Bounds(*(np.zeros(len(layouts)) for _ in range(4)))
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
@@ -95,6 +101,7 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
             found.host_share[part] = group.host_share()
+            found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
     return found
 
 
@@ -111,7 +118,9 @@ class _Group:
         self._counts = table.counts
         self._times = unit_times(table, rows, 0)
         self._work = self._times.forward_s + self._times.backward_s
-        self._held = table.num_bytes[rows.work, rows.mode]  # [layouts, kinds, Holding]
+        self._modes = list(MODES.values()) if key.recompute is None else [MODES[key.recompute]]
+        # The least of every mode: [layouts, kinds, Holding].
+        self._held = np.min([table.num_bytes[rows.work, mode] for mode in self._modes], axis=0)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
@@ -169,13 +178,13 @@ class _Group:
         return self._pipeline_s() + self._update_s() / self._pp
 
     def _pipeline_s(self) -> Array:
-        total = self._work @ self._counts
+        if self._key.groups:
+            return self._unlike_s()
+        total = self._work @ self._counts + self._recomputed_s
         if self._pp == 1:
             return self._m * total
         if not self._schedule.rules.has_one_stage:
-            return self._evenly_cut_s()
-        if self._key.groups:
-            return self._unlike_s()
+            return self._any_cut_s(total)
         p, m, send = self._pp, self._m, self._send
         coefficient = self._layouts.each(
             _MicroBatches, lambda key: pipeline_coefficient(self._schedule, p, key.num_microbatches)
@@ -237,8 +246,22 @@ class _Group:
         least = np.min([factor[:, None] * each for factor, each in zip(factors, work, strict=True)], axis=0)
         return least @ self._counts + 2 * self._way
 
-    def _evenly_cut_s(self) -> Array:
-        """The bound where ranks hold several stages, cut evenly.
+    def _any_cut_s(self, total: Array) -> Array:
+        """The bound where ranks hold several stages, or halves of backward passes apart.
+
+        Some rank works at least the mean, and at least as many units of one kind as some rank must hold; and one
+        micro-batch goes through all stages and back, but for gradients of weights.
+        """
+        p, m = self._pp, self._m
+        most = (self._work * np.ceil(self._counts / p)).max(axis=1)
+        busiest = m * np.maximum(total / p, most)
+        if self._schedule.rules.overlaps_steps:
+            return busiest
+        sent = self._work - self._times.weight_s if self._schedule.rules.splits_backward else self._work
+        return np.maximum(busiest, sent @ self._counts + 2 * self._send * (p - 1))
+
+    def estimate_s(self) -> Array:
+        """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.
 
         With w_r the work of all stages of rank r and f_i, w_i that of the first stage of an earlier rank i:
 
@@ -250,16 +273,22 @@ class _Group:
             T >= sum_(i<r) f_i + c r + m w_r       and       T >= sum_(i<r) u_i + 2 c r + m u_r
         Example: four stages of one unit (1 s), two on each rank: rank 1 says T >= 1 + 4 * 2 = 9 s.
         """
+        rules = self._schedule.rules
+        if self._pp == 1 or rules.has_one_stage or self._pp * self._virtual > sum(self._table.units.is_block):
+            return np.zeros(len(self._m))
         ranks, below = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
         hops = self._send[:, None] * np.arange(self._pp)
         m = self._m[:, None]
-        if not self._schedule.rules.splits_backward:
-            return (self._work @ below.T + m * (self._work @ ranks.T) + 2 * hops).max(axis=1)
-        if self._schedule.rules.overlaps_steps:
-            return (m * (self._work @ ranks.T)).max(axis=1)
-        sent = self._work - self._times.weight_s
-        whole = self._times.forward_s @ below.T + hops + m * (self._work @ ranks.T)
-        return np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
+        work = self._work * (1 + self._recomputed_s / (self._work @ self._counts))[:, None]
+        if not rules.splits_backward:
+            even = (work @ below.T + m * (work @ ranks.T) + 2 * hops).max(axis=1)
+        elif rules.overlaps_steps:
+            even = (m * (work @ ranks.T)).max(axis=1)
+        else:
+            sent = work - self._times.weight_s
+            whole = self._times.forward_s @ below.T + hops + m * (work @ ranks.T)
+            even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
+        return even + self._update_s() / self._pp
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.
@@ -283,16 +312,99 @@ class _Group:
 
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
-        kept = self._held[..., PLACE[Holding.KEPT]]
-        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
-        reserve = 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
-        if self._schedule.rules.has_one_stage:
-            tensors = self._weighted_bytes(self._static_bytes(), kept * reserve[:, None])
-        else:
-            waiting = self._held[..., PLACE[Holding.WAITING]] * reserve[:, None]
-            tensors = self._evenly_cut_bytes(self._static_bytes(), kept * reserve[:, None], waiting)
-        return tensors + (working * reserve + self._table.cluster.software.context_bytes) / self._room.max()
+        return self._least(self._held) @ self._counts + self._besides
 
+    @cached_property
+    def _besides(self) -> Array:
+        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
+        return (working * self._reserve + self._table.cluster.software.context_bytes) / self._room.max()
+
+    @cached_property
+    def _reserve(self) -> Array:
+        return 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
+
+    @cached_property
+    def _recomputed_s(self) -> Array:
+        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
+
+        Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
+        cannot be parted take no less.
+        Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
+        three units recompute the first way, 0.9 s.
+        """
+        if len(self._modes) == 1 or self._key.groups:
+            return np.zeros(len(self._m))
+        table, rows = self._table, self._rows
+        held = [table.num_bytes[rows.work, mode] for mode in self._modes]
+        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self._modes]
+        least = [self._least(each) for each in held]
+        saved = [np.maximum(0.0, least[0] - each) for each in least]
+        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self._work) for each in times]
+        lacking = least[0] @ self._counts + self._besides - table.cluster.devices[0].memory_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
+            both = few <= many
+            # Steps from no recomputation to the cheaper mode a byte, and from there to what saves more.
+            first = np.where(both, saved[1], saved[2]), np.where(both, few, many)
+            more = np.where(both, np.maximum(0.0, saved[2] - saved[1]), 0.0)
+            second = more, np.where(more > 0, (extra[2] - extra[1]) / more, np.inf)
+        sizes = np.concatenate([first[0] * self._counts, second[0] * self._counts], axis=1)
+        rates = np.concatenate([first[1], np.maximum(second[1], 0.0)], axis=1)
+        order = np.argsort(rates, axis=1)
+        sizes, rates = np.take_along_axis(sizes, order, axis=1), np.take_along_axis(rates, order, axis=1)
+        before = np.cumsum(sizes, axis=1) - sizes
+        taken = np.clip(lacking[:, None] - before, 0.0, sizes)
+        return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
+
+    def _least(self, held: Array) -> Array:
+        """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].
+
+        For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs. Wherever a
+        unit lies, it adds at least the least over r of l_r (its states + micro-batches in flight on r * what it keeps
+        of one). The weights make the terms of the average unit equal, which is near the best.
+        Example: six units of 2 GiB of states that keep 1 GiB, two and one micro-batches in flight. A unit needs 4 GiB
+        on rank 0 and 3 GiB on rank 1, so the weights are 3/7 and 4/7 and each unit adds 12/7 GiB: at least 10.3 GiB.
+        The best cut, into halves, needs 12 GiB.
+        """
+        static, kept = self._static_bytes, held[..., PLACE[Holding.KEPT]] * self._reserve[:, None]
+        if not self._schedule.rules.has_one_stage:
+            waiting = held[..., PLACE[Holding.WAITING]] * self._reserve[:, None]
+            return self._least_of_stages(static, kept, waiting)
+        weights, flying = self._weights
+        each = weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :])
+        return np.min(each, axis=1)
+
+    @cached_property
+    def _weights(self) -> tuple[Array, Array]:
+        """Weights of the ranks and micro-batches in flight on each, [layouts, ranks]."""
+        if self._schedule.rules.forwards_first and self._pp > 1:
+            flying = np.repeat(self._m[:, None], self._pp, axis=1)
+        else:
+            flying = self._layouts.each(
+                _MicroBatches, lambda key: self._schedule.rules.in_flight(self._pp, key.num_microbatches)
+            )
+        kept = self._held[..., PLACE[Holding.KEPT]] * self._reserve[:, None]
+        states, activations = self._static_bytes @ self._counts, kept @ self._counts
+        weights = self._room / (states[:, None] + flying * activations[:, None])
+        weights /= weights.sum(axis=1, keepdims=True) * self._room
+        return weights, flying
+
+    def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
+        """As ``_least`` with equal weights, where a rank holds several stages: a unit may lie in any of them."""
+        rules = self._schedule.rules
+        least = np.empty_like(static)
+        shortened = self._layouts.each(
+            _MicroBatches, lambda key: rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS)
+        )
+        for m in np.unique(shortened):
+            members = np.flatnonzero(shortened == m)
+            counts = np.array(rules.in_flight_by_stage(self._pp, self._virtual, int(m)))  # [flying and waiting, stages]
+            pairs = np.unique(counts.T, axis=0)
+            each = [flying * kept[members] + waits * waiting[members] for flying, waits in pairs.tolist()]
+            least[members] = static[members] + np.min(each, axis=0)
+        return least / self._pp
+
+    @cached_property
     def _static_bytes(self) -> Array:
         """States of each unit kind when backward begins."""
         state = self._table.state_bytes[self._rows.state]  # [layouts, KindOfElement, ...]
@@ -300,43 +412,6 @@ class _Group:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
-
-    def _weighted_bytes(self, static: Array, kept: Array) -> Array:
-        """For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs.
-
-        Wherever a unit lies, it adds at least the least over r of l_r (its states + micro-batches in flight on r * what
-        it keeps of one). The weights make the terms of the average unit equal, which is near the best.
-        Example: six units of 2 GiB of states that keep 1 GiB, two and one micro-batches in flight. A unit needs 4 GiB
-        on rank 0 and 3 GiB on rank 1, so the weights are 3/7 and 4/7 and each unit adds 12/7 GiB: at least 10.3 GiB.
-        The best cut, into halves, needs 12 GiB.
-        """
-        if self._schedule.rules.forwards_first and self._pp > 1:
-            flying = np.repeat(self._m[:, None], self._pp, axis=1)
-        else:
-            flying = self._layouts.each(
-                _MicroBatches, lambda key: self._schedule.rules.in_flight(self._pp, key.num_microbatches)
-            )
-        states, activations = static @ self._counts, kept @ self._counts
-        weights = self._room / (states[:, None] + flying * activations[:, None])
-        weights /= weights.sum(axis=1, keepdims=True) * self._room
-        # [layouts, kinds]: the least that a unit of the kind can add to the weighted sum.
-        least = np.min(weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :]), axis=1)
-        return least @ self._counts
-
-    def _evenly_cut_bytes(self, static: Array, kept: Array, waiting: Array) -> Array:
-        """States of each rank and its activations at their peak, the most over the ranks: the cut is known."""
-        rules = self._schedule.rules
-        ranks, _ = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
-        worst = np.empty(len(self._layouts))
-        shortened = self._layouts.each(
-            _MicroBatches, lambda key: rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS)
-        )
-        for m in np.unique(shortened):
-            members = np.flatnonzero(shortened == m)
-            flying, waits = _flying_counts(self._table.units, self._schedule, self._pp, self._virtual, int(m))
-            held = kept[members] @ flying.T + waiting[members] @ waits.T
-            worst[members] = (static[members] @ ranks.T + held).max(axis=1)
-        return worst
 
 
 def _by_kind(elements: Array) -> Array:
@@ -380,21 +455,6 @@ def _even_counts(units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual
     ranks = _by_rank(stages, schedule, num_ranks)
     below = np.vstack([np.zeros((1, stages.shape[1])), np.cumsum(stages[: num_ranks - 1], axis=0)])
     return ranks, below
-
-
-@lru_cache(maxsize=1024)
-def _flying_counts(
-    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[Array, Array]:
-    """Units of each kind whose activations a rank holds when it holds most stages, and of those that wait for their
-    weight gradients; [ranks, kinds] each.
-    """
-    stages = _stage_counts(units, num_ranks * virtual_stages)
-    flying, waits = (
-        _by_rank(stages * np.array(counts)[:, None], schedule, num_ranks)
-        for counts in schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
-    )
-    return flying, waits
 
 
 def _by_rank(stages: Array, schedule: ScheduleName, num_ranks: int) -> Array:

@@ -6,7 +6,8 @@ not fit). Then
 
     best(r, e) = min over s of max(best(r - 1, s), cost(r, s, e)),        best(-1, 0) = 0
 
-and best(p - 1, U) is the optimum, in p U^2 steps.
+and best(p - 1, U) is the optimum, in p U^2 steps. Where stages have to recompute, what the others recompute is not
+known from a stage's borders: it is left out, and best(p - 1, U) is a lower bound.
 
 Where devices differ, ranks with equal devices stand next to each other: a run. Once the units at which the runs meet
 are fixed, the work of every run is known, and each is cut by itself as above. The meeting units are tried in the order
@@ -16,14 +17,15 @@ is at least as large as its average stage.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import combinations, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.problems import StageProblem, StageSolution, pipeline_bound_s, windows_disjoint
-from planner.solver.base import StageSolver
+from planner.problems import StageProblem, StageSolution, num_rounds, windows_disjoint
+from planner.solver.base import Limit, StageSolver
 
 Array = NDArray[np.float64]
 
@@ -31,15 +33,33 @@ Array = NDArray[np.float64]
 class DynamicProgramSolver(StageSolver):
     """Tables over cuts; ties go to the earliest cut."""
 
-    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
-        """The recurrence above for every run, over the meeting points that can still be better."""
+    def cuts(self, problem: StageProblem, limit_s: Limit) -> Iterator[StageSolution]:
+        """The recurrence above for every run, over the meeting points that can still be better.
+
+        After the cut of least bound all others below the limit follow, run by run from the last rank to the first.
+        """
         runs = _runs(problem)
-        best_s, best = np.inf if cutoff_s is None else cutoff_s, None
         bounds_s, meetings = _meetings(problem, runs)
-        for index in np.argsort(bounds_s, kind="stable"):
-            if bounds_s[index] >= best_s:
+        order = [(float(bounds_s[place]), meetings[place].tolist()) for place in np.argsort(bounds_s, kind="stable")]
+        first = self._least(problem, runs, order, limit_s())
+        if first is None:
+            return
+        yield first
+        for least_s, meeting in order:
+            if least_s >= limit_s():
                 break
-            ends = (0, *meetings[index].tolist(), problem.num_units)
+            for cost_s, starts in _listed(runs, (0, *meeting, problem.num_units), limit_s):
+                if starts != first.starts:
+                    yield StageSolution(starts, cost_s)
+
+    def _least(
+        self, problem: StageProblem, runs: list[_Run], order: list[tuple[float, list[int]]], limit_s: float
+    ) -> StageSolution | None:
+        best_s, best = limit_s, None
+        for least_s, meeting in order:
+            if least_s >= best_s:
+                break
+            ends = (0, *meeting, problem.num_units)
             work = [run.work_s(a, b) for run, a, b in zip(runs, ends, ends[1:], strict=False)]
             worst_s, starts = 0.0, []
             for place, run in enumerate(runs):
@@ -51,7 +71,23 @@ class DynamicProgramSolver(StageSolver):
                 starts += cut
             else:
                 best_s, best = worst_s, tuple(starts)
-        return None if best is None else StageSolution(best, pipeline_bound_s(problem, best))
+        return None if best is None else StageSolution(best, best_s)
+
+
+def _listed(runs: list[_Run], ends: tuple[int, ...], limit_s: Limit) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every cut of runs that meet at ``ends`` whose bound is below the limit."""
+    work = [run.work_s(a, b) for run, a, b in zip(runs, ends, ends[1:], strict=False)]
+
+    def of(place: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+        if place == len(runs):
+            yield 0.0, ()
+            return
+        around = (sum(work[:place]), sum(work[place + 1 :]))
+        for own_s, own in runs[place].listed(ends[place], ends[place + 1], around, limit_s):
+            for other_s, others in of(place + 1):
+                yield max(own_s, other_s), own + others
+
+    return of(0)
 
 
 class _Run:
@@ -63,8 +99,6 @@ class _Run:
         self._forward = _running(problem.forward_s[ranks[0]])
         self._backward = _running(problem.backward_s[ranks[0]])
         self.total = self._forward + self._backward  # of all units before each
-        self._static = _running(problem.static_bytes)
-        self._kept = _running(problem.kept_bytes)
 
     def work_s(self, begin: int, end: int) -> float:
         """One micro-batch through units begin..end-1."""
@@ -75,37 +109,77 @@ class _Run:
 
         ``around_s``: the work of the runs before and behind this one.
         """
-        best = np.full(end - begin + 1, np.inf)
-        best[0] = 0.0
-        chosen: list[NDArray[np.intp]] = []
-        for rank in self.ranks:
-            through = np.maximum(best[:, None], self._cost_s(rank, slice(begin, end + 1), around_s))
-            chosen.append(through.argmin(axis=0))
-            best = through.min(axis=0)
-            if not best.min() < limit_s:
-                return np.inf, []
-        if not best[-1] < limit_s:
+        tables = self._tables(begin, end, around_s, limit_s)
+        if tables is None:
             return np.inf, []
+        costs, least = tables
         starts: list[int] = []
         at = end - begin
-        for layout in reversed(chosen):
-            at = int(layout[at])
+        for before, cost in zip(reversed(least[:-1]), reversed(costs), strict=True):
+            at = int(np.maximum(before, cost[:, at]).argmin())
             starts.append(begin + at)
-        return float(best[-1]), starts[::-1]
+        return float(least[-1][-1]), starts[::-1]
+
+    def listed(
+        self, begin: int, end: int, around_s: tuple[float, float], limit_s: Limit
+    ) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Every cut of units begin..end-1 below the limit, with its cost."""
+        tables = self._tables(begin, end, around_s, limit_s())
+        if tables is None:
+            return
+        costs, least = tables
+
+        def before(rank: int, at: int, worst_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+            """Cuts of the units before ``at`` on ranks 0..rank."""
+            if rank < 0:
+                yield worst_s, ()
+                return
+            through = np.maximum(least[rank], costs[rank][:, at])
+            for start in np.argsort(through, kind="stable").tolist():
+                if max(float(through[start]), worst_s) >= limit_s():
+                    break
+                own_s = max(worst_s, float(costs[rank][start, at]))
+                for cost_s, starts in before(rank - 1, start, own_s):
+                    yield cost_s, (*starts, begin + start)
+
+        yield from before(len(costs) - 1, end - begin, 0.0)
+
+    def _tables(
+        self, begin: int, end: int, around_s: tuple[float, float], limit_s: float
+    ) -> tuple[list[Array], list[Array]] | None:
+        """The cost of every stage on each rank, and ``best`` before the first and after each; None above the limit."""
+        best = np.full(end - begin + 1, np.inf)
+        best[0] = 0.0
+        costs, least = [], [best]
+        for rank in self.ranks:
+            costs.append(self._cost_s(rank, slice(begin, end + 1), around_s))
+            best = np.maximum(best[:, None], costs[-1]).min(axis=0)
+            least.append(best)
+            if not best.min() < limit_s:
+                return None
+        return (costs, least) if best[-1] < limit_s else None
 
     def _cost_s(self, rank: int, part: slice, around_s: tuple[float, float]) -> Array:
-        """``pipeline_bound_s`` of ``rank`` for every stage; infinite where it is empty or does not fit."""
+        """``pipeline_bound_s`` of ``rank`` for every stage; infinite where it is empty or does not fit.
+
+        What other stages recompute is not known, and left out.
+        """
         problem, send = self._problem, self._problem.send_s
         m = problem.num_microbatches
         behind = problem.num_ranks - 1 - rank
         work = self.total[part]
         prefix = around_s[0] + (work - work[0])[:, None] + 2 * sum(send[:rank])
         suffix = around_s[1] + (work[-1] - work)[None, :] + 2 * sum(send[rank:])
-        forward, backward = _between(self._forward[part]), _between(self._backward[part])
+        forward = _between(self._forward[part])
+        backward = _between(self._backward[part])
+        # The last row is that of stages which begin behind the last unit.
+        extra, once = (np.pad(each[rank], ((0, 1), (0, 0)))[part, part] for each in (problem.extra_s, problem.once_s))
+        fits = np.isfinite(extra)
+        backward = backward + np.where(fits, extra, 0.0)
         cost = prefix + m * (forward + backward) + self._idle_s(behind, suffix, forward, backward)
-        memory = _between(self._static[part]) + problem.in_flight[rank] * _between(self._kept[part])
+        rounds = prefix + num_rounds(problem, rank) * (forward + backward + suffix)
         start, end = np.indices(cost.shape)
-        return np.where((start < end) & (memory <= problem.room_bytes[rank]), cost, np.inf)
+        return np.where((start < end) & fits, np.maximum(cost, rounds) + once, np.inf)
 
     def _idle_s(self, behind: int, suffix: Array, forward: Array, backward: Array) -> Array:
         """``problems.idle_s`` for every stage."""

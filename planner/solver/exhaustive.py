@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 
-from planner.problems import (
-    DegreeProblem,
-    DegreeSolution,
-    PlacementProblem,
-    PlacementSolution,
-    StageProblem,
-    StageSolution,
-    fits,
-    pipeline_bound_s,
-)
-from planner.solver.base import Solver
+from planner.problems import PlacementProblem, PlacementSolution, StageProblem, StageSolution, pipeline_bound_s
+from planner.solver.base import Limit, PlacementSolver, StageSolver
 
 
-class ExhaustiveSolver(Solver):
+class ExhaustiveSolver(PlacementSolver, StageSolver):
     """Enumerates; exact by construction."""
 
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
@@ -29,30 +21,11 @@ class ExhaustiveSolver(Solver):
                 best = PlacementSolution(choices, cost, cost)
         return best
 
-    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
-        """Tries every combination of cuts."""
-        best: StageSolution | None = None
-        for inner in combinations(range(1, problem.num_units), problem.num_ranks - 1):
-            starts = (0, *inner)
-            if not fits(problem, starts):
-                continue
-            bound = pipeline_bound_s(problem, starts)
-            if (cutoff_s is None or bound < cutoff_s) and (best is None or bound < best.bound_s):
-                best = StageSolution(starts, bound)
-        return best
-
-    def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:
-        """Tries every triple of degrees."""
-        feasible = [
-            (time, degrees)
-            for degrees, time in problem.step_time_s.items()
-            if problem.memory_bytes[degrees] <= problem.capacity_bytes
-            and degrees[0] * degrees[1] * degrees[2] == problem.num_devices
-        ]
-        if not feasible:
-            return None
-        time, degrees = min(feasible)
-        return DegreeSolution(degrees, time)
+    def cuts(self, problem: StageProblem, limit_s: Limit) -> Iterator[StageSolution]:
+        """Every combination of borders, by its bound."""
+        inner = combinations(range(1, problem.num_units), problem.num_ranks - 1)
+        found = [StageSolution((0, *each), pipeline_bound_s(problem, (0, *each))) for each in inner]
+        yield from (each for each in sorted(found, key=lambda each: each.bound_s) if each.bound_s < limit_s())
 
 
 def placement_cost_ns(problem: PlacementProblem, choices: tuple[int, ...]) -> int | None:

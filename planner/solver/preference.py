@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.complexity import complexity
-from planner.solver.base import StageSolver, UnprovedError
-from planner.solver.search import NEAR, Outcome, visit
+from planner.solver.base import StageSolver
+from planner.solver.cutting import TOLERANCE, best_cut
+from planner.solver.search import Outcome
 from planner.table.cost_table import CostTable
 
-MOST_TIE = NEAR
+MOST_TIE = TOLERANCE
 # Simpler layouts that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
 # on a busy machine.
 MOST_VISITS = 200
@@ -42,10 +43,7 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
             break
         if bound_s > (limit_s if best is None else best.step_time_s):
             continue
-        try:
-            priced = visit(table, layout, solver, None)
-        except UnprovedError:
-            continue
+        priced = best_cut(table, layout, solver, None, bound_s).best
         if priced is not None and priced.step_time_s <= (limit_s if best is None else best.step_time_s):
             best = priced
     return best

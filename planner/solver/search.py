@@ -1,34 +1,40 @@
-"""Best-first search over the layouts, which stops when it can prove that nothing better is left.
+"""Search over the layouts, which ends when it can prove that nothing better is left, or after so many visits.
 
-Layouts are visited in the order of their lower bounds. A visited layout is cut into stages by the solver, and its step
-time is found by simulating its schedule. When the next bound is no better than the best step time, no layout that is
-left can be faster: the best is optimal within the cost model, each layout cut where ``pipeline_bound_s`` is least.
+Every layout has a lower bound and an estimate of its step time. Layouts are visited in the order of their estimates: a
+visit cuts the layout into stages and prices the cuts by simulating the schedule (``solver.cutting``). A layout whose
+bound is no better than the best price is closed without a visit. What is left then, visited or not, and still could be
+better, is visited in the order of the bounds. The least bound of all layouts that stay open is what was proved: where
+none does, or none by more than the tolerance, the best is optimal within the cost model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.evaluator import Evaluated
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
 from planner.layout.layout import Layout
-from planner.solver.base import StageSolver, UnprovedError
+from planner.solver.base import StageSolver
 from planner.solver.bounds import Bounds, bounds
+from planner.solver.cutting import TOLERANCE, best_cut, probe
 from planner.table.cost_table import CostTable
 
-# Layouts that are cut evenly and priced first, so that the search starts with a good step time to beat.
-NUM_PROBES = 40
+# Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
+NUM_PROBES = 24
 # A layout replaces the best only if it is faster by more than this share.
-TOLERANCE = 1e-6
-# Of layouts with equal bounds the simpler comes first, among so many at the head: more than are ever visited.
+LEAST_GAIN = 1e-6
+# Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 10_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
+# Layouts whose estimate is above the best price that are visited because their bound is not: a number rather than a
+# time, so that the answer is the same on a busy machine.
+MOST_OPEN_VISITS = 40
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -40,7 +46,7 @@ class Outcome:
     best: Evaluated | None
     ranking: tuple[Evaluated, ...]  # the visited layouts that fit, fastest first
     bound_s: float  # no layout is faster
-    is_exhausted: bool  # every layout that could be better was visited: ``best`` is proved
+    is_exhausted: bool  # no layout, cut or recomputation is faster than ``best`` by more than the tolerance
     interrupted: bool
     num_candidates: int
     num_visited: int
@@ -63,7 +69,7 @@ class _Best:
         known = self.found.get(priced.layout)
         if known is None or priced.step_time_s < known.step_time_s:
             self.found[priced.layout] = priced
-        if self.best is None or priced.step_time_s < self.best.step_time_s * (1 - TOLERANCE):
+        if self.best is None or priced.step_time_s < self.best.step_time_s * (1 - LEAST_GAIN):
             self.best = priced
 
     @property
@@ -72,7 +78,7 @@ class _Best:
         return None if self.best is None else self.best.step_time_s
 
     def beats(self, bound_s: float) -> bool:
-        """Whether no layout with this bound can be better."""
+        """Whether no layout with this bound can be better by more than the tolerance."""
         return self.best is not None and bound_s >= self.best.step_time_s * (1 - TOLERANCE)
 
     def ranking(self) -> tuple[Evaluated, ...]:
@@ -98,81 +104,103 @@ def search(
     lower = bounds(table, listed)
     order = _in_order(table, listed, lower)
     best = _Best()
-    bound_s = float(lower.step_time_s[order[0]]) if len(order) else float("inf")
-    unproved_s, exhausted, interrupted, visited = float("inf"), True, False, 0
+    interrupted = False
+    walk = _Walk(table, listed, lower, solver, best)
 
-    def is_late() -> bool:
-        return time_limit_s is not None and time.monotonic() - began > time_limit_s
+    def is_over() -> bool:
+        is_late = time_limit_s is not None and time.monotonic() - began > time_limit_s
+        return is_late or (stop_at_first and best.best is not None)
 
     try:
-        for index in order[:NUM_PROBES]:
-            if not is_late():
-                best.keep(probe(table, listed[index]))
-        for index in order:
-            bound_s = float(lower.step_time_s[index])
-            if best.beats(bound_s):
+        walk.probe(order, is_over)
+        for index in _visits(order, lower, best, walk):
+            if is_over():
                 break
-            if is_late() or (stop_at_first and best.best is not None):
-                exhausted = False
-                break
-            visited += 1
-            try:
-                best.keep(visit(table, listed[index], solver, best.time_s))
-            except UnprovedError:  # this layout may still be better
-                unproved_s = min(unproved_s, bound_s)
+            walk.visit(index)
             if progress is not None:
-                progress(visited, bound_s, best.time_s)
+                progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
     except KeyboardInterrupt:
-        exhausted, interrupted = False, True
-    exhausted = exhausted and (unproved_s == float("inf") or best.beats(unproved_s))
-    bound_s = min(bound_s, unproved_s)
+        interrupted = True
+    bound_s = walk.bound_s(order)
+    is_proved = best.beats(bound_s) and not stop_at_first
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
     near = order[lower.step_time_s[order] <= reach_s]
     return Outcome(
         best=best.best,
         near=tuple((listed[i], float(lower.step_time_s[i])) for i in near),
         ranking=best.ranking(),
-        bound_s=best.time_s if exhausted and best.time_s is not None else bound_s,
-        is_exhausted=exhausted,
+        bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
+        is_exhausted=is_proved if best.best is not None else bound_s == float("inf"),
         interrupted=interrupted,
         num_candidates=len(listed),
-        num_visited=visited,
+        num_visited=walk.num_visited,
         closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
         elapsed_s=time.monotonic() - began,
     )
 
 
+class _Walk:
+    """What is known of the layouts so far."""
+
+    def __init__(
+        self, table: CostTable, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: _Best
+    ) -> None:
+        self._table, self._listed, self._solver, self._best = table, listed, solver, best
+        self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
+        self._visited: set[int] = set()
+        self.num_open_visits = 0
+
+    @property
+    def num_visited(self) -> int:
+        """Layouts that were cut."""
+        return len(self._visited)
+
+    def probe(self, order: Positions, is_over: Callable[[], bool]) -> None:
+        """Prices the first layouts in ``order``, nearly evenly cut."""
+        for index in order[:NUM_PROBES].tolist():
+            if is_over():
+                return
+            self._best.keep(probe(self._table, self._listed[index]))
+
+    def is_open(self, index: int) -> bool:
+        """Whether a visit may still find something better."""
+        return index not in self._visited and not self._best.beats(float(self._open_s[index]))
+
+    def visit(self, index: int) -> None:
+        """Cuts one layout; its bound rises to what was proved of it."""
+        self._visited.add(index)
+        bound_s = float(self._open_s[index])
+        cut = best_cut(self._table, self._listed[index], self._solver, self._best.time_s, bound_s)
+        self._open_s[index] = cut.bound_s
+        self._best.keep(cut.best)
+
+    def bound_s(self, order: Positions) -> float:
+        """What no layout of ``order`` undercuts by more than the tolerance."""
+        return float(self._open_s[order].min()) if len(order) else float("inf")
+
+
+def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterator[int]:
+    """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound."""
+    for index in order.tolist():
+        if best.beats(float(lower.estimate_s[index])):
+            break
+        if walk.is_open(index):
+            yield index
+    left = order[lower.step_time_s[order] < (np.inf if best.time_s is None else best.time_s)]
+    for index in left[np.argsort(lower.step_time_s[left], kind="stable")][: 4 * MOST_OPEN_VISITS].tolist():
+        if walk.is_open(index) and walk.num_open_visits < MOST_OPEN_VISITS:
+            walk.num_open_visits += 1
+            yield index
+
+
 def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
-    """Positions of the layouts that may fit, by their bounds; at equal bounds the simpler first."""
+    """Positions of the layouts that may fit, by their estimates; at equal ones the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
-    by_time = fits[np.argsort(lower.step_time_s[fits], kind="stable")]
-    head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.step_time_s[i], complexity(listed[i])))
+    by_time = fits[np.argsort(lower.estimate_s[fits], kind="stable")]
+    head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.estimate_s[i], complexity(listed[i])))
     return np.concatenate([np.array(head, dtype=np.intp), by_time[HEAD:]])
 
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
     """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
     return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
-
-
-def visit(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None) -> Evaluated | None:
-    """The layout cut into stages and priced; None where it does not fit or cannot beat ``cutoff_s``."""
-    evaluator = Evaluator(table, layout)
-    if layout.mesh.pp == 1 or not layout.schedule.rules.has_one_stage:
-        return _evaluate_if_fits(evaluator, evaluator.even_starts())
-    solution = solver.solve_stages(evaluator.stage_problem(), cutoff_s)
-    return None if solution is None else _evaluate_if_fits(evaluator, solution.starts)
-
-
-def probe(table: CostTable, layout: Layout) -> Evaluated | None:
-    """The layout cut evenly and priced, where that fits: a quick first incumbent."""
-    evaluator = Evaluator(table, layout)
-    return _evaluate_if_fits(evaluator, evaluator.even_starts())
-
-
-def _evaluate_if_fits(evaluator: Evaluator, starts: tuple[int, ...]) -> Evaluated | None:
-    needs = zip(evaluator.ledgers(starts), evaluator.capacity_bytes, strict=True)
-    if any(ledger.total_bytes > capacity for ledger, capacity in needs):
-        return None
-    host = evaluator.host(starts)
-    return evaluator.evaluate(starts) if host is None or host.share <= 1 else None

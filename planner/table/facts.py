@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.ledger import SoftwareBytes
 from costmodels.overlap import Overlap
@@ -30,8 +33,14 @@ class Line(NamedTuple):
     latency_s: float
     s_per_item: float
 
-    def time_s(self, number: float) -> float:
-        """Seconds of so many."""
+    @overload
+    def time_s(self, number: float) -> float: ...
+    @overload
+    def time_s(self, number: NDArray[np.float64]) -> NDArray[np.float64]: ...
+    def time_s(self, number: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+        """Seconds of so many; nothing for none."""
+        if isinstance(number, np.ndarray):
+            return np.where(number > 0, self.latency_s + number * self.s_per_item, 0.0)
         return self.latency_s + number * self.s_per_item if number > 0 else 0.0
 
 

@@ -16,7 +16,7 @@ from planner.plan.schema import Plan
 
 
 def layout_of(plan: Plan, num_devices: int) -> Layout:
-    """The layout of ``plan`` with its data-parallel degree fitted to ``num_devices``."""
+    """The layout of ``plan`` with its data-parallel degree fitted to ``num_devices``; ``modes_of`` belongs to it."""
     mesh = _mesh_for(plan, num_devices)
     pipeline = plan.pipeline
     per_rank = plan.training.global_batch_size // mesh.dp
@@ -34,7 +34,6 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
             + "; ".join(broken),
             hint="choose another --gpus, or search again",
         )
-    modes = {rule.mode for rule in plan.recompute if rule.modules}
     return Layout(
         mesh=mesh,
         zero_stage=plan.zero_stage,
@@ -42,7 +41,7 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
         num_microbatches=num_microbatches,
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,
-        recompute=next(iter(modes), Recompute.NONE),
+        recompute=None,
         sequence_parallel=plan.placements.sequence_parallel,
         offload=plan.offload,
         groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
@@ -64,17 +63,17 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     if num_experts(graph) % plan.mesh.ep:
         found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
     blocks = {unit.name for unit in graph.units if unit.is_block}
-    modes = dict.fromkeys(blocks, Recompute.NONE)
-    modes.update({module: rule.mode for rule in plan.recompute for module in rule.modules})
-    unknown = sorted(modes.keys() - blocks)
+    unknown = sorted({module for rule in plan.recompute for module in rule.modules} - blocks)
     if unknown:
         found.append(f"recompute: {', '.join(unknown)} are no repeated blocks of {graph.source}")
-    elif len(set(modes.values())) > 1:
-        found.append(
-            f"recompute: all blocks must have one mode to be priced, not {', '.join(sorted(set(modes.values())))}"
-        )
     if found:
         raise PlanError("this plan cannot be priced: " + "; ".join(found), hint="run it and measure, or search again")
+
+
+def modes_of(plan: Plan, graph: ModelGraph) -> tuple[Recompute, ...]:
+    """What every unit of ``graph`` recomputes."""
+    named = {module: rule.mode for rule in plan.recompute for module in rule.modules}
+    return tuple(named.get(unit.name, Recompute.NONE) for unit in graph.units)
 
 
 def _mesh_for(plan: Plan, num_devices: int) -> Mesh:

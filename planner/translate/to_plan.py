@@ -55,7 +55,7 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         zero_stage=layout.zero_stage,
         pipeline=pipeline_section(found, graph, cluster),
         placements=placement_section(layout, graph, decision),
-        recompute=recompute_rules(layout, graph),
+        recompute=recompute_rules(found, graph),
         offload=layout.offload,
         prediction=prediction_section(found, target, training),
         warnings=execution_warnings(Executed(layout, graph, cluster), training),
@@ -171,11 +171,14 @@ def _sharded_units(layout: Layout, graph: ModelGraph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def recompute_rules(layout: Layout, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
-    """Every block, where anything is recomputed."""
-    if layout.recompute is Recompute.NONE:
-        return ()
-    return (RecomputeRule(mode=layout.recompute, modules=tuple(u.name for u in graph.units if u.is_block)),)
+def recompute_rules(found: Evaluated, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
+    """The blocks of each mode, where anything is recomputed."""
+    blocks = [(unit.name, mode) for unit, mode in zip(graph.units, found.modes, strict=True) if unit.is_block]
+    return tuple(
+        RecomputeRule(mode=mode, modules=names)
+        for mode in (Recompute.SELECTIVE, Recompute.FULL)
+        if (names := tuple(name for name, own in blocks if own is mode))
+    )
 
 
 def prediction_section(found: Evaluated, target: PricingTarget, training: Training) -> PredictionSection:
@@ -252,7 +255,7 @@ def candidate(label: str, found: Evaluated) -> Candidate:
         micro_batch_size=layout.micro_batch_size,
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
-        recompute=layout.recompute,
+        recompute=found.only_mode,
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
         device_groups=layout.groups,
@@ -269,7 +272,7 @@ def layout_text(layout: Layout) -> str:
     parts += [
         f"ZeRO {layout.zero_stage}",
         f"micro-batch {layout.micro_batch_size}",
-        f"recompute {layout.recompute.value}",
+        f"recompute {'any' if layout.recompute is None else layout.recompute.value}",
     ]
     if layout.offload is not Offload.NONE:
         parts.append(f"offload {layout.offload.value}")

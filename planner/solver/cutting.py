@@ -1,0 +1,139 @@
+"""The best stages of one layout: where the pipeline is cut and what each block recomputes, with a proof if there is one.
+
+A cut is priced by simulating its schedule, with the recomputation of least time that the ledger allows. Where each rank
+holds one stage, the dynamic program bounds what any cut takes; every cut whose bound is below the best price is then
+priced in turn, until none is left or so many were tried. Where ranks hold several stages, cuts are improved unit by
+unit from cuts that are nearly even; no proof comes of that, so the layout's own bound remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.evaluation.cuts import balanced_starts, even_starts
+from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.least_recompute import LeastRecompute
+from planner.evaluation.stage_program import stage_problem
+from planner.layout.layout import Layout
+from planner.solver.base import StageSolver
+from planner.table.cost_table import CostTable
+
+# A plan is called proved where nothing is faster by more than this share.
+TOLERANCE = 1e-3
+# Cuts of one layout that are priced one after the other to close its bound.
+MOST_CUTS = 24
+# Ranks of several stages: cuts are improved where the best found is at most this share above the best price.
+WORTH_IMPROVING = 0.03
+MOST_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``best``: the fastest cut that was found to fit.
+
+    No other cut is faster by more than the tolerance if it takes ``bound_s`` or more: infinite where none is left.
+    """
+
+    best: Evaluated | None
+    bound_s: float
+
+
+def best_cut(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None, bound_s: float) -> Cut:
+    """The best stages of ``layout``, of which only those that take less than ``cutoff_s`` are of interest.
+
+    ``bound_s``: a lower bound of the layout.
+    """
+    pricer = _Pricer(table, layout)
+    if layout.mesh.pp == 1:
+        priced = pricer.price((0,))
+        return Cut(priced, np.inf if priced is None else priced.step_time_s)
+    if layout.schedule.rules.has_one_stage:
+        return _proved(pricer, solver, cutoff_s, bound_s)
+    return Cut(improved(pricer, cutoff_s), bound_s)
+
+
+class _Pricer:
+    """Prices of cuts of one layout, each once."""
+
+    def __init__(self, table: CostTable, layout: Layout) -> None:
+        self.evaluator = Evaluator(table, layout)
+        self.least = LeastRecompute(self.evaluator)
+        self._priced: dict[tuple[int, ...], Evaluated | None] = {}
+
+    def price(self, starts: tuple[int, ...]) -> Evaluated | None:
+        """With the least recomputation that fits; None where nothing fits."""
+        if starts not in self._priced:
+            self._priced[starts] = self._price(starts)
+        return self._priced[starts]
+
+    def _price(self, starts: tuple[int, ...]) -> Evaluated | None:
+        modes = self.least.modes(starts)
+        if modes is None:
+            return None
+        evaluator = self.evaluator if modes == self.evaluator.modes else self.evaluator.with_modes(modes)
+        host = evaluator.host(starts)
+        return None if host is not None and host.share > 1 else evaluator.evaluate(starts)
+
+    def first_cuts(self) -> list[tuple[int, ...]]:
+        """Cuts that are nearly even: in blocks, and in time."""
+        evaluator = self.evaluator
+        units, times = evaluator.table.units, evaluator.unit_times_of(0)
+        work = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
+        even = even_starts(units.is_block, evaluator.num_stages) if evaluator.num_stages <= sum(units.is_block) else None
+        found = [even, balanced_starts(work, evaluator.num_stages)]
+        return [starts for starts in dict.fromkeys(found) if starts is not None]
+
+
+def probe(table: CostTable, layout: Layout) -> Evaluated | None:
+    """The best of the nearly even cuts, where one fits."""
+    pricer = _Pricer(table, layout)
+    return _fastest(pricer.price(starts) for starts in pricer.first_cuts())
+
+
+def _fastest(found: Iterator[Evaluated | None]) -> Evaluated | None:
+    return min((each for each in found if each is not None), key=lambda each: each.step_time_s, default=None)
+
+
+def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float) -> Cut:
+    """One stage a rank: cuts in turn as long as one may be better than the best."""
+    best: Evaluated | None = None
+
+    def limit_s() -> float:
+        known = np.inf if cutoff_s is None else cutoff_s
+        return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
+
+    problem = stage_problem(pricer.evaluator, pricer.least, None if cutoff_s is None else cutoff_s)
+    lower_s = np.inf
+    for tried, solution in enumerate(solver.cuts(problem, limit_s), start=1):
+        lower_s = min(lower_s, max(bound_s, solution.bound_s))  # the first is the least
+        if tried > MOST_CUTS:
+            return Cut(best, lower_s)
+        best = _fastest(iter((best, pricer.price(solution.starts))))
+    return Cut(best, np.inf)
+
+
+def improved(pricer: _Pricer, cutoff_s: float | None) -> Evaluated | None:
+    """Units are moved over one border at a time as long as that is faster."""
+    best = _fastest(pricer.price(starts) for starts in pricer.first_cuts())
+    if best is None or (cutoff_s is not None and best.step_time_s > cutoff_s * (1 + WORTH_IMPROVING)):
+        return best
+    num_units = len(pricer.evaluator.table.units.kinds)
+    for _ in range(MOST_ROUNDS):
+        better = _fastest(pricer.price(starts) for starts in _neighbours(best.starts, num_units))
+        if better is None or better.step_time_s >= best.step_time_s * (1 - 1e-6):
+            break
+        best = better
+    return best
+
+
+def _neighbours(starts: Sequence[int], num_units: int) -> Iterator[tuple[int, ...]]:
+    """Cuts with one unit moved over one border, or every border from one on moved by a unit."""
+    for border in range(1, len(starts)):
+        for step in (-1, 1):
+            for last in {border + 1, len(starts)}:
+                moved = [at + step if border <= place < last else at for place, at in enumerate(starts)]
+                if all(a < b for a, b in zip(moved, [*moved[1:], num_units], strict=True)):
+                    yield tuple(moved)
