@@ -1,32 +1,35 @@
 """Lower bounds of a pipeline's step that hold for every cut of the model into stages.
 
 A step takes no less than any path through its actions: along a rank's order, and from an action to the one that needs
-its result (``pipeline``). So it takes no less than a weighted mean of paths either, and that is linear in the stages'
-seconds. With f_s, i_s and w_s those of stage s on one micro-batch forward, for the gradient of its input and for that
-of its weights, and c the seconds of one send,
+its result (``pipeline``). So it takes no less than a weighted mean of paths, and that is linear in the stages' seconds.
+With f_s, i_s and w_s those of stage s on one micro-batch forward, for the gradient of its input and for that of its
+weights, and c the seconds of one send,
 
     T >= sum_s (a_s f_s + b_s i_s + c_s w_s) + n c
 
-where a_s counts how often the mean path runs a forward of stage s, and so on. Whichever stage a unit of the model lies
-in, it adds at least the least over s of its own a_s f + b_s i + c_s w (``PathBound.least``).
+where a_s counts how often the mean path runs stage s forward, and so on. Whichever stage a unit of the model lies in,
+it adds at least the least over s of its own a_s f + b_s i + c_s w (``PathBound.least``).
 
-**The paths.** Each has one rank r on which it stays but for its two ends.
+**Paths.** Each stays on one rank r but for its two ends. At its start it hops from rank to rank with micro-batches of
+the first round, as often as it likes, at its end with micro-batches of the last round. Let R(x) be what the rank of
+action x has run when x ends. A path that comes to x with a hop from y has y and x, and all before y, but not what x's
+rank ran before x. Its gain over staying on one rank, G, is what it has when x ends, less R(x):
 
-    start   the first micro-batch comes through the stages before one of rank r's, or stays on rank 0 until some chunk;
-            it may go on from rank r through the stages behind it and back
-    end     the last micro-batch's gradient goes back from one of rank r's stages to stage 0, or stays on rank 0 from
-            some chunk on; before, it may go through the stages behind and back
+    after a hop from y to x    G(x) = G(y) + R(y) + x - R(x)        while it stays on a rank G does not change
 
-What the path misses of rank r's own actions is counted from its list. In between it runs all of them: a schedule is a
-warm-up, a pattern that repeats, and a cool-down; starts lie in the first and ends in the last, so for each further
-micro-batch every path has just one more of each action of rank r's stages. Paths of a long schedule are thus counted in
-a short one with equally long rounds. That a path is one does not depend on it: a start ends, and an end begins, with an
-action of rank r, and the first comes before the second.
+A path on rank r thus has all of r's actions and the gains of its hops; what holds of starts holds of ends with the
+order of everything turned round. The hops of a start end, and those of an end begin, on opposite sides of the middle of
+r's list, so that each start of r makes a path with each end of r.
 
-**The weights** are those of a linear program, the best for f = i = w. Its dual is the cut over which the bound is
-sharp. They need not be exact: coefficients are sums of whole counts with the weights that were found, whatever those
-are. Example, 1F1B of two ranks and four micro-batches: the path that stays on rank 0 and goes forward to rank 1 and
-back at both ends, and the one that stays on rank 1, give 5/2 for each stage.
+**Long schedules.** They have a warm-up, a pattern that repeats once a round, and a cool-down. The first round's
+micro-batches have left within the first three rounds, before the cool-down, and what was run before them is the same
+however many rounds follow: so are the gains. Paths are made in a schedule of ``ROUNDS`` rounds, and in one of m
+micro-batches they have m of each action of rank r's stages, and the same gains.
+
+**Weights** are those of a linear program, best for f = i = w; its dual is a cut for which the bound is sharp. They need
+not be exact: coefficients are sums of whole counts with the weights found, whatever those are. Example, 1F1B of two
+ranks and four micro-batches: a path that stays on rank 0 and hops to rank 1 and back at both ends has each stage's
+actions 3 and 2 times, one that stays on rank 1 once and 4 times. With weights 3/4 and 1/4 each stage counts 5/2 times.
 """
 
 from __future__ import annotations
@@ -34,22 +37,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
+from costmodels.vocabulary.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    ActionLists,
+    Kind,
+)
 from costmodels.vocabulary.schedules import ScheduleName
 
 Array = NDArray[np.float64]
 
-# Rounds of micro-batches of the short schedule in which paths are counted: one of warm-up, one of cool-down, one more.
-ROUNDS = 3
-# The program is solved so closely: what is left is a looser bound, never a wrong one.
+# Rounds of micro-batches of the schedule in which paths are made: hops of the first, one between, hops of the last.
+ROUNDS = 4
+# Paths of long schedules are chosen for as many rounds; other numbers take the best mean of the same paths.
+TYPICAL_ROUNDS = 8
+# Steps of micro-batches between which paths may hop, at each end: more make little difference and cost time.
+MOST_NODES = 256
+# How closely the program is solved: what is left is a looser bound, never a wrong one.
 TOLERANCE = 2e-4
-MOST_STEPS = 2000
+MOST_STEPS = 4000
 _ROUNDING = 1e-12
 _COLUMNS: dict[Kind, tuple[int, ...]] = {FORWARD: (0,), INPUT_GRADIENT: (1,), WEIGHT_GRADIENT: (2,), BACKWARD: (1, 2)}
 
@@ -86,281 +100,287 @@ class PathBound:
         return min(self.input_gradient, self.weight_gradient)
 
     def least(self, forward_s: Array, input_s: Array, weight_s: Array) -> Array:
-        """What a unit with these seconds on one micro-batch adds to the step at least; arrays of any equal shape."""
+        """What a unit with these seconds on one micro-batch adds to the step at least; arrays of one shape."""
         times = np.stack([forward_s, input_s, weight_s])
         return np.tensordot(self.rows, times, axes=1).min(axis=0)
 
 
-class _End(NamedTuple):
-    """One end of a path on some rank: what it has more, or less, than all actions of the rank."""
-
-    counts: Array  # [stages, 3]
-    sends: int
-    place: int  # in the rank's list: of the first action of it that follows a start, or of the last before an end
-
-
-class _Choice(NamedTuple):
-    """A path: the rank it stays on, and which of the rank's starts and ends it has."""
-
-    rank: int
-    start: int
-    end: int
-
-
 @lru_cache(maxsize=4096)
 def coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> PathBound:
-    """The bound of ``schedule`` on p ranks of v stages each with m micro-batches; ValueError if it cannot run."""
-    family = _family(schedule, p, v, m)
-    weights = _best_weights(family, m)
-    counts, sends = np.zeros((p * v, 3)), 0.0
-    for choice, weight in weights.items():
-        counts += weight * family.path(choice, m)
-        sends += weight * family.sends(choice)
-    total = sum(weights.values()) * (1 + _ROUNDING)
-    return PathBound(_undominated(counts / total), sends / total)
+    """The bound of ``schedule`` on p ranks of v stages each with m micro-batches; ValueError if it cannot run.
+
+    T is the whole step, or the longest rank's where the schedule overlaps steps.
+    """
+    rules = schedule.rules
+    found = rules.violations(p, v, m)
+    if found:
+        raise ValueError("; ".join(found))
+    if rules.overlaps_steps or p == 1:
+        return PathBound(np.full((1, 3), m / p * (1 - _ROUNDING)), 0.0)
+    if rules.forwards_first:
+        # Between its last forward and its first backward a rank waits for a micro-batch to go to the end and back.
+        return PathBound(np.full((1, 3), (1 + (m - 1) / p) * (1 - _ROUNDING)), 2.0 * (p - 1))
+    paths = _paths(schedule, p, v, rules.shortened(p, m, ROUNDS))
+    weights = np.maximum(_best_mean(paths.columns(m), m, paths.basis).weights(paths), 0.0)
+    weights /= weights.sum() * (1 + _ROUNDING)
+    stages = m * (weights @ paths.own)[:, None] + np.tensordot(weights, paths.gains, axes=1)
+    return PathBound(_undominated(stages * (1 - _ROUNDING)), float(weights @ paths.sends))
 
 
 def rank_coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> tuple[Array, Array]:
-    """For each rank the path that stays on it as long as there is one: T >= sum of counts times seconds, and sends.
+    """For each rank a path that stays on it: T >= sum of the counts times the stages' seconds, and sends.
 
-    The first micro-batch comes through the first stages of the ranks before, and the last gradient goes back through
-    them where backward passes are whole. Returns the counts, [ranks, stages, 3] (forward, input gradient, weight
+    The first micro-batch comes through the first stages of the ranks before, and where backward passes are whole the
+    last gradient goes back through them. Returns the counts, [ranks, stages, 3] (forward, input gradient, weight
     gradient), and the sends, [ranks].
     """
-    family = _family(schedule, p, v, m)
-    plain = [_Choice(rank, 0, 0) for rank in range(p)]
-    counts = np.array([family.path(choice, m) for choice in plain])
-    return counts, np.array([family.sends(choice) for choice in plain], dtype=np.float64)
+    rules = schedule.rules
+    own = np.array([[rules.rank_of(stage, p) == rank for stage in range(p * v)] for rank in range(p)], dtype=np.float64)
+    counts, sends = np.repeat(m * own[:, :, None], 3, axis=2), np.zeros(p)
+    if not rules.overlaps_steps:
+        ways = 1 if rules.splits_backward else 3
+        for rank in range(p):
+            counts[rank, :rank, :ways] += 1
+        sends = np.arange(p) * (1.0 if rules.splits_backward else 2.0)
+    return counts, sends
+
+
+class _Mean(NamedTuple):
+    """A basis of the program (``_best_mean``), its levels and its prices."""
+
+    basis: NDArray[np.intp]
+    levels: Array
+    prices: Array
+
+    def weights(self, paths: _Paths) -> Array:
+        """Of each path; a stage's own column stands for less than its rank's first path."""
+        num_stages, found = len(self.basis), np.zeros(len(paths.sends))
+        for column, level in zip(self.basis.tolist(), self.levels.tolist(), strict=True):
+            if column < num_stages:
+                found[paths.rank_of[column]] += level
+            elif column >= 2 * num_stages:
+                found[column - 2 * num_stages] += level
+        return found
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Starts and ends of the paths of each rank; any two of one rank make a path. The first of each are plain."""
+class _Paths:
+    """Paths of one schedule of any number of rounds; the first of each rank has no gains."""
 
-    own: Array  # [ranks, stages], 1 where the rank has the stage
-    starts: tuple[tuple[_End, ...], ...]
-    ends: tuple[tuple[_End, ...], ...]
+    rank_of: tuple[int, ...]  # of each stage
+    own: Array  # [paths, stages], 1 where the path's rank has the stage
+    gains: Array  # [paths, stages, 3]
+    sends: Array  # [paths]
+    basis: NDArray[np.intp] | None = None
 
-    def path(self, choice: _Choice, m: int) -> Array:
-        """How often the path runs each stage: [stages, 3]."""
-        start, end = self.starts[choice.rank][choice.start], self.ends[choice.rank][choice.end]
-        return m * self.own[choice.rank][:, None] + start.counts + end.counts
-
-    def sends(self, choice: _Choice) -> int:
-        """Sends between ranks on the path."""
-        return self.starts[choice.rank][choice.start].sends + self.ends[choice.rank][choice.end].sends
-
-    def longest(self, stages_s: Array, m: int) -> _Choice:
-        """The longest path where each kind of action of a stage takes ``stages_s`` seconds, [stages]."""
-        best = []
-        for table, first in (self._stacked_starts, self._stacked_ends):
-            values = table @ stages_s
-            best.append((np.maximum.reduceat(values, first), values, first))
-        rank = int(np.argmax(3 * m * (self.own @ stages_s) + best[0][0] + best[1][0]))
-        start, end = (
-            int(np.argmax(values[first[rank] : (*first, len(values))[rank + 1]])) for _, values, first in best
-        )
-        return _Choice(rank, start, end)
-
-    @cached_property
-    def _stacked_starts(self) -> tuple[Array, NDArray[np.intp]]:
-        return _stacked(self.starts)
-
-    @cached_property
-    def _stacked_ends(self) -> tuple[Array, NDArray[np.intp]]:
-        return _stacked(self.ends)
+    def columns(self, m: int) -> Array:
+        """Runs of each stage, the kinds in one: [paths, stages]."""
+        return 3 * m * self.own + self.gains.sum(axis=2)
 
 
-def _stacked(ends: Sequence[Sequence[_End]]) -> tuple[Array, NDArray[np.intp]]:
-    """All counts, the kinds in one, [ends of all ranks, stages], and where each rank's begin."""
-    counts = np.array([each.counts.sum(axis=1) for rank in ends for each in rank])
-    return counts, np.cumsum([0, *map(len, ends[:-1])])
+def _best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> _Mean:
+    """The mean of paths whose least coefficient is nearly as large as can be; ``columns`` [paths, stages].
 
-
-def _best_weights(family: _Family, m: int) -> dict[_Choice, float]:
-    """Weights of paths whose mean has its least coefficient nearly as large as can be, f = i = w.
-
-    Minimises the sum of weights y >= 0 with sum_P y_P a_P(s) >= 1 for all stages s, by the revised simplex method:
-    paths are made where they are wanted. It begins with paths of one stage each, m times, which is less than the plain
-    path of that stage's rank. Its prices are a cut over the stages; no path of the family is longer than 1 + TOLERANCE
-    on the last of them, so no weights give more than that much more.
+    Minimises the sum of levels y >= 0 with sum_P y_P column_P >= 1 in all stages, by the revised simplex method. Column
+    s < S is a path that runs stage s alone, 3 m times, from which it begins; column S + s is what stage s has too much;
+    the paths follow. The prices of the last basis are a cut over the stages: none of the paths is longer on it than
+    1 + TOLERANCE, so no mean gives more than that much more.
     """
-    num_stages = family.own.shape[1]
-    basis: list[_Choice | None] = [_Choice(int(rank), 0, 0) for rank in family.own.argmax(axis=0)]
+    num_stages = columns.shape[1]
+    every = np.vstack([3 * m * np.eye(num_stages), -np.eye(num_stages), columns])
+    costs = np.ones(len(every))
+    costs[num_stages : 2 * num_stages] = 0.0
+    start = np.arange(num_stages)
     inverse = np.eye(num_stages) / (3 * m)
-    costs = np.ones(num_stages)
+    if basis is not None:
+        warm = np.linalg.inv(every[basis].T)
+        if warm.sum(axis=1).min() >= 0:
+            start, inverse = basis.copy(), warm
+    paid = costs[start]
     for _ in range(MOST_STEPS):
-        prices = costs @ inverse
-        choice, column = _entering(family, prices, m)
-        if column is None:
+        prices = paid @ inverse
+        worth = every @ prices - costs
+        worth[num_stages : 2 * num_stages] *= 3 * m  # in steps, as the others
+        entering = int(worth.argmax())
+        if worth[entering] <= TOLERANCE:
             break
-        step = inverse @ column
-        level = inverse.sum(axis=1)
-        ratio = np.where(step > 1e-9, level / np.where(step > 1e-9, step, 1.0), np.inf)
-        leaving = int(np.argmin(ratio))
+        step, levels = inverse @ every[entering], inverse.sum(axis=1)
+        grows = step > 1e-9
+        leaving = int(np.where(grows, levels / np.where(grows, step, 1.0), np.inf).argmin())
         pivot = inverse[leaving] / step[leaving]
         inverse -= np.outer(step, pivot)
         inverse[leaving] = pivot
-        basis[leaving], costs[leaving] = choice, 0.0 if choice is None else 1.0
-    weights: dict[_Choice, float] = {}
-    for choice, level in zip(basis, inverse.sum(axis=1).tolist(), strict=True):
-        if choice is not None and level > 0:
-            weights[choice] = weights.get(choice, 0.0) + level
-    return weights
-
-
-def _entering(family: _Family, prices: Array, m: int) -> tuple[_Choice | None, Array | None]:
-    """The path, or what a stage has too much (None), that improves the mean; twice None where none does."""
-    if prices.min() < -1e-12:
-        column = np.zeros(len(prices))
-        column[prices.argmin()] = -1.0
-        return None, column
-    choice = family.longest(prices, m)
-    column = family.path(choice, m).sum(axis=1)
-    return (choice, column) if prices @ column > 1 + TOLERANCE else (None, None)
+        start[leaving], paid[leaving] = entering, costs[entering]
+    return _Mean(start, inverse.sum(axis=1), paid @ inverse)
 
 
 def _undominated(rows: Array) -> Array:
     """Without rows that are nowhere below another."""
-    rows = np.unique(rows * (1 - _ROUNDING), axis=0)
+    rows = np.unique(rows, axis=0)
     no_less = (rows[:, None, :] >= rows[None, :, :]).all(axis=2)
     np.fill_diagonal(no_less, val=False)
     return rows[~no_less.any(axis=1)]
 
 
-def _family(schedule: ScheduleName, p: int, v: int, m: int) -> _Family:
-    rules = schedule.rules
-    found = rules.violations(p, v, m)
-    if found:
-        raise ValueError("; ".join(found))
-    return _short_family(schedule, p, v, rules.shortened(p, m, ROUNDS))
-
-
 @lru_cache(maxsize=512)
-def _short_family(schedule: ScheduleName, p: int, v: int, m: int) -> _Family:
+def _paths(schedule: ScheduleName, p: int, v: int, m: int) -> _Paths:
+    """The paths of which the best mean consists, made one after another where the prices of a mean want them."""
     rules = schedule.rules
+    rank_of = tuple(rules.rank_of(stage, p) for stage in range(p * v))
+    own = np.array([[float(rank == other) for other in rank_of] for rank in range(p)])
     lists = rules.actions(p, v, m)
-    rank_of = [rules.rank_of(stage, p) for stage in range(p * v)]
-    ranks = [_Rank(rank, rank_of, actions, m) for rank, actions in enumerate(lists)]
-    own = np.array([[1.0 if other == rank else 0.0 for other in rank_of] for rank in range(p)])
-    hub = None if rules.overlaps_steps else ranks[0]
-    starts: list[tuple[_End, ...]] = []
-    ends: list[tuple[_End, ...]] = []
-    for each in ranks:
-        first, last = each.starts(hub), each.ends(hub, plain_returns=not rules.splits_backward)
-        if rules.forwards_first:
-            first.append(each.turn(first[0]))
-        # With few micro-batches an end may begin before a start ends; those that go with all others stay.
-        first = [start for start in first if start.place <= last[0].place]
-        latest = max(start.place for start in first)
-        starts.append(tuple(first))
-        ends.append(tuple(end for end in last if end.place >= latest))
-    return _Family(own, tuple(starts), tuple(ends))
+    typical = m if m // p < ROUNDS else m + (TYPICAL_ROUNDS - ROUNDS) * rules.microbatches_a_round(p, m)
+    a_round = min(m, rules.microbatches_a_round(p, m))
+    wanted = max(1, min(a_round, MOST_NODES // (2 * p * v)))
+    microbatches = sorted({(a_round - 1) * k // max(1, wanted - 1) for k in range(wanted)})
+    starts = _Hops.of(lists, rank_of, microbatches, turned=False)
+    ends = _Hops.of(tuple(_turned(actions, m) for actions in lists), rank_of, microbatches, turned=True)
+    found = _Paths(rank_of, own, np.zeros((p, p * v, 3)), np.zeros(p))
+    mean = None
+    while True:
+        mean = _best_mean(found.columns(typical), typical, None if mean is None else mean.basis)
+        start, end = starts.longest(mean.prices), ends.longest(mean.prices)
+        longest = 3 * typical * (own @ mean.prices) + start.gain + end.gain
+        better = np.flatnonzero(longest > 1 + TOLERANCE)
+        if not better.size:
+            return _Paths(rank_of, found.own, found.gains, found.sends, mean.basis)
+        pairs = [(starts.counted(start, rank), ends.counted(end, rank)) for rank in better.tolist()]
+        found = _Paths(
+            rank_of,
+            np.concatenate([found.own, own[better]]),
+            np.concatenate([found.gains, [a + b for (a, _), (b, _) in pairs]]),
+            np.concatenate([found.sends, [float(a + b) for (_, a), (_, b) in pairs]]),
+        )
 
 
-class _Rank:
-    """One rank's list of actions, and the ends of paths on it.
+class _Longest(NamedTuple):
+    """The longest path to every node at some prices, over staying on one rank."""
 
-    A micro-batch's way has 2 S steps for S stages: forward through stage s is step s, backward step 2 S - 1 - s.
+    gain: Array  # [ranks], of the longest that arrives on the rank before the middle of its list
+    hops: list[bool]  # [nodes], whether it comes to the node with a hop
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """Where the ends of paths may hop: nodes are steps of some micro-batches, sorted so that paths go forward.
+
+    A micro-batch's way has 2 S steps for S stages: forward through stage s is step s, backward step 2 S - 1 - s. Turned
+    round it is the other way about.
     """
 
-    def __init__(self, rank: int, rank_of: list[int], actions: Sequence[Action], m: int) -> None:
-        self._rank_of, self._num_stages = rank_of, len(rank_of)
-        self.rank, self._m, self._length = rank, m, len(actions)
-        self._stages = [stage for stage, other in enumerate(rank_of) if other == rank]
-        local = {stage: place for place, stage in enumerate(self._stages)}
-        ran = np.zeros((len(actions) + 1, len(local), 3))
-        self._splits = any(action.kind == WEIGHT_GRADIENT for action in actions)
-        self._places: list[dict[int, int]] = [{}, {}]  # of the first and the last micro-batch: step -> place
-        for place, (kind, stage, microbatch) in enumerate(actions):
-            ran[place + 1, local[stage], _COLUMNS[kind]] = 1
-            if kind != WEIGHT_GRADIENT:
-                step = stage if kind == FORWARD else 2 * self._num_stages - 1 - stage
-                for which, end in enumerate((0, m - 1)):
-                    if microbatch == end:
-                        self._places[which][step] = place
-        self._ran = np.cumsum(ran, axis=0)  # [place, own stages, 3]: run before each place
+    rank: list[int]
+    before: list[int]  # of each node the one before it on its rank; -1: none
+    source: list[int]  # the one it gets its input from; -1: none
+    gains: Array  # [nodes, stages, 3], of the hop from there
+    arrival: list[int]  # of each rank the last node in the first half of its list; -1: none
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps of a micro-batch's way that are on this rank."""
-        return sorted(self._places[0])
+    @staticmethod
+    def of(lists: ActionLists, rank_of: Sequence[int], microbatches: Sequence[int], *, turned: bool) -> _Hops:
+        """Hops with these micro-batches; ``turned``: ``lists`` run from the end to the beginning."""
+        nodes = _sorted_nodes([_nodes(actions, rank_of, microbatches, turned=turned) for actions in lists])
+        places = {(node.step, node.microbatch): index for index, node in enumerate(nodes)}
+        source = [places.get((node.step - 1, node.microbatch), -1) for node in nodes]
+        ran = np.zeros((len(nodes), len(rank_of), 3))
+        gains = np.zeros_like(ran)
+        before, arrival, newest = [-1] * len(nodes), [-1] * len(lists), [-1] * len(lists)
+        for index, node in enumerate(nodes):
+            rank = rank_of[node.stages[0]]
+            ran[index, node.stages] = node.ran
+            before[index], newest[rank] = newest[rank], index
+            if node.is_early:
+                arrival[rank] = index
+            if source[index] >= 0:
+                gains[index] = ran[source[index]] - ran[index]
+                gains[index, node.action.stage, _COLUMNS[node.action.kind]] += 1
+        return _Hops([rank_of[node.action.stage] for node in nodes], before, source, gains, arrival)
 
-    def _between(self, first: int, end: int) -> Array:
-        """What the rank runs from one place until before another; [stages, 3]."""
-        found = np.zeros((self._num_stages, 3))
-        found[self._stages] = self._ran[end] - self._ran[first]
-        return found
+    @cached_property
+    def _all_kinds(self) -> Array:
+        return self.gains.sum(axis=2)
 
-    def _way(self, first: int, end: int) -> Array:
-        """The steps from one until before another; [stages, 3]."""
-        found = np.zeros((2 * self._num_stages, 3))
-        found[first : min(end, self._num_stages), 0] = 1
-        found[max(first, self._num_stages) : end, 1] = 1
-        if not self._splits:
-            found[max(first, self._num_stages) : end, 2] = 1
-        return found[: self._num_stages] + found[: self._num_stages - 1 : -1]
+    def longest(self, prices: Array) -> _Longest:
+        """Where an action of any kind of stage s takes ``prices[s]`` seconds."""
+        found: list[float] = []
+        hops: list[bool] = []
+        for before, source, gain in zip(self.before, self.source, (self._all_kinds @ prices).tolist(), strict=True):
+            stay = found[before] if before >= 0 else 0.0
+            hop = found[source] + gain if source >= 0 else -np.inf
+            hops.append(hop > stay + 1e-12)
+            found.append(max(stay, hop))
+        return _Longest(np.array([found[node] if node >= 0 else 0.0 for node in self.arrival]), hops)
 
-    def _hops(self, first: int, last: int) -> int:
-        """Sends from one step to another."""
-        ranks = [*self._rank_of, *reversed(self._rank_of)][first : last + 1]
-        return sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
+    def counted(self, longest: _Longest, rank: int) -> tuple[Array, int]:
+        """The gains, [stages, 3], and the sends of the longest path that arrives on a rank."""
+        node, taken = self.arrival[rank], list[int]()
+        while node >= 0:
+            if longest.hops[node]:
+                taken.append(node)
+                node = self.source[node]
+            else:
+                node = self.before[node]
+        sends = sum(self.rank[node] != self.rank[self.source[node]] for node in taken)
+        return self.gains[taken].sum(axis=0), sends
 
-    def _detours(self, which: int) -> list[tuple[int, int, Array, int]]:
-        """Ways of the first or last micro-batch that leave the rank and come back to it, and what they gain.
 
-        (step at which it leaves, step at which it is back, counts, sends). Of ranks with many stages only the one
-        from the last stage forward to the same backward.
-        """
-        places, steps = self._places[which], self.steps
-        middle = len(steps) // 2
-        pairs = list(combinations(steps, 2)) if len(steps) <= 4 else [(steps[middle - 1], steps[middle])]
-        return [
-            (a, b, self._way(a + 1, b) - self._between(places[a] + 1, places[b]), self._hops(a, b)) for a, b in pairs
-        ]
+class _Node(NamedTuple):
+    """A step of a micro-batch."""
 
-    def starts(self, hub: _Rank | None) -> list[_End]:
-        """The plain one first; ``hub`` is rank 0, or None where paths must begin on this rank."""
-        places = self._places[0]
-        found: list[_End] = []
-        for step in self.steps[: len(self._stages)] if hub else ():
-            before = self._between(0, places[step])
-            found.append(_End(self._way(0, step) - before, self._hops(0, step), places[step]))
-            by = max(other for other in hub.steps if other <= step)
-            if hub is not self and by > 0:
-                stay = hub._between(0, hub._places[0][by] + 1)
-                found.append(_End(stay + self._way(by + 1, step) - before, self._hops(by, step), places[step]))
-        if not hub:
-            found.append(_End(np.zeros((self._num_stages, 3)), 0, 0))
-        detours = self._detours(0)
-        return found + [
-            _End(start.counts + gain, start.sends + hops, places[back])
-            for start in found
-            for away, back, gain, hops in detours
-            if places[away] >= start.place
-        ]
+    step: int
+    microbatch: int
+    action: Action
+    is_early: bool  # in the first half of its rank's list
+    stages: list[int]  # of the rank
+    ran: Array  # [those, 3], what the rank has run when it ends
 
-    def ends(self, hub: _Rank | None, *, plain_returns: bool) -> list[_End]:
-        """As ``starts``; the plain one goes back to stage 0 if ``plain_returns``, and otherwise stays on the rank."""
-        places = self._places[1]
-        found = [_End(np.zeros((self._num_stages, 3)), 0, self._length - 1)]
-        for step in self.steps[len(self._stages) :] if hub else ():
-            after = self._between(places[step] + 1, self._length)
-            for to in sorted({min(other for other in hub.steps if other >= step), 2 * self._num_stages - 1}):
-                stay = hub._between(hub._places[1][to] + 1, hub._length)
-                found.append(_End(self._way(step + 1, to + 1) + stay - after, self._hops(step, to), places[step]))
-        if plain_returns and hub:
-            found.insert(0, found.pop())
-        detours = self._detours(1)
-        return found + [
-            _End(end.counts + gain, end.sends + hops, places[away])
-            for end in found
-            for away, back, gain, hops in detours
-            if places[back] <= end.place
-        ]
 
-    def turn(self, start: _End) -> _End:
-        """GPipe's: ``start``, all forwards, the last one on to the last rank, and back with the first backward."""
-        first, last = self.steps
-        gain, hops = self._way(first + 1, last), self._hops(first, last)
-        return _End(start.counts + gain, start.sends + hops, self._places[0][last])
+def _nodes(
+    actions: Sequence[Action], rank_of: Sequence[int], microbatches: Sequence[int], *, turned: bool
+) -> list[_Node]:
+    """Those of one rank in its order."""
+    num_stages, rank = len(rank_of), rank_of[actions[0].stage]
+    stages = [stage for stage, other in enumerate(rank_of) if other == rank]
+    kinds: tuple[Kind, ...] = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, BACKWARD)
+    place = {(kind, stage): len(kinds) * i + k for i, stage in enumerate(stages) for k, kind in enumerate(kinds)}
+    each = np.zeros((len(actions), len(place)))
+    each[np.arange(len(actions)), [place[kind, stage] for kind, stage, _ in actions]] = 1
+    ran = each.cumsum(axis=0).reshape(len(actions), len(stages), len(kinds))
+    ran = ran[..., :3] + ran[..., 3:] * np.array([0.0, 1.0, 1.0])
+    wanted, half = set(microbatches), (len(actions) - 1) // 2
+    return [
+        _Node(
+            stage if (kind == FORWARD) != turned else 2 * num_stages - 1 - stage,
+            microbatch,
+            actions[index],
+            index <= half,
+            stages,
+            ran[index],
+        )
+        for index, (kind, stage, microbatch) in enumerate(actions)
+        if microbatch in wanted and kind != WEIGHT_GRADIENT
+    ]
+
+
+def _sorted_nodes(ranks: Sequence[Sequence[_Node]]) -> list[_Node]:
+    """All nodes, each after the one before it on its rank and after the one it gets its input from."""
+    found: list[_Node] = []
+    done: set[tuple[int, int]] = set()
+    waiting: dict[tuple[int, int], int] = {}
+    ready, places = list(range(len(ranks))), [0] * len(ranks)
+    while ready:
+        rank = ready.pop()
+        for node in ranks[rank][places[rank] :]:
+            source = (node.step - 1, node.microbatch)
+            if node.step > 0 and source not in done:
+                waiting[source] = rank
+                break
+            found.append(node)
+            done.add((node.step, node.microbatch))
+            places[rank] += 1
+            if (node.step, node.microbatch) in waiting:
+                ready.append(waiting.pop((node.step, node.microbatch)))
+    return found
+
+
+def _turned(actions: Sequence[Action], m: int) -> tuple[Action, ...]:
+    """From the end to the beginning, the last micro-batch first."""
+    return tuple(Action(kind, stage, m - 1 - microbatch) for kind, stage, microbatch in reversed(actions))
