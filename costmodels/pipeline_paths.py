@@ -35,8 +35,8 @@ actions 3 and 2 times, one that stays on rank 1 once and 4 times. With weights 3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,12 @@ TOLERANCE = 2e-4
 MOST_STEPS = 4000
 _ROUNDING = 1e-12
 _COLUMNS: dict[Kind, tuple[int, ...]] = {FORWARD: (0,), INPUT_GRADIENT: (1,), WEIGHT_GRADIENT: (2,), BACKWARD: (1, 2)}
+
+
+# Proportions of the seconds of units: forward, gradient of the input, gradient of the weights. WHOLE is any at all.
+Units = tuple[tuple[float, float, float], ...]
+WHOLE: Units = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0))
+SPLIT: Units = ((1.2, 1.0, 1.0), (1.0, 1.2, 1.0), (1.0, 1.0, 1.2))
 
 
 @dataclass(frozen=True)
@@ -106,10 +112,11 @@ class PathBound:
 
 
 @lru_cache(maxsize=4096)
-def coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> PathBound:
+def coefficients(schedule: ScheduleName, p: int, v: int, m: int, units: Units | None = None) -> PathBound:
     """The bound of ``schedule`` on p ranks of v stages each with m micro-batches; ValueError if it cannot run.
 
-    T is the whole step, or the longest rank's where the schedule overlaps steps.
+    T is the whole step, or the longest rank's where the schedule overlaps steps. It holds for all units, and is largest
+    where they take seconds in the proportions of ``units`` or between (None: ``WHOLE`` or ``SPLIT``).
     """
     rules = schedule.rules
     found = rules.violations(p, v, m)
@@ -120,7 +127,8 @@ def coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> PathBound:
     if rules.forwards_first:
         # Between its last forward and its first backward a rank waits for a micro-batch to go to the end and back.
         return PathBound(np.full((1, 3), (1 + (m - 1) / p) * (1 - _ROUNDING)), 2.0 * (p - 1))
-    paths = _paths(schedule, p, v, rules.shortened(p, m, ROUNDS))
+    units = units or (SPLIT if rules.splits_backward else WHOLE)
+    paths = _paths(schedule, p, v, rules.shortened(p, m, ROUNDS), units)
     weights = np.maximum(_best_mean(paths.columns(m), m, paths.basis).weights(paths), 0.0)
     weights /= weights.sum() * (1 + _ROUNDING)
     stages = m * (weights @ paths.own)[:, None] + np.tensordot(weights, paths.gains, axes=1)
@@ -154,12 +162,12 @@ class _Mean(NamedTuple):
 
     def weights(self, paths: _Paths) -> Array:
         """Of each path; a stage's own column stands for less than its rank's first path."""
-        num_stages, found = len(self.basis), np.zeros(len(paths.sends))
+        size, found = len(self.basis), np.zeros(len(paths.sends))
         for column, level in zip(self.basis.tolist(), self.levels.tolist(), strict=True):
-            if column < num_stages:
-                found[paths.rank_of[column]] += level
-            elif column >= 2 * num_stages:
-                found[column - 2 * num_stages] += level
+            if column < size:
+                found[paths.rank_of[column // len(paths.units)]] += level
+            elif column >= 2 * size:
+                found[column - 2 * size] += level
         return found
 
 
@@ -168,50 +176,54 @@ class _Paths:
     """Paths of one schedule of any number of rounds; the first of each rank has no gains."""
 
     rank_of: tuple[int, ...]  # of each stage
+    units: Array  # [units, 3], the proportions for which the best mean is wanted; each sums to 1
     own: Array  # [paths, stages], 1 where the path's rank has the stage
     gains: Array  # [paths, stages, 3]
     sends: Array  # [paths]
     basis: NDArray[np.intp] | None = None
 
     def columns(self, m: int) -> Array:
-        """Runs of each stage, the kinds in one: [paths, stages]."""
-        return 3 * m * self.own + self.gains.sum(axis=2)
+        """What each of ``units`` takes in each stage: [paths, stages and units]."""
+        return (m * self.own[..., None] + self.gains @ self.units.T).reshape(len(self.own), -1)
+
+    def prices(self, mean: _Mean) -> Array:
+        """Of one run of each kind in each stage; [stages, 3]."""
+        return mean.prices.reshape(-1, len(self.units)) @ self.units
 
 
 def _best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> _Mean:
-    """The mean of paths whose least coefficient is nearly as large as can be; ``columns`` [paths, stages].
+    """The mean of paths whose least entry is nearly as large as can be; ``columns`` [paths, entries].
 
-    Minimises the sum of levels y >= 0 with sum_P y_P column_P >= 1 in all stages, by the revised simplex method. Column
-    s < S is a path that runs stage s alone, 3 m times, from which it begins; column S + s is what stage s has too much;
-    the paths follow. The prices of the last basis are a cut over the stages: none of the paths is longer on it than
-    1 + TOLERANCE, so no mean gives more than that much more.
+    Minimises the sum of levels y >= 0 with sum_P y_P column_P >= 1 in all entries, by the revised simplex method. The
+    first columns, from which it begins, have one entry each, m; the next stand for what an entry has too much; the paths
+    follow. The last prices are a cut of the units over the stages: none of the paths is longer on it than 1 +
+    TOLERANCE, so no mean of them gives more than that much more.
     """
-    num_stages = columns.shape[1]
-    every = np.vstack([3 * m * np.eye(num_stages), -np.eye(num_stages), columns])
+    size = columns.shape[1]
+    every = np.vstack([m * np.eye(size), -np.eye(size), columns])
     costs = np.ones(len(every))
-    costs[num_stages : 2 * num_stages] = 0.0
-    start = np.arange(num_stages)
-    inverse = np.eye(num_stages) / (3 * m)
+    costs[size : 2 * size] = 0.0
+    start, inverse = np.arange(size), np.eye(size) / m
     if basis is not None:
         warm = np.linalg.inv(every[basis].T)
         if warm.sum(axis=1).min() >= 0:
             start, inverse = basis.copy(), warm
-    paid = costs[start]
+    paid, levels = costs[start], inverse.sum(axis=1)
     for _ in range(MOST_STEPS):
-        prices = paid @ inverse
-        worth = every @ prices - costs
-        worth[num_stages : 2 * num_stages] *= 3 * m  # in steps, as the others
+        worth = every @ (paid @ inverse) - costs
+        worth[size : 2 * size] *= m  # as the others: in steps
         entering = int(worth.argmax())
         if worth[entering] <= TOLERANCE:
             break
-        step, levels = inverse @ every[entering], inverse.sum(axis=1)
+        step = inverse @ every[entering]
         grows = step > 1e-9
         leaving = int(np.where(grows, levels / np.where(grows, step, 1.0), np.inf).argmin())
-        pivot = inverse[leaving] / step[leaving]
-        inverse -= np.outer(step, pivot)
-        inverse[leaving] = pivot
+        pivot, moved = inverse[leaving] / step[leaving], levels[leaving] / step[leaving]
+        inverse -= step[:, None] * pivot
+        levels = np.maximum(levels - step * moved, 0.0)
+        inverse[leaving], levels[leaving] = pivot, moved
         start[leaving], paid[leaving] = entering, costs[entering]
-    return _Mean(start, inverse.sum(axis=1), paid @ inverse)
+    return _Mean(start, levels, paid @ inverse)
 
 
 def _undominated(rows: Array) -> Array:
@@ -223,7 +235,7 @@ def _undominated(rows: Array) -> Array:
 
 
 @lru_cache(maxsize=512)
-def _paths(schedule: ScheduleName, p: int, v: int, m: int) -> _Paths:
+def _paths(schedule: ScheduleName, p: int, v: int, m: int, units: Units) -> _Paths:
     """The paths of which the best mean consists, made one after another where the prices of a mean want them."""
     rules = schedule.rules
     rank_of = tuple(rules.rank_of(stage, p) for stage in range(p * v))
@@ -235,21 +247,23 @@ def _paths(schedule: ScheduleName, p: int, v: int, m: int) -> _Paths:
     microbatches = sorted({(a_round - 1) * k // max(1, wanted - 1) for k in range(wanted)})
     starts = _Hops.of(lists, rank_of, microbatches, turned=False)
     ends = _Hops.of(tuple(_turned(actions, m) for actions in lists), rank_of, microbatches, turned=True)
-    found = _Paths(rank_of, own, np.zeros((p, p * v, 3)), np.zeros(p))
+    proportions = np.array(units) / np.sum(units, axis=1, keepdims=True)
+    found = _Paths(rank_of, proportions, own, np.zeros((p, p * v, 3)), np.zeros(p))
     mean = None
     while True:
         mean = _best_mean(found.columns(typical), typical, None if mean is None else mean.basis)
-        start, end = starts.longest(mean.prices), ends.longest(mean.prices)
-        longest = 3 * typical * (own @ mean.prices) + start.gain + end.gain
+        prices = found.prices(mean)
+        start, end = starts.longest(prices), ends.longest(prices)
+        longest = typical * (own @ prices.sum(axis=1)) + start.gain + end.gain
         better = np.flatnonzero(longest > 1 + TOLERANCE)
         if not better.size:
-            return _Paths(rank_of, found.own, found.gains, found.sends, mean.basis)
+            return replace(found, basis=mean.basis)
         pairs = [(starts.counted(start, rank), ends.counted(end, rank)) for rank in better.tolist()]
-        found = _Paths(
-            rank_of,
-            np.concatenate([found.own, own[better]]),
-            np.concatenate([found.gains, [a + b for (a, _), (b, _) in pairs]]),
-            np.concatenate([found.sends, [float(a + b) for (_, a), (_, b) in pairs]]),
+        found = replace(
+            found,
+            own=np.concatenate([found.own, own[better]]),
+            gains=np.concatenate([found.gains, [a + b for (a, _), (b, _) in pairs]]),
+            sends=np.concatenate([found.sends, [float(a + b) for (_, a), (_, b) in pairs]]),
         )
 
 
@@ -294,15 +308,12 @@ class _Hops:
                 gains[index, node.action.stage, _COLUMNS[node.action.kind]] += 1
         return _Hops([rank_of[node.action.stage] for node in nodes], before, source, gains, arrival)
 
-    @cached_property
-    def _all_kinds(self) -> Array:
-        return self.gains.sum(axis=2)
-
     def longest(self, prices: Array) -> _Longest:
-        """Where an action of any kind of stage s takes ``prices[s]`` seconds."""
+        """At ``prices`` of one run of each kind in each stage, [stages, 3]."""
         found: list[float] = []
         hops: list[bool] = []
-        for before, source, gain in zip(self.before, self.source, (self._all_kinds @ prices).tolist(), strict=True):
+        gains = self.gains.reshape(len(self.gains), -1) @ prices.ravel()
+        for before, source, gain in zip(self.before, self.source, gains.tolist(), strict=True):
             stay = found[before] if before >= 0 else 0.0
             hop = found[source] + gain if source >= 0 else -np.inf
             hops.append(hop > stay + 1e-12)
