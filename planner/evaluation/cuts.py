@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
@@ -39,6 +40,35 @@ def weighted_starts(weights: Sequence[float], num_stages: int, head_weight: floa
         if passed > total * len(starts) / num_stages and len(starts) < num_stages:
             starts.append(unit + 1)
     return (*starts, *[len(weights)] * (num_stages - len(starts)))
+
+
+class StageSizes(NamedTuple):
+    """How many blocks a stage may hold where ranks hold several stages."""
+
+    least: int  # of all but the first and the last stage, which may hold none
+    most: int
+
+
+def stage_sizes(num_blocks: int, num_stages: int) -> StageSizes:
+    """At most one block more than an even share, and what the stages between the ends then hold at least, less one.
+
+    Stages of unlike sizes make every round of micro-batches wait for the longest. The first and the last stage also
+    hold the embedding and the head, so they may hold fewer blocks, or none.
+    """
+    most = -(-num_blocks // num_stages) + 1
+    inner = num_stages - 2
+    least = (num_blocks - 2 * most) // inner if inner > 0 else 0
+    return StageSizes(max(0, least), most)
+
+
+def is_allowed(starts: Sequence[int], is_block: Sequence[bool]) -> bool:
+    """Whether every stage holds a unit, and as many blocks as ``stage_sizes`` says."""
+    ends = (*starts[1:], len(is_block))
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return False
+    sizes = stage_sizes(sum(is_block), len(starts))
+    held = [sum(is_block[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return max(held) <= sizes.most and min(held[1:-1], default=sizes.least) >= sizes.least
 
 
 def balanced_starts(work_s: Sequence[float], num_stages: int) -> tuple[int, ...] | None:

@@ -384,8 +384,19 @@ class Evaluator:
 
     def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None) -> bool:
         """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
+        return self.excess_bytes(rank, stages, modes) <= 0
+
+    def excess_bytes(
+        self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None
+    ) -> float:
+        """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
         chosen = self if modes is None else self._with_some(modes)
-        return chosen._rank_memory(rank, stages).peak.total_bytes <= self.capacity_bytes[rank]
+        return chosen._rank_memory(rank, stages).peak.total_bytes - self.capacity_bytes[rank]
+
+    @property
+    def reserve(self) -> float:
+        """Bytes that a byte of tensors that come and go takes, with the allocator's reserve."""
+        return 1 + self.memory_model.software.reserve_fraction
 
     def _with_some(self, modes: Mapping[int, Recompute]) -> Evaluator:
         """With other modes of some units; for memory alone."""
@@ -399,7 +410,7 @@ class Evaluator:
     def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
         lasting = self.memory_model.lasting_bytes(list(stages.values()))
-        return (self.capacity_bytes[rank] - lasting) / (1 + self.memory_model.software.reserve_fraction)
+        return (self.capacity_bytes[rank] - lasting) / self.reserve
 
     def holding_of_modes(self, holding: Holding) -> Array:
         """Bytes of one holding, [modes of recomputation, kinds]."""

@@ -5,8 +5,8 @@ everything, and how many the selective part. Which of them makes no difference t
 where those that recompute most come first: behind them more has been freed by the time their backward pass runs, and
 in a rank of several stages the stage that holds most micro-batches gains most.
 
-The numbers are tried in the order of the time they take, those that cannot fit by a lower bound left out, until the
-ledger says that the rank fits.
+Whether a rank fits the ledger says. It is asked for few of the choices: for those near the fastest that should fit by
+what blocks keep alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from costmodels.vocabulary.terms import Holding
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.columns import Array
 
-# Choices of one rank whose ledger is looked at; beyond that their time bounds what is left.
-MOST_LEDGERS = 300
+# Choices of one rank whose ledgers are looked at: those that need least; and of those about to fit, the first that
+# should, slower ones until one does, and faster ones. Two blocks more or less that recompute are within these numbers.
+MOST_SMALLEST, MOST_SLOWER, MOST_FASTER = 6, 12, 6
 # Combinations of counts that are listed; ranks of so many kinds of blocks that there are more choose one mode a kind.
 MOST_COMBINATIONS = 200_000
 
@@ -33,13 +34,13 @@ Stages = Mapping[int, range]  # the units of each stage that a rank holds
 
 @dataclass(frozen=True)
 class Choice:
-    """What the units of a rank recompute; ``extra_s``: seconds a micro-batch more than if nothing were recomputed.
+    """What the units of a rank recompute.
 
-    ``modes`` is None where no choice was found to fit in time: then none that fits takes less than ``extra_s``.
+    ``least_s``: no choice that fits takes less, in seconds a micro-batch more than if nothing were recomputed.
     """
 
-    extra_s: float
-    modes: Mapping[int, Recompute] | None
+    least_s: float
+    modes: Mapping[int, Recompute]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class LeastRecompute:
         self._is_free = layout.recompute is None
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
-        self._found: dict[tuple[object, ...], tuple[float, tuple[Recompute, ...] | None] | None] = {}
+        self._found: dict[tuple[object, ...], tuple[float, tuple[Recompute, ...]] | None] = {}
 
     def modes(self, starts: Sequence[int]) -> tuple[Recompute, ...] | None:
         """What every unit recomputes under this cut; None where some rank fits with no choice."""
@@ -77,7 +78,7 @@ class LeastRecompute:
         found = list(evaluator.modes)
         for rank, stages in enumerate(evaluator.stages_of_ranks(starts)):
             choice = self.of_rank(rank, stages)
-            if choice is None or choice.modes is None:
+            if choice is None:
                 return None
             for unit, mode in choice.modes.items():
                 found[unit] = mode
@@ -98,15 +99,12 @@ class LeastRecompute:
         )
         if key not in self._found:
             choice = self._least(rank, stages)
-            self._found[key] = choice and (
-                choice.extra_s,
-                None if choice.modes is None else tuple(choice.modes[unit] for unit in units),
-            )
+            self._found[key] = choice and (choice.least_s, tuple(choice.modes[unit] for unit in units))
         known = self._found[key]
         if known is None:
             return None
-        extra_s, modes = known
-        return Choice(extra_s, None if modes is None else dict(zip(units, modes, strict=True)))
+        least_s, modes = known
+        return Choice(least_s, dict(zip(units, modes, strict=True)))
 
     def _least(self, rank: int, stages: Stages) -> Choice | None:
         evaluator = self._evaluator
@@ -123,19 +121,35 @@ class LeastRecompute:
         for kind in kinds:
             extra_s = (extra_s[:, None] + kind.extra_s).ravel()
             kept = (kept[:, None] + kind.kept_bytes).ravel()
-        room = self._room_bytes(rank, stages, kinds)
-        places = np.flatnonzero(kept <= room)
-        places = places[np.argsort(extra_s[places], kind="stable")]
         shape = [len(kind.extra_s) for kind in kinds]
-        for tried, place in enumerate(places.tolist()):
-            if tried == MOST_LEDGERS:
-                return Choice(float(extra_s[place]), None)
+
+        def modes_of(place: int) -> dict[int, Recompute]:
             modes = dict(nothing)
             for kind, choice in zip(kinds, np.unravel_index(place, shape), strict=True):
                 modes |= kind.modes(int(choice))
-            if evaluator.rank_fits(rank, stages, modes):
-                return Choice(float(extra_s[place]), modes)
-        return None
+            return modes
+
+        def excess(place: int) -> float:
+            return evaluator.excess_bytes(rank, stages, modes_of(place))
+
+        places = np.flatnonzero(kept <= self._room_bytes(rank, stages, kinds))
+        over = np.inf
+        for smallest in places[np.argsort(kept[places], kind="stable")][:MOST_SMALLEST].tolist():
+            if (over := excess(smallest)) <= 0:
+                break
+        else:
+            return None
+        # What the rank needs besides blocks' activations is about the same under every choice.
+        order = places[np.argsort(extra_s[places], kind="stable")]
+        likely = np.flatnonzero((kept[order] - kept[smallest]) * evaluator.reserve + over <= 0)
+        first = int(likely[0]) if likely.size else int(np.flatnonzero(order == smallest)[0])
+        found, found_at = smallest, len(order)
+        for at in (*range(first, min(first + MOST_SLOWER, len(order))), *range(first - 1, max(-1, first - MOST_FASTER), -1)):
+            if at < found_at and excess(int(order[at])) <= 0:
+                found, found_at = int(order[at]), at
+        untested = max(0, first - MOST_FASTER)
+        least_s = extra_s[order[untested]] if untested else extra_s[found]
+        return Choice(float(min(least_s, extra_s[found])), modes_of(found))
 
     def _kinds(self, rank: int, stages: Stages) -> list[_Kind]:
         flying = self._evaluator.flying(rank)
@@ -171,7 +185,7 @@ class LeastRecompute:
 
     def _room_bytes(self, rank: int, stages: Stages, kinds: Sequence[_Kind]) -> float:
         """At most so many bytes of blocks' activations fit: the device less what is there under every choice."""
-        evaluator, flying = self._evaluator, self._evaluator.flying(rank)
+        flying = self._evaluator.flying(rank)
         in_kinds = {unit for kind in kinds for unit in kind.units}
         others = sum(
             flying[stage] * self._kept[0, self._units.kinds[unit]]
@@ -181,4 +195,4 @@ class LeastRecompute:
         )
         # The last unit of a stage is at work while nothing behind it has been freed.
         working = max(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
-        return evaluator.room_bytes(rank, stages) - working - others
+        return self._evaluator.room_bytes(rank, stages) - working - others

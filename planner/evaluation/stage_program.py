@@ -46,8 +46,8 @@ def _extra_s(evaluator: Evaluator, least: LeastRecompute, longest_s: float) -> A
                 choice = least.of_rank(rank, {rank: range(start, end)})
                 if choice is None:
                     continue
-                if choice.extra_s == 0.0 and choice.modes is not None:
+                if choice.least_s == 0.0:
                     found[rank, start, start + 1 : end + 1] = 0.0
                     break
-                found[rank, start, end] = choice.extra_s
+                found[rank, start, end] = choice.least_s
     return found

@@ -31,23 +31,24 @@ which layouts are worth a look first, and proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
-from planner.evaluation.cuts import even_starts
+from planner.evaluation.cuts import even_starts, stage_sizes
 from planner.evaluation.evaluator import device_places
 from planner.evaluation.rank_memory import reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
-from planner.layout.columns import Array, Columns
+from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
@@ -103,6 +104,16 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
             found.host_share[part] = group.host_share()
             found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
     return found
+
+
+def path_bound_s(table: CostTable, layout: Layout) -> float:
+    """A bound of one layout by the longest paths of its schedule, where ranks hold several stages.
+
+    ``bounds`` leaves it out, since the paths of a schedule take time to find; they are found once a process.
+    """
+    listed = Columns.of(Layout, [layout])
+    keys, _ = listed.by(_AlikeKey)
+    return _Group(table, keys[0], listed, LayoutRows.of(table, listed)).path_s()
 
 
 class _Group:
@@ -260,6 +271,15 @@ class _Group:
         sent = self._work - self._times.weight_s if self._schedule.rules.splits_backward else self._work
         return np.maximum(busiest, sent @ self._counts + 2 * self._send * (p - 1))
 
+    def path_s(self) -> float:
+        """Of the only layout: ``costmodels.pipeline_paths``."""
+        paths = coefficients(self._schedule, self._pp, self._virtual, int(self._m[0]))
+        times = self._times
+        weight_s = times.weight_s if self._schedule.rules.splits_backward else np.zeros_like(times.weight_s)
+        units = paths.least(times.forward_s[0], times.backward_s[0] - weight_s[0], weight_s[0]) @ self._counts
+        recomputed = min(paths.forward, paths.backward) * self._recomputed_s[0]
+        return float(units + recomputed + paths.sends * self._send[0] + self._update_s()[0] / self._pp)
+
     def estimate_s(self) -> Array:
         """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.
 
@@ -390,19 +410,24 @@ class _Group:
         return weights, flying
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
-        """As ``_least`` with equal weights, where a rank holds several stages: a unit may lie in any of them."""
-        rules = self._schedule.rules
+        """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
         least = np.empty_like(static)
+        for m, members in self._by_peak():
+            flying, waits = _flying(self._schedule, self._pp, self._virtual, m)
+            mean = _least_means(self._table.units, flying), _least_means(self._table.units, waits)
+            most = -_least_means(self._table.units, -waits)
+            waited = np.minimum(mean[1] * waiting[members], most * waiting[members])  # they may hold less
+            least[members] = static[members] + mean[0] * kept[members] + waited
+        return least / self._pp
+
+    def _by_peak(self) -> Iterator[tuple[int, Positions]]:
+        """Layouts whose ranks hold most at the same moment, with the micro-batches it takes to see it."""
         shortened = self._layouts.each(
-            _MicroBatches, lambda key: rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS)
+            _MicroBatches,
+            lambda key: self._schedule.rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS),
         )
         for m in np.unique(shortened):
-            members = np.flatnonzero(shortened == m)
-            counts = np.array(rules.in_flight_by_stage(self._pp, self._virtual, int(m)))  # [flying and waiting, stages]
-            pairs = np.unique(counts.T, axis=0)
-            each = [flying * kept[members] + waits * waiting[members] for flying, waits in pairs.tolist()]
-            least[members] = static[members] + np.min(each, axis=0)
-        return least / self._pp
+            yield int(m), np.flatnonzero(shortened == m)
 
     @cached_property
     def _static_bytes(self) -> Array:
@@ -446,6 +471,32 @@ def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatche
         if min(weights) >= 0:
             best = max(best, 1 + 1 / sum(weights))
     return best
+
+
+@lru_cache(maxsize=1024)
+def _flying(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Array:
+    """Micro-batches in flight, and waiting for gradients of weights, in each stage at its rank's peak; [2, stages]."""
+    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
+    return np.array(found, dtype=np.float64)
+
+
+def _least_means(units: UnitRow, each: Array) -> Array:
+    """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
+
+    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
+    """
+    num_blocks, num_stages = sum(units.is_block), len(each)
+    sizes = stage_sizes(num_blocks, num_stages)
+    found = np.full(len(units.counts), each.min())
+    for kind, number in enumerate(units.counts):
+        if not units.is_block[units.kinds.index(kind)]:
+            continue
+        held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
+        held[[0, -1]] = 0.0
+        for stage in np.argsort(each, kind="stable"):
+            held[stage] += min(sizes.most - held[stage], number - held.sum())
+        found[kind] = each @ held / number
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.evaluation.cuts import balanced_starts, even_starts
+from planner.evaluation.cuts import balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.evaluation.stage_program import stage_problem
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.table.cost_table import CostTable
+from planner.table.facts import UnitRow
 
 # A plan is called proved where nothing is faster by more than this share.
 TOLERANCE = 1e-3
@@ -84,7 +85,9 @@ class _Pricer:
         work = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
         even = even_starts(units.is_block, evaluator.num_stages) if evaluator.num_stages <= sum(units.is_block) else None
         found = [even, balanced_starts(work, evaluator.num_stages)]
-        return [starts for starts in dict.fromkeys(found) if starts is not None]
+        several = not self.evaluator.layout.schedule.rules.has_one_stage
+        cuts = [starts for starts in dict.fromkeys(found) if starts is not None]
+        return [starts for starts in cuts if not several or is_allowed(starts, units.is_block)]
 
 
 def probe(table: CostTable, layout: Layout) -> Evaluated | None:
@@ -120,20 +123,20 @@ def improved(pricer: _Pricer, cutoff_s: float | None) -> Evaluated | None:
     best = _fastest(pricer.price(starts) for starts in pricer.first_cuts())
     if best is None or (cutoff_s is not None and best.step_time_s > cutoff_s * (1 + WORTH_IMPROVING)):
         return best
-    num_units = len(pricer.evaluator.table.units.kinds)
+    units = pricer.evaluator.table.units
     for _ in range(MOST_ROUNDS):
-        better = _fastest(pricer.price(starts) for starts in _neighbours(best.starts, num_units))
+        better = _fastest(pricer.price(starts) for starts in _neighbours(best.starts, units))
         if better is None or better.step_time_s >= best.step_time_s * (1 - 1e-6):
             break
         best = better
     return best
 
 
-def _neighbours(starts: Sequence[int], num_units: int) -> Iterator[tuple[int, ...]]:
+def _neighbours(starts: Sequence[int], units: UnitRow) -> Iterator[tuple[int, ...]]:
     """Cuts with one unit moved over one border, or every border from one on moved by a unit."""
     for border in range(1, len(starts)):
         for step in (-1, 1):
             for last in {border + 1, len(starts)}:
-                moved = [at + step if border <= place < last else at for place, at in enumerate(starts)]
-                if all(a < b for a, b in zip(moved, [*moved[1:], num_units], strict=True)):
-                    yield tuple(moved)
+                moved = tuple(at + step if border <= place < last else at for place, at in enumerate(starts))
+                if is_allowed(moved, units.is_block):
+                    yield moved

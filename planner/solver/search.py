@@ -20,7 +20,7 @@ from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds
+from planner.solver.bounds import Bounds, bounds, path_bound_s
 from planner.solver.cutting import TOLERANCE, best_cut, probe
 from planner.table.cost_table import CostTable
 
@@ -35,6 +35,8 @@ NEAR = 0.01
 # Layouts whose estimate is above the best price that are visited because their bound is not: a number rather than a
 # time, so that the answer is the same on a busy machine.
 MOST_OPEN_VISITS = 40
+# Layouts of several stages a rank that are bounded by the paths of their schedule.
+MOST_REFINED = 3000
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -148,6 +150,7 @@ class _Walk:
         self._table, self._listed, self._solver, self._best = table, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
         self._visited: set[int] = set()
+        self._refined: set[int] = set()
         self.num_open_visits = 0
 
     @property
@@ -164,7 +167,13 @@ class _Walk:
 
     def is_open(self, index: int) -> bool:
         """Whether a visit may still find something better."""
-        return index not in self._visited and not self._best.beats(float(self._open_s[index]))
+        if index in self._visited or self._best.beats(float(self._open_s[index])):
+            return False
+        layout = self._listed[index]
+        if layout.mesh.pp > 1 and not layout.schedule.rules.has_one_stage and index not in self._refined:
+            self._refined.add(index)
+            self._open_s[index] = max(self._open_s[index], path_bound_s(self._table, layout))
+        return not self._best.beats(float(self._open_s[index]))
 
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
@@ -187,7 +196,7 @@ def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterat
         if walk.is_open(index):
             yield index
     left = order[lower.step_time_s[order] < (np.inf if best.time_s is None else best.time_s)]
-    for index in left[np.argsort(lower.step_time_s[left], kind="stable")][: 4 * MOST_OPEN_VISITS].tolist():
+    for index in left[np.argsort(lower.step_time_s[left], kind="stable")][:MOST_REFINED].tolist():
         if walk.is_open(index) and walk.num_open_visits < MOST_OPEN_VISITS:
             walk.num_open_visits += 1
             yield index
