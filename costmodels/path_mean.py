@@ -19,6 +19,8 @@ Array = NDArray[np.float64]
 TOLERANCE = 2e-4
 MOST_STEPS = 4000
 _ROUNDING = 1e-12
+_SPREAD = 2e-5  # of the program's right hand side, far below its tolerance
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,14 @@ def best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> Mean:
     every = np.vstack([m * np.eye(size), -np.eye(size), columns])
     costs = np.ones(len(every))
     costs[size : 2 * size] = 0.0
+    wanted = 1 + _SPREAD * np.modf(np.arange(1, size + 1) * _GOLDEN)[0]  # all unlike, so that no step is in vain
     start, inverse = np.arange(size), np.eye(size) / m
     if basis is not None:
         with contextlib.suppress(np.linalg.LinAlgError):
             warm = np.linalg.inv(every[basis].T)
-            if warm.sum(axis=1).min() >= 0:
+            if (warm @ wanted).min() >= 0:
                 start, inverse = basis.copy(), warm
-    paid, levels = costs[start], inverse.sum(axis=1)
+    paid, levels = costs[start], inverse @ wanted
     for _ in range(MOST_STEPS):
         worth = every @ (paid @ inverse) - costs
         worth[size : 2 * size] *= m  # as the others: in steps
@@ -146,6 +149,5 @@ def best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> Mean:
 def _undominated(rows: Array) -> Array:
     """Without rows that are nowhere below another."""
     rows = np.unique(rows, axis=0)
-    no_less = (rows[:, None, :] >= rows[None, :, :]).all(axis=2)
-    np.fill_diagonal(no_less, val=False)
-    return rows[~no_less.any(axis=1)]
+    num_no_less = np.sum(np.all(rows[:, None, :] >= rows[None, :, :], axis=2), axis=1)
+    return rows[num_no_less == 1]  # than itself alone

@@ -43,6 +43,7 @@ ROUNDS = 4
 TYPICAL_ROUNDS = 8
 # Steps of micro-batches between which paths may hop, at each end: more make little difference and cost time.
 MOST_NODES = 256
+MOST_PASSES = 200
 _COLUMNS: dict[Kind, tuple[int, ...]] = {FORWARD: (0,), INPUT_GRADIENT: (1,), WEIGHT_GRADIENT: (2,), BACKWARD: (1, 2)}
 
 
@@ -63,7 +64,7 @@ def hop_paths(schedule: ScheduleName, m: int, first: Paths) -> Paths:
     starts = _Hops.of(lists, rank_of, microbatches, turned=False)
     ends = _Hops.of(tuple(_turned(actions, m) for actions in lists), rank_of, microbatches, turned=True)
     found, basis = first, first.basis
-    while True:
+    for _ in range(MOST_PASSES):
         mean = best_mean(found.columns(typical), typical, basis)
         basis = mean.basis
         prices = found.prices(mean)
@@ -71,7 +72,7 @@ def hop_paths(schedule: ScheduleName, m: int, first: Paths) -> Paths:
         longest = typical * (own @ prices.sum(axis=1)) + start.gain + end.gain
         better = np.flatnonzero(longest > 1 + TOLERANCE)
         if not better.size:
-            return replace(found, basis=basis)
+            break
         pairs = [(starts.counted(start, rank), ends.counted(end, rank)) for rank in better.tolist()]
         found = replace(
             found,
@@ -79,6 +80,7 @@ def hop_paths(schedule: ScheduleName, m: int, first: Paths) -> Paths:
             gains=np.concatenate([found.gains, [a + b for (a, _), (b, _) in pairs]]),
             sends=np.concatenate([found.sends, [float(a + b) for (_, a), (_, b) in pairs]]),
         )
+    return replace(found, basis=basis)
 
 
 class _Longest(NamedTuple):

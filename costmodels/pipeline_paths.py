@@ -86,7 +86,7 @@ def rank_coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> tuple[A
         ways = 1 if rules.splits_backward else 3
         for rank in range(p):
             counts[rank, :rank, :ways] += 1
-        sends = np.arange(p) * (1.0 if rules.splits_backward else 2.0)
+        sends += [rank * (1 if rules.splits_backward else 2) for rank in range(p)]
     return counts, sends
 
 
