@@ -50,7 +50,7 @@ class StageSizes(NamedTuple):
 
 
 def stage_sizes(num_blocks: int, num_stages: int) -> StageSizes:
-    """At most one block more than an even share, and what the stages between the ends then hold at least, less one.
+    """At most one block more than an even share, and at least what that leaves to the stages between the ends.
 
     Stages of unlike sizes make every round of micro-batches wait for the longest. The first and the last stage also
     hold the embedding and the head, so they may hold fewer blocks, or none.
@@ -58,7 +58,7 @@ def stage_sizes(num_blocks: int, num_stages: int) -> StageSizes:
     most = -(-num_blocks // num_stages) + 1
     inner = num_stages - 2
     least = (num_blocks - 2 * most) // inner if inner > 0 else 0
-    return StageSizes(max(0, least), most)
+    return StageSizes(max(1, least), most)
 
 
 def is_allowed(starts: Sequence[int], is_block: Sequence[bool]) -> bool:

@@ -106,14 +106,16 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     return found
 
 
-def path_bound_s(table: CostTable, layout: Layout) -> float:
-    """A bound of one layout by the longest paths of its schedule, where ranks hold several stages.
+def bound_of_several_s(table: CostTable, layout: Layout) -> float:
+    """A closer bound of one layout whose ranks hold several stages, or halves of backward passes apart.
 
-    ``bounds`` leaves it out, since the paths of a schedule take time to find; they are found once a process.
+    The larger of two: the longest paths of its schedule, over all ways to spread the work, and the loads of its ranks in
+    whole blocks. ``bounds`` leaves it out, since it takes a millisecond.
     """
     listed = Columns.of(Layout, [layout])
     keys, _ = listed.by(_AlikeKey)
-    return _Group(table, keys[0], listed, LayoutRows.of(table, listed)).path_s()
+    group = _Group(table, keys[0], listed, LayoutRows.of(table, listed))
+    return max(group.path_s(), group.loads_s())
 
 
 class _Group:
@@ -280,6 +282,92 @@ class _Group:
         recomputed = min(paths.forward, paths.backward) * self._recomputed_s[0]
         return float(units + recomputed + paths.sends * self._send[0] + self._update_s()[0] / self._pp)
 
+    def loads_s(self) -> float:
+        """Of the only layout, if its blocks are of one kind: however they are dealt out, some rank takes so long.
+
+        A rank with n blocks takes m times their seconds, with what they must recompute so that it may fit, after the
+        first micro-batch has come through the first stages of the ranks before it. The least step that is long enough
+        for all ranks to take all blocks is the bound.
+        Example: seven blocks of 1 s on two ranks, four micro-batches, and a head of 1.5 s: 5 and 2 blocks take 20 s, 4
+        and 3 take 18 s: T >= 18 s, where the mean says 17 s.
+        """
+        units = self._table.units
+        kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
+        if len(kinds) != 1 or self._schedule.rules.overlaps_steps:
+            return 0.0
+        (kind,) = kinds
+        ranks = [self._load_of_rank_s(rank, kind) for rank in range(self._pp)]
+        candidates = np.unique(np.concatenate([costs for _, costs in ranks]))
+        low, high = 0, len(candidates) - 1
+        if high < 0 or self._dealt(ranks, candidates[-1]) < sum(units.is_block):
+            return float("inf")
+        while low < high:
+            middle = (low + high) // 2
+            enough = self._dealt(ranks, candidates[middle]) >= sum(units.is_block)
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return float(candidates[low] * (1 - 1e-12) + self._update_s()[0] / self._pp)
+
+    @staticmethod
+    def _dealt(ranks: Sequence[tuple[int, Array]], limit_s: float) -> float:
+        """The most blocks that ranks take within a time; less than nothing where one cannot take its least."""
+        held = [fewest + int(np.searchsorted(costs, limit_s, side="right")) - 1 for fewest, costs in ranks]
+        can = all(len(costs) and costs[0] <= limit_s for _, costs in ranks)
+        return sum(held) if can else -np.inf
+
+    def _load_of_rank_s(self, rank: int, kind: int) -> tuple[int, Array]:
+        """The fewest blocks that a rank holds, and the seconds that it takes with so many, one more, and so on."""
+        units, p, num_stages = self._table.units, self._pp, self._pp * self._virtual
+        rules, m = self._schedule.rules, float(self._m[0])
+        sizes = stage_sizes(sum(units.is_block), num_stages)
+        shortened = rules.shortened_to_peak(p, int(m), MOST_ROUNDS)
+        flying, waits = _flying(self._schedule, p, self._virtual, shortened)
+        stages = [stage for stage in range(num_stages) if rules.rank_of(stage, p) == rank]
+        inner = [stage for stage in stages if 0 < stage < num_stages - 1]
+        fewest = sizes.least * len(inner)
+        # Activations of one block more: where fewest micro-batches are in flight first.
+        held = self._held_of_modes[0, kind]
+        each = flying * held[PLACE[Holding.KEPT]] + waits * held[PLACE[Holding.WAITING]]
+        room = [(each[s], sizes.most - (sizes.least if s in inner else 0)) for s in stages]
+        more = np.concatenate([np.full(max(0, number), num_bytes) for num_bytes, number in sorted(room)])
+        kept = sizes.least * each[inner].sum() + np.concatenate(([0.0], np.cumsum(more)))
+        numbers = fewest + np.arange(len(kept))
+        ends = [unit for unit, stage in ((0, 0), (-1, num_stages - 1)) if stage in stages]
+        fixed = [units.kinds[unit] for unit in ends if not units.is_block[unit]]
+        static = self._static_bytes[0]
+        need = numbers * static[kind] + static[fixed].sum() + kept * self._reserve[0] + self._besides[0]
+        lacking = need - self._table.cluster.devices[0].memory_bytes
+        own = self._work[0, fixed].sum() + numbers * self._work[0, kind]
+        recomputed = self._extra_s(kind, numbers, float(flying[stages].max()), lacking)
+        costs = m * (own + recomputed) + self._before_s(rank, kind, sizes.least)
+        return fewest, costs[np.isfinite(costs)]
+
+    def _before_s(self, rank: int, kind: int, fewest: int) -> float:
+        """What the ranks before take at least until the first micro-batch has come, and the last gradient gone."""
+        work = self._times.forward_s[0] if self._schedule.rules.splits_backward else self._work[0]
+        ways = 1 if self._schedule.rules.splits_backward else 2
+        stages = [work[self._table.units.kinds[0]]] + [max(1, fewest) * work[kind]] * (rank - 1)
+        return sum(stages[:rank]) + ways * rank * float(self._send[0])
+
+    @cached_property
+    def _held_of_modes(self) -> Array:
+        """Of the only layout, [modes, kinds, Holding]."""
+        return np.array([self._table.num_bytes[self._rows.work[0], mode] for mode in self._modes])
+
+    def _extra_s(self, kind: int, numbers: Array, flying: float, lacking: Array) -> Array:
+        """What so many blocks recompute at least to save the bytes that are lacking; infinite where they cannot."""
+        if len(self._modes) == 1:
+            return np.where(lacking > 0, np.inf, 0.0)
+        kept = self._held_of_modes[:, kind, PLACE[Holding.KEPT]]
+        saved = np.maximum(0.0, kept[0] - kept) * flying * self._reserve[0]
+        times = [unit_times(self._table, replace(self._rows, mode=np.array([mode])), 0) for mode in self._modes]
+        work = np.array([float((each.forward_s + each.backward_s)[0, kind]) for each in times])
+        steps = _hull(saved, np.maximum(0.0, work - work[0]))
+        found, left = np.zeros_like(lacking), np.maximum(0.0, lacking)
+        for num_bytes, seconds in steps:
+            taken = np.minimum(left, numbers * num_bytes)
+            found, left = found + taken * (seconds / num_bytes), left - taken
+        return np.where(left > 1e-3, np.inf, found)
+
     def estimate_s(self) -> Array:
         """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.
 
@@ -437,6 +525,20 @@ class _Group:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
+
+
+def _hull(saved: Array, extra_s: Array) -> list[tuple[float, float]]:
+    """The steps from no recomputation through the modes that save bytes at the least seconds each: (bytes, seconds)."""
+    steps: list[tuple[float, float]] = []
+    at = 0
+    while True:
+        rates = [(extra_s[k] - extra_s[at]) / (saved[k] - saved[at]) for k in range(len(saved)) if saved[k] > saved[at]]
+        ways = [k for k in range(len(saved)) if saved[k] > saved[at]]
+        if not ways:
+            return steps
+        best = ways[int(np.argmin(rates))]
+        steps.append((float(saved[best] - saved[at]), float(max(0.0, extra_s[best] - extra_s[at]))))
+        at = best
 
 
 def _by_kind(elements: Array) -> Array:

@@ -20,7 +20,7 @@ from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds, path_bound_s
+from planner.solver.bounds import Bounds, bounds, bound_of_several_s
 from planner.solver.cutting import TOLERANCE, best_cut, probe
 from planner.table.cost_table import CostTable
 
@@ -172,7 +172,7 @@ class _Walk:
         layout = self._listed[index]
         if layout.mesh.pp > 1 and not layout.schedule.rules.has_one_stage and index not in self._refined:
             self._refined.add(index)
-            self._open_s[index] = max(self._open_s[index], path_bound_s(self._table, layout))
+            self._open_s[index] = max(self._open_s[index], bound_of_several_s(self._table, layout))
         return not self._best.beats(float(self._open_s[index]))
 
     def visit(self, index: int) -> None:
