@@ -26,8 +26,9 @@ Example, 1F1B of two ranks and four micro-batches: detours at both ends make a p
 actions 3 and the other's 2 times; that of rank 1 runs them once and 4 times. With weights 3/4 and 1/4 each stage counts
 5/2 times.
 
-**Many paths**, ``thorough``, are found where the few leave something out (``pipeline_hops``): the bound is that of the
-best cut in fractions of units but for half a percent, and takes ten to a hundred times as long to find.
+**Many paths**, ``thorough``, are found by search (``pipeline_hops``). For units of the proportions given the bound is
+then within one percent of the step of the best cut in fractions of units (tests hold it against one), and takes five
+to a hundred times as long to find. It makes the most of the proportions: for others it can be below that of the few.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def coefficients(
     """The bound of ``schedule`` on p ranks of v stages each with m micro-batches; ValueError if it cannot run.
 
     T is the whole step, or the longest rank's where the schedule overlaps steps. It holds for all units, and is largest
-    where they take seconds in the proportions of ``units`` or between. ``thorough`` takes many paths; these make most
-    of the proportions, so give a range.
+    where they take seconds in the proportions of ``units`` or between. ``thorough`` takes many paths: give it the
+    proportions of the model's blocks, or a range (``WHOLE``, ``SPLIT``).
     """
     rules = schedule.rules
     found = rules.violations(p, v, m)

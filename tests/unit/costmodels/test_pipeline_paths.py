@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from costmodels.pipeline import simulate
+from costmodels.pipeline_hops import ROUNDS
 from costmodels.pipeline_paths import ALIKE, SPLIT, WHOLE, coefficients, few_paths, rank_coefficients
 from costmodels.vocabulary.action import Action
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
@@ -88,6 +89,22 @@ def test_no_path_is_longer_than_the_step(name: ScheduleName) -> None:
             times, send_s = random_times(rng, shape[1] * shape[2]), rng.choice([0.0, rng.random()])
             longest = (np.tensordot(counts, times, axes=2) + paths.sends * send_s).max()
             assert longest <= step_s(shape, times, send_s) * (1 + 1e-9), shape
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("GPipe", "ZB-2P")])
+def test_what_runs_before_the_first_round_has_left_does_not_depend_on_later_rounds(name: ScheduleName) -> None:
+    """And what runs after the last round has come, seen from the end: paths of many rounds are made in ``ROUNDS``."""
+    long = [(p, v, m) for p in (2, 3, 4, 7) for v in (1, 2, 3) for m in range(5 * p, 9 * p)]
+    for p, v, m in [numbers for numbers in long if not name.rules.violations(*numbers)]:
+        short, a_round = name.rules.shortened(p, m, ROUNDS), name.rules.microbatches_a_round(p, m)
+        assert short < m
+        assert not name.rules.violations(p, v, short)
+        for actions, others in zip(name.rules.actions(p, v, short), name.rules.actions(p, v, m), strict=True):
+            last = max(i for i, (kind, _, k) in enumerate(actions) if k < a_round and kind != "W")
+            assert actions[: last + 1] == others[: last + 1]
+            first = min(i for i, (kind, _, k) in enumerate(actions) if k >= short - a_round and kind != "W")
+            after = [(kind, stage, short - k) for kind, stage, k in actions[first:]]
+            assert after == [(kind, stage, m - k) for kind, stage, k in others[first - len(actions) :]]
 
 
 def least_of_all_cuts(shape: Shape, unit: tuple[float, float, float]) -> float:
