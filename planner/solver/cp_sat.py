@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ortools.sat.python import cp_model
 
+from planner.layout.deadline import Deadline
 from planner.problems import (
     DegreeProblem,
     DegreeSolution,
@@ -34,20 +35,22 @@ MEMORY_GRAIN_BYTES = 1 << 20
 class CpSatSolver(Solver):
     """Proves optimality within a time limit for each program."""
 
-    def __init__(self, time_limit_s: float = 30.0) -> None:
-        self._time_limit_s = time_limit_s
+    def __init__(self, time_limit_s: float = 30.0, deadline: Deadline | None = None) -> None:
+        self._time_limit_s, self._deadline = time_limit_s, deadline or Deadline.never()
 
     def _solve(self, model: cp_model.CpModel, *, proof: bool = True) -> cp_model.CpSolver | None:
         """The solved program, None where it is infeasible; without ``proof`` the best that was found will do."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        solver.parameters.max_time_in_seconds = self._time_limit_s
+        solver.parameters.max_time_in_seconds = min(self._time_limit_s, self._deadline.left_s)
+        solver.parameters.catch_sigint_signal = False  # Ctrl-C is ours
         status = solver.solve(model)
         if status == cp_model.INFEASIBLE:
             return None
         if status == cp_model.OPTIMAL or (status == cp_model.FEASIBLE and not proof):
             return solver
+        self._deadline.check()
         raise UnprovedError(f"{solver.status_name(status)} after {self._time_limit_s} s")
 
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:

@@ -7,15 +7,15 @@ left can be faster: the best is optimal within the cost model, each layout cut w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver, UnprovedError
 from planner.solver.bounds import Bounds, bounds
@@ -23,12 +23,16 @@ from planner.table.cost_table import CostTable
 
 # Layouts that are cut evenly and priced first, so that the search starts with a good step time to beat.
 NUM_PROBES = 40
+# Of typical layouts only so many that fit are priced.
+ENOUGH_PROBES = 8
 # A layout replaces the best only if it is faster by more than this share.
 TOLERANCE = 1e-6
 # Of layouts with equal bounds the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 10_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
+# Layouts are bounded so many at a time.
+SLICE = 250_000
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -46,7 +50,6 @@ class Outcome:
     num_visited: int
     near: tuple[tuple[Layout, float], ...]  # layouts whose bound is at most NEAR above the best price, and that bound
     closest: Layout | None  # where nothing fits: the layout that lacks least memory
-    elapsed_s: float
 
 
 class _Best:
@@ -85,34 +88,31 @@ def search(
     layouts: Sequence[Layout],
     solver: StageSolver,
     *,
-    time_limit_s: float | None = None,
+    deadline: Deadline | None = None,
     progress: Progress | None = None,
     stop_at_first: bool = False,
 ) -> Outcome:
-    """The fastest layout that fits; stops early on the time limit or Ctrl-C with what it has.
+    """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has.
 
-    ``stop_at_first``: any layout that fits will do.
+    ``stop_at_first``: any layout that fits will do. OutOfTimeError where there was no time for the bounds.
     """
-    began = time.monotonic()
+    deadline = deadline or Deadline.never()
     listed = Columns.of(Layout, layouts)
-    lower = bounds(table, listed)
+    lower = _bounds_in_time(table, listed, deadline)
     order = _in_order(table, listed, lower)
     best = _Best()
     bound_s = float(lower.step_time_s[order[0]]) if len(order) else float("inf")
     unproved_s, exhausted, interrupted, visited = float("inf"), True, False, 0
 
-    def is_late() -> bool:
-        return time_limit_s is not None and time.monotonic() - began > time_limit_s
-
     try:
         for index in order[:NUM_PROBES]:
-            if not is_late():
+            if not deadline.is_over():
                 best.keep(probe(table, listed[index]))
         for index in order:
             bound_s = float(lower.step_time_s[index])
             if best.beats(bound_s):
                 break
-            if is_late() or (stop_at_first and best.best is not None):
+            if deadline.is_over() or (stop_at_first and best.best is not None):
                 exhausted = False
                 break
             visited += 1
@@ -122,8 +122,8 @@ def search(
                 unproved_s = min(unproved_s, bound_s)
             if progress is not None:
                 progress(visited, bound_s, best.time_s)
-    except KeyboardInterrupt:
-        exhausted, interrupted = False, True
+    except (KeyboardInterrupt, OutOfTimeError) as error:
+        exhausted, interrupted = False, isinstance(error, KeyboardInterrupt)
     exhausted = exhausted and (unproved_s == float("inf") or best.beats(unproved_s))
     bound_s = min(bound_s, unproved_s)
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
@@ -138,8 +138,17 @@ def search(
         num_candidates=len(listed),
         num_visited=visited,
         closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
-        elapsed_s=time.monotonic() - began,
     )
+
+
+def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:
+    """Bounds of every layout, in slices between which the deadline is looked at; OutOfTimeError where it is over."""
+    parts: list[Bounds] = []
+    for start in range(0, max(1, len(listed)), SLICE):
+        if parts:
+            deadline.check()
+        parts.append(bounds(table, listed[start : start + SLICE]))
+    return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
 
 
 def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
@@ -153,6 +162,19 @@ def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Posi
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
     """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
     return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
+
+
+def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Outcome:
+    """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
+    listed = Columns.of(Layout, layouts)
+    lower, best = bounds(table, listed), _Best()
+    order, visited = _in_order(table, listed, lower)[:NUM_PROBES], 0
+    for index in order:
+        if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):
+            break
+        visited += 1
+        best.keep(probe(table, listed[index]))
+    return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)
 
 
 def visit(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None) -> Evaluated | None:
