@@ -12,7 +12,6 @@ from types import FrameType
 
 from planner.layout.deadline import Deadline, OutOfTimeError
 
-
 _IMPORTED_S = time.monotonic()
 
 
@@ -55,7 +54,9 @@ def interruptible(deadline: Deadline) -> Generator[None]:
             was_warned = True
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
-    before = signal.signal(signal.SIGINT, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupted)
     alarm_before = signal.signal(signal.SIGALRM, late)
     if deadline.is_limited:
         signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline.left_s))

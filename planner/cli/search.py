@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,9 +26,6 @@ from planner.render import seconds, show_plan
 if TYPE_CHECKING:
     from planner.api import Answer
     from planner.request import Request
-    from planner.solver.search import Progress
-
-    FindPlan = Callable[[Request, Progress | None, Deadline], Answer]
 
 
 class Objective(StrEnum):
@@ -121,11 +118,10 @@ def search(  # over 6 arguments: one for each option of the command line
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
     )  # fmt: skip
     check_folder(output)
-    from planner import api  # this is part of the start-up, for which no limit counts
-
+    import_module("planner.api")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     with interruptible(deadline):
-        answer = _find(api.find_plan, request, deadline)
+        answer = _find(request, deadline)
         show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     return 130 if answer.interrupted or deadline.is_cut else 0
 
@@ -152,8 +148,10 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
         Console(highlight=False).print(show_plan(plan))
 
 
-def _find(find_plan: FindPlan, request: Request, deadline: Deadline) -> Answer:
+def _find(request: Request, deadline: Deadline) -> Answer:
     """The search, with its progress on a terminal's stderr."""
+    from planner.api import find_plan
+
     talk = Console(stderr=True, highlight=False)
     if not talk.is_terminal:
         return find_plan(request, None, deadline)

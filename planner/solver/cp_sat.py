@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ortools.sat.python import cp_model
-
 from planner.layout.deadline import Deadline
 from planner.problems import (
     DegreeProblem,
@@ -22,8 +20,7 @@ from planner.problems import (
     windows_disjoint,
 )
 from planner.solver.base import Solver, UnprovedError
-
-Expression = cp_model.LinearExpr | int
+from planner.solver.cp_program import CpModel, Expression, Solution, Status, Variable, solved, sum_of
 
 # Times become integers such that one micro-batch through the whole model is this many ticks: the
 # rounding error of a stage is then below a millionth of it.
@@ -38,24 +35,19 @@ class CpSatSolver(Solver):
     def __init__(self, time_limit_s: float = 30.0, deadline: Deadline | None = None) -> None:
         self._time_limit_s, self._deadline = time_limit_s, deadline or Deadline.never()
 
-    def _solve(self, model: cp_model.CpModel, *, proof: bool = True) -> cp_model.CpSolver | None:
+    def _solve(self, model: CpModel, *, proof: bool = True) -> Solution | None:
         """The solved program, None where it is infeasible; without ``proof`` the best that was found will do."""
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
-        solver.parameters.max_time_in_seconds = min(self._time_limit_s, self._deadline.left_s)
-        solver.parameters.catch_sigint_signal = False  # Ctrl-C is ours
-        status = solver.solve(model)
-        if status == cp_model.INFEASIBLE:
+        status, solution = solved(model, min(self._time_limit_s, self._deadline.left_s))
+        if status == Status.INFEASIBLE:
             return None
-        if status == cp_model.OPTIMAL or (status == cp_model.FEASIBLE and not proof):
-            return solver
+        if status == Status.OPTIMAL or (status == Status.FEASIBLE and not proof):
+            return solution
         self._deadline.check()
-        raise UnprovedError(f"{solver.status_name(status)} after {self._time_limit_s} s")
+        raise UnprovedError(f"{status.name} after {self._time_limit_s} s")
 
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
         """min sum_i c_i[x_i] + sum_(i,j) e_ij[x_i, x_j] over one strategy x_i per operator i."""
-        model = cp_model.CpModel()
+        model = CpModel()
         # x[i][s] is true when operator i runs by strategy s.
         x = [[model.new_bool_var(f"x{i}_{s}") for s in range(len(c))] for i, c in enumerate(problem.node_costs_ns)]
         terms: list[Expression] = []
@@ -66,15 +58,15 @@ class CpSatSolver(Solver):
         # A pair of strategies on an edge is forbidden, or is paid for when both are chosen.
         for source, target, matrix in problem.edges:
             for rows, columns, cost in _classes(matrix):
-                left = _total([x[source][s] for s in rows])
-                right = _total([x[target][t] for t in columns])
+                left = sum_of([x[source][s] for s in rows])
+                right = sum_of([x[target][t] for t in columns])
                 if cost is None:
                     model.add(left + right <= 1)
                 else:
                     paid = model.new_bool_var("")
                     model.add(paid >= left + right - 1)
                     terms.append(cost * paid)
-        model.minimize(_total(terms))
+        model.minimize(sum_of(terms))
         solver = self._solve(model, proof=False)
         if solver is None:
             return None
@@ -101,7 +93,7 @@ class CpSatSolver(Solver):
 
     def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:
         """min t over natural n_d * n_m * n_p = N, memory(n_d, n_m, n_p) <= capacity, t = step time of the degrees."""
-        model = cp_model.CpModel()
+        model = CpModel()
         keys = sorted(problem.step_time_s, key=lambda key: problem.step_time_s[key])
         if not keys:
             return None
@@ -132,7 +124,7 @@ class _StageProgram:
     """The variables and constraints of the stage program; ticks for time, grains for memory."""
 
     def __init__(self, problem: StageProblem, tick_s: float) -> None:
-        self.model = cp_model.CpModel()
+        self.model = CpModel()
         self.problem = problem
         num_units, num_ranks = problem.num_units, problem.num_ranks
         # starts[r] is the first unit of rank r, and each rank holds at least one unit.
@@ -180,8 +172,8 @@ class _StageProgram:
         problem, model = self.problem, self.model
         m, send = problem.num_microbatches, self._send
         behind = problem.num_ranks - 1 - rank
-        prefix = _total(self.forward[:rank]) + _total(self.backward[:rank]) + 2 * sum(send[:rank])
-        suffix = _total(self.forward[rank + 1 :]) + _total(self.backward[rank + 1 :]) + 2 * sum(send[rank:])
+        prefix = sum_of(self.forward[:rank]) + sum_of(self.backward[:rank]) + 2 * sum(send[:rank])
+        suffix = sum_of(self.forward[rank + 1 :]) + sum_of(self.backward[rank + 1 :]) + 2 * sum(send[rank:])
         total = prefix + m * (self.forward[rank] + self.backward[rank])
         if not problem.windowed:
             # GPipe: between its last forward and first backward a rank waits for the stages behind it.
@@ -195,17 +187,12 @@ class _StageProgram:
                 model.add(self.makespan >= total + wait)
             return
         # 1F1B: a rank waits for its first backward and again before its last.
-        idle: list[cp_model.IntVar] = []
+        idle: list[Variable] = []
         for wait in waits:
             var = model.new_int_var(0, horizon, "")
             model.add(var >= wait)
             idle.append(var)
-        model.add(self.makespan >= total + _total(idle))
-
-
-def _total(terms: Sequence[Expression]) -> Expression:
-    """Their sum as one linear expression."""
-    return cp_model.LinearExpr.sum(list(terms))
+        model.add(self.makespan >= total + sum_of(idle))
 
 
 def _grains_up(num_bytes: float) -> int:
