@@ -14,10 +14,9 @@ from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided, solved_by
+from planner.problem import Problem, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, target_of, training_of
-from planner.solver.cp_sat import CpSatSolver
 from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
 from planner.table.keys import TensorSplit
@@ -156,7 +155,7 @@ def planned_layout(
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
-    decision = decided(target, split, from_plan.parameter_placements(plan, graph), CpSatSolver())
+    decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:
         raise PlanError(
             f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",

@@ -10,7 +10,9 @@ from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.graph.disk_cache import DiskCache
 from planner.graph.experts import num_experts
+from planner.graph.graph_cache import default_folder
 from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.layout.columns import Columns
@@ -21,14 +23,17 @@ from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import Decisions
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.solver.base import StageSolver
-from planner.solver.cp_sat import CpSatSolver
+from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, probes, search
 from planner.space.search_space import SearchSpace, build_space, typical_space
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
+
+# A search solves a few dozen programs, of some hundred bytes each.
+MOST_KNOWN_PLACEMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Problem:
         OutOfTimeError where the deadline is over before that.
         """
         deadline = deadline or Deadline.never()
-        decisions = decided_for_degrees(target, pins, CpSatSolver(deadline=deadline), deadline)
+        decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline)
         return Problem.of(target, training, pins, decisions, deadline)
 
     @staticmethod
@@ -121,6 +126,13 @@ class Problem:
         return None if baseline.closest is None else Evaluator(self.table, baseline.closest).evaluate((0,))
 
 
+def placement_solver(deadline: Deadline | None = None) -> PlacementSolver:
+    """CP-SAT, for programs that it has not solved before."""
+    folder = default_folder("placements")
+    store = None if folder is None else DiskCache(folder, ".placement", MOST_KNOWN_PLACEMENTS)
+    return KnownPlacements(store, deadline or Deadline.never())
+
+
 @dataclass(frozen=True)
 class Solved:
     """What was found, and the problem of whose layouts it speaks."""
@@ -140,7 +152,7 @@ def solved_by(
     """
     first: Solved | None = None
     try:
-        solver = CpSatSolver(deadline=deadline)
+        solver = placement_solver(deadline)
         placed = decided_for_degrees(target, replace(pins, tp=_usual_tensor_degree(target, pins)), solver, deadline)
         first = _first(target, training, pins, placed, deadline)
         if first is not None:
@@ -196,7 +208,7 @@ def _usual_tensor_degree(target: PricingTarget, pins: Pins) -> int:
 def decided_for_degrees(
     target: PricingTarget,
     pins: Pins,
-    solver: CpSatSolver,
+    solver: PlacementSolver,
     deadline: Deadline | None = None,
     known: Decisions | None = None,
 ) -> dict[TensorSplit, Decision]:
@@ -221,7 +233,7 @@ def decided_for_degrees(
 
 
 def decided(
-    target: PricingTarget, split: TensorSplit, fixed: Mapping[str, Placement], solver: CpSatSolver
+    target: PricingTarget, split: TensorSplit, fixed: Mapping[str, Placement], solver: PlacementSolver
 ) -> Decision | None:
     """Placements for one degree; None where there are none."""
     return decide(target.graph, split, fixed, target.machine, target.framework, solver.solve_placement)

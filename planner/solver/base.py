@@ -26,17 +26,21 @@ class StageSolver(ABC):
         """Stages of least ``pipeline_bound_s`` within memory; None also when none is below ``cutoff_s``."""
 
 
-class Solver(StageSolver):
+class PlacementSolver(ABC):
+    """What decides placements."""
+
+    @abstractmethod
+    def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
+        """Strategies of least total cost, or the least known: the solution's bound tells."""
+
+
+class Solver(StageSolver, PlacementSolver):
     """A backend for all three programs: each method returns a proved optimum, or None where nothing is feasible.
 
     UnprovedError where the backend gives up before it knows.
 
     The exception: ``solve_placement`` may return what it could not prove, which shows in the solution's bound.
     """
-
-    @abstractmethod
-    def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:
-        """Strategies of least total cost."""
 
     @abstractmethod
     def solve_degrees(self, problem: DegreeProblem) -> DegreeSolution | None:
