@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -140,6 +140,32 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
+class _Same:
+    """A schedule that is looked up by what it is, not by what is in it: its lists are long, and made once."""
+
+    def __init__(self, schedule: ActionLists) -> None:
+        self.schedule = schedule
+
+    def __hash__(self) -> int:
+        return id(self.schedule)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.schedule is self.schedule
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """What of ``_Problem`` does not depend on times. ``places``: of each action's seconds, by kinds, then stages."""
+
+    keys: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+
+
+_KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+
 def _number(
     schedule: ActionLists,
     forward_s: Sequence[float],
@@ -149,6 +175,15 @@ def _number(
     num_stages = len(forward_s)
     if len(backward_s) != num_stages:
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
+    numbered = _numbered(_Same(schedule), num_stages)
+    all_s = [*forward_s, *backward_s, *split_s[0], *split_s[1]]
+    seconds = tuple(tuple([all_s[place] for place in places]) for places in numbered.places)
+    return _Problem(numbered.keys, seconds, numbered.rank_of_stage, numbered.num_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _numbered(same: _Same, num_stages: int) -> _Numbered:
+    schedule = same.schedule
     num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
     rank_of_stage = [-1] * num_stages
     for rank, actions in enumerate(schedule):
@@ -158,15 +193,14 @@ def _number(
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
-    per_kind = num_stages * num_microbatches
-    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
-    input_s, weight_s = split_s
-    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s, INPUT_GRADIENT: input_s, WEIGHT_GRADIENT: weight_s}
-    keys = tuple(tuple(offset[k] + s * num_microbatches + i for k, s, i in actions) for actions in schedule)
-    seconds = tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
     if not _is_complete(schedule, num_stages, num_microbatches):
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
-    return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)
+    per_kind = num_stages * num_microbatches
+    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
+    first: dict[Kind, int] = {kind: place * num_stages for place, kind in enumerate(_KINDS)}
+    keys = tuple(tuple([offset[k] + s * num_microbatches + i for k, s, i in actions]) for actions in schedule)
+    places = tuple(tuple([first[k] + s for k, s, _ in actions]) for actions in schedule)
+    return _Numbered(keys, places, tuple(rank_of_stage), num_microbatches)
 
 
 def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:

@@ -99,6 +99,7 @@ class Evaluator:
         self._memory = RankMemoryModel(table, layout, self._rows)
         self._kinds = list(table.units.kinds)
         self._ranks = self._on_devices()
+        self._memory_of: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
 
     def _on_devices(self) -> tuple[_OnDevice, ...]:
         """For each pipeline rank."""
@@ -329,6 +330,11 @@ class Evaluator:
 
     def memory(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
         """The memory of every pipeline rank in every phase."""
+        if starts not in self._memory_of:
+            self._memory_of = {starts: self._memory_with(starts)}  # that of the last cut is asked for again
+        return self._memory_of[starts]
+
+    def _memory_with(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
         units = range(len(self._kinds))
         kept = stage_sums(tuple(self._memory.held(unit, Holding.KEPT) for unit in units), starts)
         waiting = stage_sums(tuple(self._memory.held(unit, Holding.WAITING) for unit in units), starts)

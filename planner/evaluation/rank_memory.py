@@ -71,6 +71,7 @@ class RankMemoryModel:
         self._held: list[list[float]] = table.num_bytes[rows.work[0], rows.mode[0]].tolist()  # [kinds, Holding]
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
+        self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
 
     @cached_property
     def num_communicators(self) -> float:
@@ -174,60 +175,79 @@ class RankMemoryModel:
         return MemoryLedger((*first, *((MemoryTerm(name), num_bytes) for name, num_bytes in rows.items())))
 
     def transient(self, stages: Sequence[Sequence[int]]) -> Transient:
-        """What the units of a rank need besides states and kept activations."""
-        units = [unit for stage in stages for unit in stage]
+        """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
+        of = self._table.units.kinds
+        kinds = tuple(tuple(of[unit] for unit in stage) for stage in stages)
+        if kinds not in self._transients:
+            self._transients[kinds] = self._transient_of(kinds)
+        return self._transients[kinds]
+
+    def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
+        kinds = [kind for stage in stages for kind in stage]
         working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
         framework = self._table.framework
-        in_transit = framework.units_in_transit * self._largest(units) * framework.item_bytes
+        in_transit = framework.units_in_transit * self._largest(kinds) * framework.item_bytes
         return Transient(
             working=working,
-            loss=self._most(units, Holding.LOSS),
+            loss=self._most(kinds, Holding.LOSS),
             gathered=in_transit * ZERO_STAGES[self._layout.zero_stage].shards_parameters,
             reduced=reduced,
-            buffers=self._most(units, Holding.BUFFER),
-            waiting=min(sum(self.held(unit, Holding.COLLECTIVE) for unit in units), self._most(units, Holding.QUEUED)),
-            stranded=self._most(units, Holding.STRANDED),
+            buffers=self._most(kinds, Holding.BUFFER),
+            waiting=min(sum(self._of(kind, Holding.COLLECTIVE) for kind in kinds), self._most(kinds, Holding.QUEUED)),
+            stranded=self._most(kinds, Holding.STRANDED),
         )
 
     def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
         """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.
 
-        Units behind the one at work have freed what they kept, and their gradients are being reduced.
+        Units behind the one at work have freed what they kept, and their gradients are being reduced. ``stage``: the
+        kinds of its units.
         """
-        worst, freed = (0.0, 0.0), 0.0
-        for place in reversed(range(len(stage))):
-            reduced = self._reduced(stage[place + 1 :])
-            worst = max(worst, (self.held(stage[place], Holding.WORKING) - freed, reduced), key=sum)
-            freed += self.held(stage[place], Holding.KEPT)
+        worst, freed, largest = (0.0, 0.0), 0.0, 0.0
+        for kind in reversed(stage):
+            worst = max(worst, (self._of(kind, Holding.WORKING) - freed, self._reduction_bytes(largest)), key=sum)
+            freed += self._of(kind, Holding.KEPT)
+            largest = max(largest, self._sizes[kind])
         return max(0.0, worst[0]), worst[1]
 
-    def _reduced(self, units: Sequence[int]) -> float:
-        """Bytes of the gradients in transit of the largest of ``units``; nothing where they are reduced in place."""
+    def _reduction_bytes(self, largest: float) -> float:
+        """Bytes of gradients in transit of units with so many elements; nothing where they are reduced in place."""
         mesh, framework = self._layout.mesh, self._table.framework
         if framework.reduces_in_place or mesh.dp * mesh.cp == 1:
             return 0.0
-        return framework.units_in_transit * framework.reduction_bytes * self._largest(units)
+        return framework.units_in_transit * framework.reduction_bytes * largest
 
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
         return self._held[self._table.units.kinds[unit]][PLACE[holding]]
 
-    def _most(self, units: Sequence[int], holding: Holding) -> float:
-        return max((self.held(unit, holding) for unit in units), default=0.0)
+    def _of(self, kind: int, holding: Holding) -> float:
+        return self._held[kind][PLACE[holding]]
+
+    def _most(self, kinds: Sequence[int], holding: Holding) -> float:
+        return max((self._of(kind, holding) for kind in set(kinds)), default=0.0)
 
     def _count(self, unit: int, element: Element) -> float:
         return self._counts[self._table.units.kinds[unit]][PLACE[element]]
 
-    def _largest(self, units: Sequence[int]) -> float:
-        """Elements of the largest of ``units`` when it is gathered."""
-        ep = self._layout.mesh.ep
-        totals = ((self._count(u, Element.TRAINABLE) + self._count(u, Element.FROZEN), u) for u in units)
-        return max((held_elements(total, self._count(u, Element.EXPERT), ep) for total, u in totals), default=0.0)
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """Elements of a unit of each kind when it is gathered."""
+        ep, trainable, frozen, experts = (
+            self._layout.mesh.ep,
+            *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
+        )
+        return [held_elements(row[trainable] + row[frozen], row[experts], ep) for row in self._counts]
+
+    def _largest(self, kinds: Sequence[int]) -> float:
+        """Elements of the largest unit of ``kinds`` when it is gathered."""
+        return max((self._sizes[kind] for kind in set(kinds)), default=0.0)
 
     def most_transient(self, units: Sequence[int]) -> Transient:
         """At least ``transient`` of any stages that are made of some of ``units``: the most of each part by itself."""
         alone = self.transient([[unit] for unit in units])
-        return replace(alone, reduced=self._reduced(units))
+        kinds = self._table.units.kinds
+        return replace(alone, reduced=self._reduction_bytes(self._largest([kinds[unit] for unit in units])))
 
     def _with_reserve(self, ledger: MemoryLedger, transient: Transient | None = None) -> MemoryLedger:
         return ledger.with_reserve(
