@@ -120,9 +120,13 @@ def search(  # over 6 arguments: one for each option of the command line
     check_folder(output)
     import_module("planner.api")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
-    with interruptible(deadline):
-        answer = _find(request, deadline)
-        show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+    try:
+        with interruptible(deadline):
+            answer = _find(request, deadline)
+            show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+    except KeyboardInterrupt:  # there was no plan yet
+        Console(stderr=True).print("interrupted")
+        return 130
     return 130 if answer.interrupted or deadline.is_cut else 0
 
 
