@@ -296,7 +296,8 @@ def peak_in_flight(
         else:
             extra = waiting.get(stage, 0.0) if (stage, microbatch) in split else 0.0
             held -= activation_bytes_by_stage[stage] + extra
-        peak = max(peak, held)
+        if held > peak:
+            peak = held
     return peak
 
 

@@ -195,7 +195,7 @@ class Evaluator:
         """
         times = self._stage_times(starts)
         makespan = self._makespan_s(times, self.send_s, exact=exact)
-        send_on_path = makespan - self._makespan_s(times, 0.0, exact=True) if exact else 0.0
+        send_on_path = makespan - self._makespan_s(times, 0.0, exact=False) if exact else 0.0
         m = self.layout.num_microbatches
         busy = [m * seconds for seconds in self._work_of_ranks(times)]
         slowest = max(range(len(busy)), key=lambda r: busy[r])
