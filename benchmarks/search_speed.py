@@ -89,20 +89,17 @@ def _traced(arguments: tuple[str, ...]) -> None:
     load_graph(arguments[0], int(named["--seq-len"]) if "--seq-len" in named else None, Precision.BF16)
 
 
-def bars(names: list[str]) -> int:
-    """Every promised search; 1 where one took longer."""
-    is_late = False
+def bars(names: list[str]) -> None:
+    """Every promised search, and where one took longer."""
     for name in names or BARS:
         bar = BARS[name]
         _traced(bar.arguments)
         run = searched(bar.arguments)
-        is_late = is_late or run.cpu_s > bar.most_s
         mark = "" if run.cpu_s <= bar.most_s else "  TOO LONG"
         print(f"{name:28} {run.cpu_s:6.1f} s CPU of {bar.most_s:4.1f}  {run.said}{mark}", flush=True)
-    return int(is_late)
 
 
-def curves() -> int:
+def curves() -> None:
     """Seconds against what makes a search large."""
     for name, searches in CURVES.items():
         print(name)
@@ -110,10 +107,9 @@ def curves() -> int:
             _traced(arguments)
             run = searched(arguments)
             print(f"    {arguments[0]:16} {arguments[2]:>6} GPUs {run.cpu_s:6.1f} s CPU  {run.said}", flush=True)
-    return 0
 
 
-def limits() -> int:
+def limits() -> None:
     """Wall seconds of searches with a limit of one second, beside those of a process that only starts up."""
     with tempfile.TemporaryDirectory() as folder:
         nothing = searched((str(Path(folder) / "absent.json"), "--gpus", "8"))
@@ -122,19 +118,21 @@ def limits() -> int:
         _traced(bar.arguments)
         run = searched((*bar.arguments, "--time-limit", "1"))
         print(f"{name:28} {run.wall_s:6.2f} s, exit code {run.code}  {run.said}", flush=True)
-    return 0
 
 
-def main() -> int:
+def main() -> None:
     """Runs what is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("bars", "curves", "limits"))
+    parser.add_argument("what", nargs="?", choices=("bars", "curves", "limits"), default="bars")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of bars: {', '.join(BARS)}")
     options = parser.parse_args()
     if options.what == "bars":
-        return bars(options.names)
-    return curves() if options.what == "curves" else limits()
+        bars(options.names)
+    elif options.what == "curves":
+        curves()
+    else:
+        limits()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
