@@ -74,11 +74,7 @@ class MemoryLedger:
 
     def plus(self, name: MemoryTerm, num_bytes: float) -> MemoryLedger:
         """This ledger and one more row. ValueError if the row exists or is negative."""
-        if num_bytes < 0:
-            raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
-        if any(row == name for row, _ in self.rows):
-            raise ValueError(f"the ledger already has a row {name}")
-        return MemoryLedger((*self.rows, (name, num_bytes)))
+        return self._with((name, num_bytes))
 
     def with_reserve(
         self, software: SoftwareBytes, num_communicators: float, *, waiting: float = 0.0, stranded: float = 0.0
@@ -92,13 +88,23 @@ class MemoryLedger:
         """
         passing = sum(num_bytes for name, num_bytes in self.rows if not name.is_lasting)
         reserve = passing * software.reserve_fraction
-        return (
-            self.plus(MemoryTerm.WAITING_COLLECTIVES, waiting)
-            .plus(MemoryTerm.STRANDED_COPIES, stranded)
-            .plus(MemoryTerm.ALLOCATOR_RESERVE, reserve)
-            .plus(MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes)
-            .plus(MemoryTerm.CONTEXT, software.context_bytes)
+        return self._with(
+            (MemoryTerm.WAITING_COLLECTIVES, waiting),
+            (MemoryTerm.STRANDED_COPIES, stranded),
+            (MemoryTerm.ALLOCATOR_RESERVE, reserve),
+            (MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes),
+            (MemoryTerm.CONTEXT, software.context_bytes),
         )
+
+    def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
+        known = {name for name, _ in self.rows}
+        for name, num_bytes in more:
+            if num_bytes < 0:
+                raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
+            if name in known:
+                raise ValueError(f"the ledger already has a row {name}")
+            known.add(name)
+        return MemoryLedger((*self.rows, *more))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -77,6 +77,7 @@ class _Problem:
 
     keys: tuple[tuple[int, ...], ...]  # of every rank's actions
     seconds: tuple[tuple[float, ...], ...]  # of every rank's actions
+    producers: list[int]  # for each key the key of its input; -1: none
     rank_of_stage: tuple[int, ...]
     num_microbatches: int
 
@@ -104,10 +105,10 @@ def simulate(
     problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
     ways_s = _ways_s(problem, sends)
-    producers = _producers(problem, ways_s)
+    producers, way_to = problem.producers, _way_to(problem, ways_s)
     held_s = _held_s(problem, ways_s) if sends_block else [0.0] * problem.num_keys
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
-    waiting: dict[int, int] = {}  # key -> rank that cannot go on before it
+    waiting = [-1] * problem.num_keys  # rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
     ends: list[list[float]] = [[] for _ in schedule]
     ready = list(range(len(schedule)))
@@ -119,25 +120,54 @@ def simulate(
         now = free[rank]
         for position in range(len(rank_ends), len(keys)):
             key = keys[position]
-            producer, way_s = producers[key]
+            producer = producers[key]
             start = now
             if producer >= 0:
                 arrived = arrival[producer]
                 if arrived < 0:
                     waiting[producer] = rank
                     break
-                start = max(now, arrived + way_s)
+                arrived += way_to[key]
+                if arrived > now:
+                    start = arrived
             end = start + seconds[position]
             rank_starts.append(start)
             rank_ends.append(end)
             arrival[key] = end
             now = end + held_s[key]
-            waiter = waiting.pop(key, -1)
-            if waiter >= 0:
-                ready.append(waiter)
+            if waiting[key] >= 0:
+                ready.append(waiting[key])
+                waiting[key] = -1
         free[rank] = now
     _check_complete(schedule, ends)
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+class _Same:
+    """A schedule that is looked up by what it is, not by what is in it: its lists are long, and made once."""
+
+    def __init__(self, schedule: ActionLists) -> None:
+        self.schedule = schedule
+
+    def __hash__(self) -> int:
+        return id(self.schedule)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.schedule is self.schedule
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """What of ``_Problem`` does not depend on times. ``places``: of each action's seconds, by kinds, then stages."""
+
+    keys: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, ...], ...]
+    producers: list[int]
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+
+
+_KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def _number(
@@ -149,6 +179,15 @@ def _number(
     num_stages = len(forward_s)
     if len(backward_s) != num_stages:
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
+    numbered = _numbered(_Same(schedule), num_stages)
+    all_s = [*forward_s, *backward_s, *split_s[0], *split_s[1]]
+    seconds = tuple(tuple([all_s[place] for place in places]) for places in numbered.places)
+    return _Problem(numbered.keys, seconds, numbered.producers, numbered.rank_of_stage, numbered.num_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _numbered(same: _Same, num_stages: int) -> _Numbered:
+    schedule = same.schedule
     num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
     rank_of_stage = [-1] * num_stages
     for rank, actions in enumerate(schedule):
@@ -158,15 +197,15 @@ def _number(
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
-    per_kind = num_stages * num_microbatches
-    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
-    input_s, weight_s = split_s
-    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s, INPUT_GRADIENT: input_s, WEIGHT_GRADIENT: weight_s}
-    keys = tuple(tuple(offset[k] + s * num_microbatches + i for k, s, i in actions) for actions in schedule)
-    seconds = tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
     if not _is_complete(schedule, num_stages, num_microbatches):
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
-    return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)
+    per_kind = num_stages * num_microbatches
+    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
+    first: dict[Kind, int] = {kind: place * num_stages for place, kind in enumerate(_KINDS)}
+    keys = tuple(tuple([offset[k] + s * num_microbatches + i for k, s, i in actions]) for actions in schedule)
+    places = tuple(tuple([first[k] + s for k, s, _ in actions]) for actions in schedule)
+    producers = _producers(num_stages, num_microbatches)
+    return _Numbered(keys, places, producers, tuple(rank_of_stage), num_microbatches)
 
 
 def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:
@@ -206,17 +245,21 @@ def _held_s(problem: _Problem, ways_s: Sequence[float]) -> list[float]:
     return forward + backward + [0.0] * len(forward)
 
 
-def _producers(problem: _Problem, ways_s: Sequence[float]) -> list[tuple[int, float]]:
-    """For each key the key of its input (-1: none) and the seconds from there, where another rank made it."""
+def _producers(num_stages: int, per_stage: int) -> list[int]:
+    """For each key the key of its input; -1: none."""
+    num_forward = num_stages * per_stage
+    forward = [-1] * per_stage + list(range(num_forward - per_stage))
+    backward = [*range(num_forward + per_stage, 2 * num_forward), *range(num_forward - per_stage, num_forward)]
+    return forward + backward + [-1] * num_forward
+
+
+def _way_to(problem: _Problem, ways_s: Sequence[float]) -> list[float]:
+    """For each key the seconds from where its input was made, where that is another rank."""
     per_stage = problem.num_microbatches
-    num_forward = len(problem.rank_of_stage) * per_stage
-    producers: list[tuple[int, float]] = [(-1, 0.0)] * per_stage
-    for stage, way_s in enumerate(ways_s):
-        producers += [(stage * per_stage + i, way_s) for i in range(per_stage)]
-    for stage, way_s in enumerate(ways_s):
-        producers += [(num_forward + (stage + 1) * per_stage + i, way_s) for i in range(per_stage)]
-    producers += [(num_forward - per_stage + i, 0.0) for i in range(per_stage)]
-    return producers + [(-1, 0.0)] * num_forward
+    found = [0.0] * per_stage
+    for way_s in (*ways_s, *ways_s):
+        found += [way_s] * per_stage
+    return found + [0.0] * (problem.num_keys - len(found))
 
 
 def _check_complete(schedule: ActionLists, ends: Sequence[Sequence[float]]) -> None:

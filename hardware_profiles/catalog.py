@@ -30,6 +30,9 @@ class HardwareProfileError(ValueError):
         self.hint = hint
 
 
+_DATA = importlib.resources.files("hardware_profiles") / "data"
+
+
 def default_profile_name() -> str:
     """The shipped profile that is planned for where no GPU is in sight and none is named."""
     return "dgx-h100-80gb"
@@ -38,9 +41,19 @@ def default_profile_name() -> str:
 @functools.cache
 def list_profiles() -> tuple[ClusterProfile, ...]:
     """Every shipped profile, by name."""
-    folder = importlib.resources.files("hardware_profiles") / "data"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
-    return tuple(parse_profile(file.read_bytes(), source=f"shipped profile {file.name}") for file in files)
+    return tuple(map(_shipped, _shipped_names()))
+
+
+@functools.cache
+def _shipped_names() -> tuple[str, ...]:
+    """A file is named after its profile."""
+    names = (file.name for file in _DATA.iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+@functools.cache
+def _shipped(name: str) -> ClusterProfile:
+    return parse_profile((_DATA / f"{name}.json").read_bytes(), source=f"shipped profile {name}.json")
 
 
 def load_profile(name_or_path: str) -> ClusterProfile:
@@ -49,6 +62,8 @@ def load_profile(name_or_path: str) -> ClusterProfile:
     Raises ``HardwareProfileError`` with the nearest names, or with every violation in the file.
     """
     wanted = name_or_path.strip()
+    if wanted.lower() in _shipped_names():
+        return _shipped(wanted.lower())
     known = {name: profile for profile in list_profiles() for name in (profile.name, *profile.aliases)}
     if wanted.lower() in known:
         return known[wanted.lower()]

@@ -1,6 +1,33 @@
 """``python -m planner``, and ``torchrun ... -m planner``: the command line."""
 
-from planner.cli.main import main
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    """Runs the command line, imports included: Ctrl-C ends those as it ends the rest."""
+    listens = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a job in the background does not
+    if listens:
+        signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
+    from planner.cli.main import main as run
+
+    if listens:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:  # the second, or one between two steps
+        _leave()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
+
+
+def _leave(_signal: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 
 from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided
+from planner.problem import Problem, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, target_of, training_of
-from planner.solver.cp_sat import CpSatSolver
 from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
 from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
 from planner.translate.infeasible import Attempt, binding_text, smallest_change
+
+MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,13 @@ class Answer:
     interrupted: bool
 
 
-def find_plan(request: Request, progress: Progress | None = None) -> Answer:
-    """The fastest plan that fits.
+def find_plan(request: Request, progress: Progress | None = None, deadline: Deadline | None = None) -> Answer:
+    """The fastest plan that fits, or the best by the deadline: ``request.time_limit_s`` from now, where none is given.
 
     InputError: the request is wrong or contradicts itself. InfeasibleError: nothing fits.
     TimeLimitError: nothing was found in time.
     """
+    deadline = deadline or Deadline.answering_within(request.time_limit_s)
     notes: list[str] = []
     cluster = load_cluster(request.hardware, request.num_devices, notes)
     check_precision(cluster, request.precision)
@@ -47,17 +50,21 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     notes += graph.warnings
     training = training_of(request, cluster.num_devices, graph.seq_len, notes)
     target = target_of(graph, cluster, training.precision, request.framework, notes)
-    problem = Problem.build(target, training, request.pins)
-    outcome = problem.solved(time_limit_s=request.time_limit_s, progress=progress)
+    try:
+        solved = solved_by(deadline, target, training, request.pins, progress)
+    except OutOfTimeError:
+        raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+    problem, outcome = solved.problem, solved.outcome
     if outcome.best is None:
         raise no_plan(problem, outcome)
+    deadline.settle()
     baseline = problem.solved_baseline()
     outcome = problem.preferred(outcome, baseline, request.prefer)
-    plan = plan_of(problem, outcome, baseline, request.num_runners_up)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up, deadline)
     return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
 
 
-def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int) -> Plan:
+def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int, deadline: Deadline) -> Plan:
     """The plan of the best layout, with the runners-up and the plain FSDP baseline beside it."""
     assert outcome.best is not None
     best = problem.exactly(outcome.best)
@@ -73,7 +80,7 @@ def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_u
                 bound_step_time_s=bound,
                 gap=(best.step_time_s - bound) / best.step_time_s,
                 num_candidates=outcome.num_candidates,
-                elapsed_s=outcome.elapsed_s,
+                elapsed_s=deadline.elapsed_s,
                 error_between_layouts=problem.table.framework.error_between_layouts,
                 preferred_within=0.0 if fastest is best else tie_share(problem.table),
                 baseline=None if reference is None else to_plan.candidate("plain FSDP", reference),
@@ -95,7 +102,7 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     if not outcome.is_exhausted:
         return TimeLimitError(
             f"no plan was found in time ({outcome.num_visited} of {outcome.num_candidates} layouts tried)",
-            hint="raise --time-limit, or pin a choice such as --tp 8",
+            hint=MORE_TIME,
         )
     assert outcome.closest is not None
     evaluator = Evaluator(problem.table, outcome.closest)
@@ -148,7 +155,7 @@ def planned_layout(
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
-    decision = decided(target, split, from_plan.parameter_placements(plan, graph), CpSatSolver())
+    decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:
         raise PlanError(
             f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",

@@ -10,23 +10,30 @@ from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.graph.disk_cache import DiskCache
 from planner.graph.experts import num_experts
+from planner.graph.graph_cache import default_folder
 from planner.graph.model_graph import ModelGraph, OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention
 from planner.layout.columns import Columns
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout, Limits, Pins, Training
+from planner.pricing.ideal import ideal_step_s
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import Decisions
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.solver.base import StageSolver
-from planner.solver.cp_sat import CpSatSolver
+from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
-from planner.solver.search import Outcome, Progress, search
-from planner.space.search_space import SearchSpace, build_space
+from planner.solver.search import Outcome, Progress, probes, search
+from planner.space.search_space import SearchSpace, build_space, typical_space
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
+
+# A search solves a few dozen programs, of some hundred bytes each.
+MOST_KNOWN_PLACEMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -41,17 +48,38 @@ class Problem:
     solver: StageSolver
 
     @staticmethod
-    def build(target: PricingTarget, training: Training, pins: Pins) -> Problem:
-        """Places the operators for every degree, enumerates the space and prices it."""
-        cluster = target.cluster
-        decisions = decided_for_degrees(target, pins, CpSatSolver())
-        limits = limits_of(target.graph, cluster, decisions)
-        space = build_space(training, pins, limits)
+    def build(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline | None = None) -> Problem:
+        """Places the operators for every degree, enumerates the space and prices it.
+
+        OutOfTimeError where the deadline is over before that.
+        """
+        deadline = deadline or Deadline.never()
+        decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline)
+        return Problem.of(target, training, pins, decisions, deadline)
+
+    @staticmethod
+    def of(
+        target: PricingTarget,
+        training: Training,
+        pins: Pins,
+        decisions: Decisions,
+        deadline: Deadline,
+        *,
+        is_typical: bool = False,
+    ) -> Problem:
+        """The same where placements are decided, with the degrees that there are placements for.
+
+        ``is_typical``: of the typical layouts alone.
+        """
+        limits = limits_of(target.graph, target.cluster, decisions)
+        whole = (training, pins, limits)
+        space = typical_space(*whole) if is_typical else build_space(*whole, deadline)
         baseline = baseline_space(training, limits)
-        if cluster.mixed is not None:
-            pipelines = over_groups(space.layouts, cluster.mixed.groups)
+        if target.cluster.mixed is not None:
+            pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
-        table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]))
+        deadline.check()
+        table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]), deadline)
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
@@ -69,9 +97,9 @@ class Problem:
         others = [each for each in outcome.ranking if each.layout != found.layout]
         return replace(outcome, best=found, ranking=tuple(sorted([*others, found], key=lambda each: each.step_time_s)))
 
-    def solved(self, *, time_limit_s: float | None, progress: Progress | None) -> Outcome:
+    def solved(self, deadline: Deadline | None = None, progress: Progress | None = None) -> Outcome:
         """The fastest layout of the space that fits, with what was seen on the way."""
-        return search(self.table, self.space.layouts, self.solver, time_limit_s=time_limit_s, progress=progress)
+        return search(self.table, self.space.layouts, self.solver, deadline=deadline, progress=progress)
 
     def solved_baseline(self) -> Outcome:
         """The fastest plain FSDP layout that fits."""
@@ -98,8 +126,96 @@ class Problem:
         return None if baseline.closest is None else Evaluator(self.table, baseline.closest).evaluate((0,))
 
 
-def decided_for_degrees(target: PricingTarget, pins: Pins, solver: CpSatSolver) -> dict[TensorSplit, Decision]:
-    """Placements for every tensor-parallel degree of the space, with and without sequence parallelism."""
+def placement_solver(deadline: Deadline | None = None) -> PlacementSolver:
+    """CP-SAT, for programs that it has not solved before."""
+    folder = default_folder("placements")
+    store = None if folder is None else DiskCache(folder, ".placement", MOST_KNOWN_PLACEMENTS)
+    return KnownPlacements(store, deadline or Deadline.never())
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What was found, and the problem of whose layouts it speaks."""
+
+    problem: Problem
+    outcome: Outcome
+
+
+def solved_by(
+    deadline: Deadline, target: PricingTarget, training: Training, pins: Pins, progress: Progress | None = None
+) -> Solved:
+    """The fastest layout that fits, or the best that was found by the deadline.
+
+    The whole space may take minutes to list, to price and to bound. So a few typical layouts go through the same
+    stages before: the best of them is the answer where the deadline, or Ctrl-C, comes first. OutOfTimeError where it
+    came before any plan.
+    """
+    first: Solved | None = None
+    try:
+        solver = placement_solver(deadline)
+        placed = decided_for_degrees(target, replace(pins, tp=_usual_tensor_degree(target, pins)), solver, deadline)
+        first = _first(target, training, pins, placed, deadline)
+        if first is not None:
+            deadline.promise()
+        placed = decided_for_degrees(target, pins, solver, deadline, placed)
+        problem = Problem.of(target, training, pins, placed, deadline)
+        outcome = problem.solved(deadline, progress)
+        if outcome.best is not None:
+            deadline.settle()
+    except OutOfTimeError:
+        if first is None:
+            raise
+        return first
+    except KeyboardInterrupt:
+        if first is None:
+            raise
+        return replace(first, outcome=replace(first.outcome, interrupted=True))
+    if first is None or outcome.is_exhausted:
+        return Solved(problem, outcome)
+    return Solved(problem, _with(first.outcome, outcome))
+
+
+def _first(
+    target: PricingTarget, training: Training, pins: Pins, decisions: Decisions, deadline: Deadline
+) -> Solved | None:
+    """The best of a few typical layouts, with a bound that holds for all; None where none of them fits."""
+    problem = Problem.of(target, training, pins, decisions, deadline, is_typical=True)
+    outcome = probes(problem.table, problem.space.layouts, deadline)
+    if outcome.best is None:
+        return None
+    return Solved(problem, replace(outcome, bound_s=ideal_step_s(target, training)))
+
+
+def _with(first: Outcome, outcome: Outcome) -> Outcome:
+    """An outcome that was cut short, with what was found before it."""
+    assert first.best is not None
+    both = {each.layout: each for each in [*first.ranking, *outcome.ranking]}
+    best = first.best
+    if outcome.best is not None and outcome.best.step_time_s <= best.step_time_s:
+        best = outcome.best
+    ranking = tuple(sorted(both.values(), key=lambda each: each.step_time_s))
+    return replace(outcome, best=best, ranking=ranking, bound_s=max(first.bound_s, outcome.bound_s))
+
+
+def _usual_tensor_degree(target: PricingTarget, pins: Pins) -> int:
+    """Of typical layouts with tensor parallelism: the largest that is possible up to eight."""
+    if pins.tp is not None:
+        return pins.tp
+    cluster = target.cluster
+    return max(d for d in divisors(cluster.num_devices) if d <= min(8, cluster.devices_per_node))
+
+
+def decided_for_degrees(
+    target: PricingTarget,
+    pins: Pins,
+    solver: PlacementSolver,
+    deadline: Deadline | None = None,
+    known: Decisions | None = None,
+) -> dict[TensorSplit, Decision]:
+    """Placements for every tensor-parallel degree of the space, with and without sequence parallelism.
+
+    ``known`` are taken as they are. OutOfTimeError where the deadline is over before that.
+    """
     cluster = target.cluster
     degrees = {1, *(d for d in divisors(cluster.num_devices) if d <= cluster.devices_per_node)}
     if pins.tp is not None and pins.tp >= 1:
@@ -107,15 +223,17 @@ def decided_for_degrees(target: PricingTarget, pins: Pins, solver: CpSatSolver) 
     found: dict[TensorSplit, Decision] = {}
     for degree in sorted(degrees):
         for sequence_parallel in (False, True) if degree > 1 else (False,):
+            if deadline is not None:
+                deadline.check()
             split = TensorSplit(degree, sequence_parallel)
-            decision = decided(target, split, {}, solver)
+            decision = (known or {}).get(split) or decided(target, split, {}, solver)
             if decision is not None:
                 found[split] = decision
     return found
 
 
 def decided(
-    target: PricingTarget, split: TensorSplit, fixed: Mapping[str, Placement], solver: CpSatSolver
+    target: PricingTarget, split: TensorSplit, fixed: Mapping[str, Placement], solver: PlacementSolver
 ) -> Decision | None:
     """Placements for one degree; None where there are none."""
     return decide(target.graph, split, fixed, target.machine, target.framework, solver.solve_placement)

@@ -39,7 +39,7 @@ class Request:
     precision: Precision = Precision.BF16
     optimizer: Optimizer = Optimizer.ADAMW
     pins: Pins = NO_PINS
-    time_limit_s: float | None = None
+    time_limit_s: float | None = None  # from the call on
     num_runners_up: int = 5
     prefer: Preference = Preference.SIMPLE
     framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts

@@ -155,7 +155,7 @@ def searched(setting: Json, pins: Json) -> Json:
     target, training = _target(setting)
     began = time.process_time()
     problem = Problem.build(target, training, _pins(pins))
-    outcome = problem.solved(time_limit_s=None, progress=None)
+    outcome = problem.solved()
     best, preferred = outcome.best, None
     if best is not None:
         baseline = problem.solved_baseline()

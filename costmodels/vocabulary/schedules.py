@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from costmodels.vocabulary.action import (
     BACKWARD,
@@ -70,6 +71,7 @@ class Schedule:
 
     name: ScheduleName
     actions_of_rank: Callable[[int, int, int, int], tuple[Action, ...]]  # of (rank, p, v, m), which must be legal
+    ahead_of_rank: Callable[[int, int], Ahead] | None = None  # of (rank, p), where forwards and backwards interleave
     min_stages: int = 1  # a rank
     max_stages: int | None = 1  # a rank; None: any number
     least_microbatches_per_rank: int = 0  # times p: fewest micro-batches
@@ -169,16 +171,27 @@ def _one_f_one_b(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
     return _with_warmup(rank, m, min(m, p - rank))
 
 
-def _interleaved_1f1b(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
-    return _interleaved(rank, (p, v, m), 2 * (p - 1 - rank), None)
+class Ahead(NamedTuple):
+    """How far a rank of an interleaved schedule runs ahead."""
+
+    forwards: int  # before its first backward, besides those that the other stages of the rank need
+    delay: int | None  # input gradients that a weight gradient lets pass; None: backward passes are whole
 
 
-def _interleaved_zero_bubble(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
-    return _interleaved(rank, (p, v, m), p - 1 - rank, rank)
+def _interleaved_1f1b(rank: int, p: int) -> Ahead:
+    return Ahead(2 * (p - 1 - rank), None)
 
 
-def _zb_2p(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
-    return _interleaved(rank, (p, v, m), 2 * (p - 1 - rank), 2 * rank)
+def _interleaved_zero_bubble(rank: int, p: int) -> Ahead:
+    return Ahead(p - 1 - rank, rank)
+
+
+def _zb_2p(rank: int, p: int) -> Ahead:
+    return Ahead(2 * (p - 1 - rank), 2 * rank)
+
+
+def _interleaving(ahead: Callable[[int, int], Ahead]) -> Callable[[int, int, int, int], tuple[Action, ...]]:
+    return lambda rank, p, v, m: _interleaved(rank, (p, v, m), ahead(rank, p))
 
 
 SCHEDULES: Mapping[ScheduleName, Schedule] = {
@@ -186,10 +199,18 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
     for schedule in (
         Schedule(ScheduleName.ONE_F_ONE_B, _one_f_one_b, least_microbatches_per_rank=1),
         Schedule(ScheduleName.GPIPE, _gpipe, forwards_first=True),
-        Schedule(ScheduleName.INTERLEAVED_1F1B, _interleaved_1f1b, min_stages=2, max_stages=None, runs_in_rounds=True),
+        Schedule(
+            ScheduleName.INTERLEAVED_1F1B,
+            _interleaving(_interleaved_1f1b),
+            ahead_of_rank=_interleaved_1f1b,
+            min_stages=2,
+            max_stages=None,
+            runs_in_rounds=True,
+        ),
         Schedule(
             ScheduleName.INTERLEAVED_ZERO_BUBBLE,
-            _interleaved_zero_bubble,
+            _interleaving(_interleaved_zero_bubble),
+            ahead_of_rank=_interleaved_zero_bubble,
             max_stages=None,
             runs_in_rounds=True,
             splits_backward=True,
@@ -211,7 +232,14 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
             splits_backward=True,
             is_v=True,
         ),
-        Schedule(ScheduleName.ZB_2P, _zb_2p, splits_backward=True, overlaps_steps=True, in_torch=False),
+        Schedule(
+            ScheduleName.ZB_2P,
+            _interleaving(_zb_2p),
+            ahead_of_rank=_zb_2p,
+            splits_backward=True,
+            overlaps_steps=True,
+            in_torch=False,
+        ),
     )
 }
 """Every schedule there is, the plainest first."""
@@ -229,6 +257,11 @@ def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
 @lru_cache(maxsize=1024)
 def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     counts, waits = ([0] * (p * v) for _ in range(2))
+    ahead = SCHEDULES[name].ahead_of_rank
+    if ahead is not None:
+        for rank in range(p):
+            _count_interleaved(rank, (p, v, m), ahead(rank, p), (counts, waits))
+        return tuple(counts), tuple(waits)
     for actions in _actions(name, p, v, m):
         most = now = num_until_peak = 0
         for place, action in enumerate(actions):
@@ -263,7 +296,8 @@ def peak_in_flight(
         else:
             extra = waiting.get(stage, 0.0) if (stage, microbatch) in split else 0.0
             held -= activation_bytes_by_stage[stage] + extra
-        peak = max(peak, held)
+        if held > peak:
+            peak = held
     return peak
 
 
@@ -276,13 +310,36 @@ def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Ac
     return tuple(actions)
 
 
-def _interleaved(rank: int, shape: tuple[int, int, int], more_forwards: int, delay: int | None) -> tuple[Action, ...]:
-    """Forwards ahead, then one forward and one backward in turn; ``shape`` is (ranks, stages a rank, micro-batches).
+def _count_interleaved(
+    rank: int, shape: tuple[int, int, int], ahead: Ahead, found: tuple[list[int], list[int]]
+) -> None:
+    """What ``in_flight_by_stage`` says of one rank, without its list of actions; ``found``: counts and waits.
 
-    ``more_forwards``: those ahead of what the other stages of the rank need. ``delay``: how many input gradients a
-    weight gradient lets pass; None: backward passes are whole.
+    Each forward after the warm-up is followed by an input gradient, and that, once ``delay`` have passed, by a weight
+    gradient, which frees what a forward took. So the rank holds most at forward number warm-up + delay + 1.
     """
     num_ranks, virtual_stages, num_microbatches = shape
+    per_round, total = num_microbatches // max(1, num_microbatches // num_ranks), virtual_stages * num_microbatches
+    num_warmup = min(total, (virtual_stages - 1) * per_round + ahead.forwards)
+    forwards = min(total, num_warmup + 1 + (ahead.delay or 0))
+    gradients = 0 if ahead.delay is None else max(0, forwards - num_warmup - 1)
+    counts, waits = found
+    for chunk in range(virtual_stages):
+        stage, last_first = chunk * num_ranks + rank, virtual_stages - 1 - chunk
+        counts[stage] = _of_chunk(forwards, chunk, per_round, virtual_stages)
+        waits[stage] = _of_chunk(gradients, last_first, per_round, virtual_stages)
+
+
+def _of_chunk(positions: int, chunk: int, per_round: int, virtual_stages: int) -> int:
+    """How many of the first ``positions`` lie in one chunk, where rounds go through the chunks in order."""
+    rounds, rest = divmod(positions, per_round * virtual_stages)
+    return rounds * per_round + min(per_round, max(0, rest - chunk * per_round))
+
+
+def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[Action, ...]:
+    """Forwards ahead, then one forward and one backward in turn; ``shape`` is (ranks, stages a rank, micro-batches)."""
+    num_ranks, virtual_stages, num_microbatches = shape
+    more_forwards, delay = ahead
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
     total = virtual_stages * num_microbatches
     num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ from rich.spinner import Spinner
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.options import AsJson, Framework, Hardware
+from planner.cli.process import interruptible, process_began_s
+from planner.layout.deadline import Deadline
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, show_plan
@@ -62,7 +65,9 @@ def search(  # over 6 arguments: one for each option of the command line
     ] = Preference.SIMPLE,
     framework: Framework = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds; the best plan so far is kept.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after start-up; the best plan so far is kept.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", rich_help_panel=_PINS)] = None,
     dp: Annotated[
@@ -113,9 +118,16 @@ def search(  # over 6 arguments: one for each option of the command line
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
     )  # fmt: skip
     check_folder(output)
-    answer = _find(request)
-    show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
-    return 130 if answer.interrupted else 0
+    import_module("planner.api")  # a part of the start-up, for which no limit counts
+    deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
+    try:
+        with interruptible(deadline):
+            answer = _find(request, deadline)
+            show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+    except KeyboardInterrupt:  # there was no plan yet
+        Console(stderr=True).print("interrupted")
+        return 130
+    return 130 if answer.interrupted or deadline.is_cut else 0
 
 
 def check_folder(output: Path | None) -> None:
@@ -140,13 +152,13 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
         Console(highlight=False).print(show_plan(plan))
 
 
-def _find(request: Request) -> Answer:
+def _find(request: Request, deadline: Deadline) -> Answer:
     """The search, with its progress on a terminal's stderr."""
     from planner.api import find_plan
 
     talk = Console(stderr=True, highlight=False)
     if not talk.is_terminal:
-        return find_plan(request)
+        return find_plan(request, None, deadline)
     spinner = Spinner("dots", f"tracing {escape(request.model)}")
     shown = 0.0
     with Live(spinner, console=talk, transient=True, refresh_per_second=10):
@@ -158,4 +170,4 @@ def _find(request: Request) -> Answer:
                 best = "none yet" if best_s is None else seconds(best_s)
                 spinner.update(text=f"visited {visited} layouts, best {best}, none left below {seconds(bound_s)}")
 
-        return find_plan(request, progress)
+        return find_plan(request, progress, deadline)

@@ -131,6 +131,7 @@ class Evaluator:
         self._set_modes(modes or [layout.recompute or Recompute.NONE] * len(self._kinds))
 
     def _set_modes(self, modes: Sequence[Recompute]) -> None:
+        self._memory_of: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
         of_blocks = {mode for mode, is_block in zip(modes, self.table.units.is_block, strict=True) if is_block}
         # Units that are no blocks recompute nothing in any mode: they take the name of the only one.
         self.modes = tuple(of_blocks) * len(modes) if len(of_blocks) == 1 else tuple(modes)
@@ -207,7 +208,7 @@ class Evaluator:
         """
         times = self._stage_times(starts)
         makespan = self._makespan_s(times, self.send_s, exact=exact)
-        send_on_path = makespan - self._makespan_s(times, 0.0, exact=True) if exact else 0.0
+        send_on_path = makespan - self._makespan_s(times, 0.0, exact=False) if exact else 0.0
         m = self.layout.num_microbatches
         busy = [m * seconds for seconds in self._work_of_ranks(times)]
         slowest = max(range(len(busy)), key=lambda r: busy[r])
@@ -367,9 +368,13 @@ class Evaluator:
             between(times.compute_backward_s.max(axis=0)[kinds]),
             on_device.facts.overlap,
         )
-        collected = Collected(between(data[:, _REDUCE]), first[..., _REDUCE], between(data[:, _GATHER]), first[..., _GATHER])
+        collected = Collected(
+            between(data[:, _REDUCE]), first[..., _REDUCE], between(data[:, _GATHER]), first[..., _GATHER]
+        )
         held = num_updated(self.layout, between(counts[:, _TRAINABLE]), between(counts[:, _EXPERT]))
-        total = once_a_step_s(self.layout, collected, passes, self.table.framework) + self._update_s(on_device, held, passes)
+        total = once_a_step_s(self.layout, collected, passes, self.table.framework) + self._update_s(
+            on_device, held, passes
+        )
         start, end = np.indices(total.shape)
         return np.where(start < end, total * (1 - 1e-12), 0.0)
 
@@ -377,7 +382,10 @@ class Evaluator:
 
     def memory(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
         """The memory of every pipeline rank in every phase."""
-        return tuple(self._rank_memory(rank, stages) for rank, stages in enumerate(self.stages_of_ranks(starts)))
+        if starts not in self._memory_of:  # that of the last cut is asked for again
+            ranks = enumerate(self.stages_of_ranks(starts))
+            self._memory_of = {starts: tuple(self._rank_memory(rank, stages) for rank, stages in ranks)}
+        return self._memory_of[starts]
 
     def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
         return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))

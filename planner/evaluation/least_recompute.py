@@ -95,7 +95,10 @@ class LeastRecompute:
             self._evaluator.flying(rank),
             self._evaluator.place_of(rank),
             0 in units,
-            tuple((stage if len(stages) > 1 else 0, *(self._units.kinds[u] for u in held)) for stage, held in stages.items()),
+            tuple(
+                (stage if len(stages) > 1 else 0, *(self._units.kinds[u] for u in held))
+                for stage, held in stages.items()
+            ),
         )
         if key not in self._found:
             choice = self._least(rank, stages)
@@ -144,7 +147,10 @@ class LeastRecompute:
         likely = np.flatnonzero((kept[order] - kept[smallest]) * evaluator.reserve + over <= 0)
         first = int(likely[0]) if likely.size else int(np.flatnonzero(order == smallest)[0])
         found, found_at = smallest, len(order)
-        for at in (*range(first, min(first + MOST_SLOWER, len(order))), *range(first - 1, max(-1, first - MOST_FASTER), -1)):
+        for at in (
+            *range(first, min(first + MOST_SLOWER, len(order))),
+            *range(first - 1, max(-1, first - MOST_FASTER), -1),
+        ):
             if at < found_at and excess(int(order[at])) <= 0:
                 found, found_at = int(order[at]), at
         untested = max(0, first - MOST_FASTER)
@@ -153,7 +159,9 @@ class LeastRecompute:
 
     def _kinds(self, rank: int, stages: Stages) -> list[_Kind]:
         flying = self._evaluator.flying(rank)
-        units = [(-flying[stage], unit) for stage, held in stages.items() for unit in held if self._units.is_block[unit]]
+        units = [
+            (-flying[stage], unit) for stage, held in stages.items() for unit in held if self._units.is_block[unit]
+        ]
         groups: dict[int, list[tuple[int, int]]] = {}
         for flies, unit in sorted(units):
             groups.setdefault(self._units.kinds[unit], []).append((flies, unit))
@@ -173,7 +181,10 @@ class LeastRecompute:
 
     @staticmethod
     def _listed(number: int) -> Array:
-        return np.array([(full, some) for full, some in product(range(number + 1), repeat=2) if full + some <= number], dtype=np.float64)
+        return np.array(
+            [(full, some) for full, some in product(range(number + 1), repeat=2) if full + some <= number],
+            dtype=np.float64,
+        )
 
     @cached_property
     def _kept(self) -> Array:

@@ -45,7 +45,9 @@ def _reduced_s(layout: Layout, data: Collected, passes: Passes, framework: Frame
         return data.reduce_s
     if ZERO_STAGES[layout.zero_stage].shards_gradients:
         return data.first_reduce_s
-    return np.maximum(exposed_s(np.asarray(data.reduce_s), np.asarray(passes.backward_s), passes.overlap), data.first_reduce_s)
+    return np.maximum(
+        exposed_s(np.asarray(data.reduce_s), np.asarray(passes.backward_s), passes.overlap), data.first_reduce_s
+    )
 
 
 def _gathered_s(layout: Layout, data: Collected, passes: Passes, framework: FrameworkFacts) -> float | Array:
@@ -56,4 +58,6 @@ def _gathered_s(layout: Layout, data: Collected, passes: Passes, framework: Fram
         return data.first_gather_s
     if not framework.overlaps_gather:
         return data.gather_s
-    return np.maximum(exposed_s(np.asarray(data.gather_s), np.asarray(passes.forward_s), passes.overlap), data.first_gather_s)
+    return np.maximum(
+        exposed_s(np.asarray(data.gather_s), np.asarray(passes.forward_s), passes.overlap), data.first_gather_s
+    )

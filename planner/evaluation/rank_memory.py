@@ -69,14 +69,18 @@ class RankMemoryModel:
     def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows, modes: Sequence[int]) -> None:
         """``rows``: those of ``layout`` alone; ``modes``: place of the mode of recomputation of every unit."""
         self._table, self._layout, self._rows = table, layout, rows
-        self._of_modes: list[list[list[float]]] = table.num_bytes[rows.work, rows.mode].tolist()  # [modes, kinds, Holding]
+        of_modes = table.num_bytes[rows.work, rows.mode]  # [modes, kinds, Holding]
+        self._num_kinds = of_modes.shape[1]
+        # A kind of units in one mode of recomputation is a variant.
+        self._held: list[list[float]] = of_modes.reshape(-1, of_modes.shape[2]).tolist()  # [variants, Holding]
         self._set_modes(modes)
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
+        self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
 
     def _set_modes(self, modes: Sequence[int]) -> None:
-        kinds = self._table.units.kinds
-        self._held = [self._of_modes[mode][kind] for mode, kind in zip(modes, kinds, strict=True)]
+        pairs = zip(modes, self._table.units.kinds, strict=True)
+        self._variants = [mode * self._num_kinds + kind for mode, kind in pairs]
 
     def with_modes(self, modes: Sequence[int]) -> RankMemoryModel:
         """The same with other modes of recomputation of its units."""
@@ -111,10 +115,6 @@ class RankMemoryModel:
     def holds_gradients(self) -> bool:
         """Whether gradients exist while all activations do: in buffers, or left by an earlier micro-batch."""
         return self._table.framework.keeps_gradients or self._layout.num_microbatches > 1
-
-    def unit_states(self, unit: int, *, tied_copy: bool) -> StateBytes:
-        """States of one unit."""
-        return state_bytes(self._state, *self._elements(unit, tied_copy=tied_copy))
 
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
@@ -179,7 +179,8 @@ class RankMemoryModel:
         start = ledger(0.0, activation_bytes, transient.working, transient.reduced)
         first = [stage[:1] for stage in stages[:1]]
         kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
-        reduced = self.most_transient([unit for stage in stages for unit in stage]).reduced
+        of = self._table.units.kinds
+        reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
         end = ledger(states.gradients, kept, self.transient(first).working, reduced)
         return max(start, end, key=lambda moment: moment.total_bytes)
 
@@ -193,60 +194,79 @@ class RankMemoryModel:
         return MemoryLedger((*first, *((MemoryTerm(name), num_bytes) for name, num_bytes in rows.items())))
 
     def transient(self, stages: Sequence[Sequence[int]]) -> Transient:
-        """What the units of a rank need besides states and kept activations."""
-        units = [unit for stage in stages for unit in stage]
+        """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
+        of = self._variants
+        variants = tuple(tuple(of[unit] for unit in stage) for stage in stages)
+        if variants not in self._transients:
+            self._transients[variants] = self._transient_of(variants)
+        return self._transients[variants]
+
+    def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
+        variants = [variant for stage in stages for variant in stage]
         working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
         framework = self._table.framework
-        in_transit = framework.units_in_transit * self._largest(units) * framework.item_bytes
+        in_transit = (
+            framework.units_in_transit
+            * self._largest([variant % self._num_kinds for variant in variants])
+            * framework.item_bytes
+        )
         return Transient(
             working=working,
-            loss=self._most(units, Holding.LOSS),
+            loss=self._most(variants, Holding.LOSS),
             gathered=in_transit * ZERO_STAGES[self._layout.zero_stage].shards_parameters,
             reduced=reduced,
-            buffers=self._most(units, Holding.BUFFER),
-            waiting=min(sum(self.held(unit, Holding.COLLECTIVE) for unit in units), self._most(units, Holding.QUEUED)),
-            stranded=self._most(units, Holding.STRANDED),
+            buffers=self._most(variants, Holding.BUFFER),
+            waiting=min(
+                sum(self._of(variant, Holding.COLLECTIVE) for variant in variants), self._most(variants, Holding.QUEUED)
+            ),
+            stranded=self._most(variants, Holding.STRANDED),
         )
 
     def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
         """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.
 
-        Units behind the one at work have freed what they kept, and their gradients are being reduced.
+        Units behind the one at work have freed what they kept, and their gradients are being reduced. ``stage``: the
+        variants of its units.
         """
-        worst, freed = (0.0, 0.0), 0.0
-        for place in reversed(range(len(stage))):
-            reduced = self._reduced(stage[place + 1 :])
-            worst = max(worst, (self.held(stage[place], Holding.WORKING) - freed, reduced), key=sum)
-            freed += self.held(stage[place], Holding.KEPT)
+        worst, freed, largest = (0.0, 0.0), 0.0, 0.0
+        for variant in reversed(stage):
+            worst = max(worst, (self._of(variant, Holding.WORKING) - freed, self._reduction_bytes(largest)), key=sum)
+            freed += self._of(variant, Holding.KEPT)
+            largest = max(largest, self._sizes[variant % self._num_kinds])
         return max(0.0, worst[0]), worst[1]
 
-    def _reduced(self, units: Sequence[int]) -> float:
-        """Bytes of the gradients in transit of the largest of ``units``; nothing where they are reduced in place."""
+    def _reduction_bytes(self, largest: float) -> float:
+        """Bytes of gradients in transit of units with so many elements; nothing where they are reduced in place."""
         mesh, framework = self._layout.mesh, self._table.framework
         if framework.reduces_in_place or mesh.dp * mesh.cp == 1:
             return 0.0
-        return framework.units_in_transit * framework.reduction_bytes * self._largest(units)
+        return framework.units_in_transit * framework.reduction_bytes * largest
 
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
-        return self._held[unit][PLACE[holding]]
+        return self._held[self._variants[unit]][PLACE[holding]]
 
-    def _most(self, units: Sequence[int], holding: Holding) -> float:
-        return max((self.held(unit, holding) for unit in units), default=0.0)
+    def _of(self, variant: int, holding: Holding) -> float:
+        return self._held[variant][PLACE[holding]]
+
+    def _most(self, variants: Sequence[int], holding: Holding) -> float:
+        return max((self._of(variant, holding) for variant in set(variants)), default=0.0)
 
     def _count(self, unit: int, element: Element) -> float:
         return self._counts[self._table.units.kinds[unit]][PLACE[element]]
 
-    def _largest(self, units: Sequence[int]) -> float:
-        """Elements of the largest of ``units`` when it is gathered."""
-        ep = self._layout.mesh.ep
-        totals = ((self._count(u, Element.TRAINABLE) + self._count(u, Element.FROZEN), u) for u in units)
-        return max((held_elements(total, self._count(u, Element.EXPERT), ep) for total, u in totals), default=0.0)
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """Elements of a unit of each kind when it is gathered."""
+        ep, trainable, frozen, experts = (
+            self._layout.mesh.ep,
+            *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
+        )
+        return [held_elements(row[trainable] + row[frozen], row[experts], ep) for row in self._counts]
 
-    def most_transient(self, units: Sequence[int]) -> Transient:
-        """At least ``transient`` of any stages that are made of some of ``units``: the most of each part by itself."""
-        alone = self.transient([[unit] for unit in units])
-        return replace(alone, reduced=self._reduced(units))
+    def _largest(self, kinds: Sequence[int]) -> float:
+        """Elements of the largest unit of ``kinds`` when it is gathered."""
+        return max((self._sizes[kind] for kind in set(kinds)), default=0.0)
 
     def _with_reserve(self, ledger: MemoryLedger, transient: Transient | None = None) -> MemoryLedger:
         return ledger.with_reserve(

@@ -3,13 +3,11 @@
 An entry's name is a digest of all that is known before a trace: the content of the model, the
 micro-batch, the versions of torch and transformers, and the code that traces. Of a user's code it
 holds what that read as well, other files and the environment; where any of it is different now, the
-entry is passed over. An entry is a line with the digest of the rest, and JSON without what equals a
-default. It is written whole or not at all; one whose digest differs is traced again. (No torch here.)
+entry is passed over. An entry is JSON without what equals a default, kept as ``disk_cache`` says. (No torch here.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,24 +15,23 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import planner
-from planner.errors import InputError
+from planner.graph.disk_cache import DiskCache
 from planner.graph.model_graph import ModelGraph
 from planner.graph.read_files import file_digest, variables_named_in
 from planner.graph.tracing import TracedModel, TraceRequest, trace
-from planner.json_file import write_text
 from planner.model_file import content_digest, digest_of
 
 SUFFIX = ".graph"
 MAX_ENTRIES = 64  # the oldest go; a large model's graph is a few megabytes
 
 
-def default_folder() -> Path | None:
-    """Where entries lie; None where the user has no home, or sets PLANNER_CACHE=off."""
+def default_folder(kind: str = "graphs") -> Path | None:
+    """Where entries of one kind lie; None where the user has no home, or sets PLANNER_CACHE=off."""
     if os.environ.get("PLANNER_CACHE") == "off":
         return None
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "planner" / "graphs"
+        return (Path(base) if base else Path.home() / ".cache") / "planner" / kind
     except RuntimeError:
         return None
 
@@ -43,15 +40,11 @@ def traced_graph(request: TraceRequest, folder: Path | None) -> ModelGraph:
     """The graph of ``request``, from ``folder`` where it is there, else traced and put there."""
     if folder is None:
         return trace(request).graph
-    entry = folder / f"{_key(request)}{SUFFIX}"
-    found = _read(entry)
+    cache, key = DiskCache(folder, SUFFIX, MAX_ENTRIES), _key(request)
+    found = _read(cache, key)
     if found is None or not _is_current(found):
         found = trace(request)
-        with contextlib.suppress(InputError, OSError):  # a full or read-only disk only costs time
-            folder.mkdir(parents=True, exist_ok=True)
-            content = found.model_dump_json(exclude_defaults=True)
-            write_text(entry, f"{digest_of(content)}\n{content}")
-            _drop_oldest(folder)
+        cache.write(key, found.model_dump_json(exclude_defaults=True))
     return found.graph.model_copy(update={"source": request.source.name})
 
 
@@ -87,16 +80,9 @@ def _code_digest() -> str:
     return digest_of(*(part for file in files for part in (file.name, file.read_bytes())))
 
 
-def _read(entry: Path) -> TracedModel | None:
+def _read(cache: DiskCache, key: str) -> TracedModel | None:
+    content = cache.read(key)
     try:
-        digest, _, content = entry.read_bytes().partition(b"\n")
-        return TracedModel.model_validate_json(content) if digest == digest_of(content).encode() else None
-    except (OSError, ValidationError):
+        return None if content is None else TracedModel.model_validate_json(content)
+    except ValidationError:
         return None
-
-
-def _drop_oldest(folder: Path) -> None:
-    """What a killed writer left goes too: it grows old as the entries do."""
-    entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in entries[MAX_ENTRIES:]:
-        path.unlink(missing_ok=True)

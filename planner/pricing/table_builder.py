@@ -18,6 +18,7 @@ from hardware_profiles.schema import ClusterSpec
 from planner.axes.traced import representatives
 from planner.graph.model_graph import ModelGraph
 from planner.layout.columns import Array, Columns, Positions
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Training
 from planner.pricing.facts import cluster_facts, framework_facts
 from planner.pricing.machine import Machine
@@ -45,15 +46,25 @@ def unit_row(graph: ModelGraph) -> UnitRow:
 
 
 def build_table(
-    target: PricingTarget, training: Training, decisions: Decisions, layouts: Sequence[Layout]
+    target: PricingTarget,
+    training: Training,
+    decisions: Decisions,
+    layouts: Sequence[Layout],
+    deadline: Deadline | None = None,
 ) -> CostTable:
-    """Prices every unit kind under every key that ``layouts`` need, in a mixed cluster also on each group's devices."""
+    """Prices every unit kind under every key that ``layouts`` need, in a mixed cluster also on each group's devices.
+
+    OutOfTimeError where the deadline is over before that.
+    """
+    deadline = deadline or Deadline.never()
     listed = Columns.of(Layout, layouts)
     over_groups = listed.where(_GroupsKey, lambda key: bool(key.groups))
     splits = tuple(sorted(decisions))
     work, data, states = listed.by(WorkKey)[0], listed.by(DataKey)[0], _with_states_on_devices(listed.by(StateKey)[0])
     sends = listed.by(SendKey)[0]
+    deadline.check()
     time_s, num_bytes = _work(target, decisions, work, over_groups.by(WorkKey)[0])
+    deadline.check()
     return CostTable(
         units=unit_row(target.graph),
         cluster=cluster_facts(target, training),

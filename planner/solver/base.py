@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 from planner.problems import PlacementProblem, PlacementSolution, StageProblem, StageSolution
 
-
 Limit = Callable[[], float]
 """Seconds from which on nothing is of interest; it may fall between two answers."""
 

@@ -83,7 +83,9 @@ class _Pricer:
         evaluator = self.evaluator
         units, times = evaluator.table.units, evaluator.unit_times_of(0)
         work = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
-        even = even_starts(units.is_block, evaluator.num_stages) if evaluator.num_stages <= sum(units.is_block) else None
+        even = (
+            even_starts(units.is_block, evaluator.num_stages) if evaluator.num_stages <= sum(units.is_block) else None
+        )
         found = [even, balanced_starts(work, evaluator.num_stages)]
         several = not self.evaluator.layout.schedule.rules.has_one_stage
         cuts = [starts for starts in dict.fromkeys(found) if starts is not None]

@@ -9,23 +9,25 @@ none does, or none by more than the tolerance, the best is optimal within the co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds, bound_of_several_s
+from planner.solver.bounds import Bounds, bound_of_several_s, bounds
 from planner.solver.cutting import TOLERANCE, best_cut, probe
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
 NUM_PROBES = 24
+# Of typical layouts only so many that fit are priced.
+ENOUGH_PROBES = 8
 # A layout replaces the best only if it is faster by more than this share.
 LEAST_GAIN = 1e-6
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
@@ -37,6 +39,8 @@ NEAR = 0.01
 MOST_OPEN_VISITS = 40
 # Layouts of several stages a rank that are bounded by the paths of their schedule.
 MOST_REFINED = 3000
+# Layouts are bounded so many at a time.
+SLICE = 250_000
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -54,7 +58,6 @@ class Outcome:
     num_visited: int
     near: tuple[tuple[Layout, float], ...]  # layouts whose bound is at most NEAR above the best price, and that bound
     closest: Layout | None  # where nothing fits: the layout that lacks least memory
-    elapsed_s: float
 
 
 class _Best:
@@ -93,25 +96,24 @@ def search(
     layouts: Sequence[Layout],
     solver: StageSolver,
     *,
-    time_limit_s: float | None = None,
+    deadline: Deadline | None = None,
     progress: Progress | None = None,
     stop_at_first: bool = False,
 ) -> Outcome:
-    """The fastest layout that fits; stops early on the time limit or Ctrl-C with what it has.
+    """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has.
 
-    ``stop_at_first``: any layout that fits will do.
+    ``stop_at_first``: any layout that fits will do. OutOfTimeError where there was no time for the bounds.
     """
-    began = time.monotonic()
+    deadline = deadline or Deadline.never()
     listed = Columns.of(Layout, layouts)
-    lower = bounds(table, listed)
+    lower = _bounds_in_time(table, listed, deadline)
     order = _in_order(table, listed, lower)
     best = _Best()
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)
 
     def is_over() -> bool:
-        is_late = time_limit_s is not None and time.monotonic() - began > time_limit_s
-        return is_late or (stop_at_first and best.best is not None)
+        return deadline.is_over() or (stop_at_first and best.best is not None)
 
     try:
         walk.probe(order, is_over)
@@ -121,8 +123,8 @@ def search(
             walk.visit(index)
             if progress is not None:
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
-    except KeyboardInterrupt:
-        interrupted = True
+    except (KeyboardInterrupt, OutOfTimeError) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
     bound_s = walk.bound_s(order)
     is_proved = best.beats(bound_s) and not stop_at_first
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
@@ -137,7 +139,6 @@ def search(
         num_candidates=len(listed),
         num_visited=walk.num_visited,
         closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
-        elapsed_s=time.monotonic() - began,
     )
 
 
@@ -202,6 +203,16 @@ def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterat
             yield index
 
 
+def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:
+    """Bounds of every layout, in slices between which the deadline is looked at; OutOfTimeError where it is over."""
+    parts: list[Bounds] = []
+    for start in range(0, max(1, len(listed)), SLICE):
+        if parts:
+            deadline.check()
+        parts.append(bounds(table, listed[start : start + SLICE]))
+    return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
+
+
 def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
     """Positions of the layouts that may fit, by their estimates; at equal ones the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
@@ -213,3 +224,16 @@ def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Posi
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
     """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
     return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
+
+
+def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Outcome:
+    """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
+    listed = Columns.of(Layout, layouts)
+    lower, best = bounds(table, listed), _Best()
+    order, visited = _in_order(table, listed, lower)[:NUM_PROBES], 0
+    for index in order:
+        if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):
+            break
+        visited += 1
+        best.keep(probe(table, listed[index]))
+    return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA, micro_batches, replica_options, zero_stages
@@ -21,6 +22,7 @@ from planner.axes.registry import violations
 from planner.axes.tensor import TENSOR, sequence_parallel_options
 from planner.errors import InputError
 from planner.layout.columns import Columns
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Limits, Pins, Training
 
 
@@ -34,8 +36,11 @@ class SearchSpace:
     layouts: Columns[Layout]
 
 
-def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
-    """Every allowed layout; InputError naming every violated rule where there is none."""
+def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadline | None = None) -> SearchSpace:
+    """Every allowed layout; InputError naming every violated rule where there is none.
+
+    OutOfTimeError where the deadline is over before all are listed.
+    """
     asked = Asked(training, pins, limits)
     found = violations(asked)
     if found:
@@ -43,7 +48,7 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
             "these options contradict each other:\n" + "\n".join(f"  - {violation}" for violation in found),
             hint="change or drop the options named above",
         )
-    layouts = _layouts(asked)
+    layouts = _layouts(asked, deadline or Deadline.never())
     if not layouts:
         raise InputError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
@@ -55,15 +60,32 @@ def build_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
     return SearchSpace(training, pins, limits, layouts)
 
 
-def _layouts(asked: Asked) -> Columns[Layout]:
+def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
+    """A small part of the space that most often has a fair plan: micro-batches of one sequence, 1F1B, no replicas of
+    shards and no context parallelism, but where ``pins`` say otherwise. It may be empty.
+    """
+    usual = replace(
+        pins,
+        cp=1 if pins.cp is None else pins.cp,
+        micro_batch=1 if pins.micro_batch is None else pins.micro_batch,
+        dp_replicate=1 if pins.dp_replicate is None else pins.dp_replicate,
+        schedule=ScheduleName.ONE_F_ONE_B if pins.schedule is pins.virtual_stages is None else pins.schedule,
+    )
+    layouts = _layouts(Asked(training, usual, limits), Deadline.never())
+    return SearchSpace(training, pins, limits, layouts)
+
+
+def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
     """Every layout; those of one mesh serve for all meshes that allow the same."""
     alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(asked):
         stages = tuple(zero_stages(asked, mesh.dp, mesh.dp_shard))
         flags = tuple(sequence_parallel_options(asked, mesh.tp, mesh.cp))
         alike[mesh.pp, mesh.dp, stages, flags].append(mesh)
-    on_one = (Columns.of(Layout, _layouts_on(meshes[0], asked)) for meshes in alike.values())
-    parts = (layouts.with_each("mesh", meshes) for layouts, meshes in zip(on_one, alike.values(), strict=True))
+    parts: list[Columns[Layout]] = []
+    for meshes in alike.values():
+        deadline.check()
+        parts.append(Columns.of(Layout, _layouts_on(meshes[0], asked)).with_each("mesh", meshes))
     return Columns.joined([Columns.of(Layout, ()), *parts])
 
 

@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 
 import pytest
@@ -114,3 +115,26 @@ def test_all_broken_rules_are_said_at_once() -> None:
 def test_what_torch_allows_is_allowed(arguments: tuple[str, int, int, int]) -> None:
     name, *numbers = arguments
     assert ScheduleName(name).rules.violations(*numbers) == ()
+
+
+def _listed_in_flight(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What ``in_flight_by_stage`` says, counted along the actions."""
+    flying, waits = [0] * (p * v), [0] * (p * v)
+    for actions in name.rules.actions(p, v, m):
+        held = [sum((a.kind == "F") - (a.kind in "BW") for a in actions[: k + 1]) for k in range(len(actions))]
+        for kind, stage, _ in actions[: held.index(max(held)) + 1]:
+            flying[stage] += (kind == "F") - (kind in "BW")
+            waits[stage] += (kind == "I") - (kind == "W")
+    return tuple(flying), tuple(waits)
+
+
+@pytest.mark.parametrize(
+    "name", [ScheduleName.INTERLEAVED_1F1B, ScheduleName.INTERLEAVED_ZERO_BUBBLE, ScheduleName.ZB_2P]
+)
+def test_what_interleaved_schedules_hold_in_closed_form_is_what_their_lists_hold(name: ScheduleName) -> None:
+    seen = 0
+    for p, v, m in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3, 4, 6, 8, 12, 13)):
+        if not name.rules.violations(p, v, m):
+            assert name.rules.in_flight_by_stage(p, v, m) == _listed_in_flight(name, p, v, m), (p, v, m)
+            seen += 1
+    assert seen > 20

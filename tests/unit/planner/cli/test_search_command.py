@@ -342,13 +342,13 @@ def test_markup_in_names_is_shown_as_it_is(run: Run) -> None:
     ],
     ids=lambda a: " ".join(a[:2]),
 )
-def test_no_torch_is_imported(arguments: tuple[str, ...], graph_file: Path) -> None:
+def test_neither_torch_nor_pandas_is_imported(arguments: tuple[str, ...], graph_file: Path) -> None:
     program = (
         "import sys\n"
         "from planner.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit:\n    pass\n"
-        "sys.exit(7 if 'torch' in sys.modules else 0)"
+        "sys.exit(7 if {'torch', 'pandas'} & set(sys.modules) else 0)"
     )
     given = [str(graph_file) if a == "GRAPH" else a for a in arguments]
     done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, check=False, text=True)

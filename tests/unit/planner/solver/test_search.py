@@ -9,6 +9,7 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
 from planner.evaluation.evaluator import Evaluator
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
@@ -76,7 +77,7 @@ def test_what_was_proved_is_said() -> None:
 
 def test_no_time_at_all_finds_nothing_and_claims_nothing() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
-    found = search(problem.table, problem.space.layouts, problem.solver, time_limit_s=0.0)
+    found = search(problem.table, problem.space.layouts, problem.solver, deadline=Deadline.within(0.0))
     assert (found.best, found.is_exhausted, found.num_visited) == (None, False, 0)
 
 

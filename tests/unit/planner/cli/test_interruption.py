@@ -1,0 +1,96 @@
+"""Ctrl-C at moments of a search that do not depend on the machine's speed: when a function is entered."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.graph.graph_file import write_graph
+from tests.planning import graph_of
+
+# Interrupts itself when NAME of MODULE is called for the TIMES-th time, then is the command line.
+PROGRAM = """
+import importlib, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+module, name, times, *arguments = sys.argv[1:]
+calls, home = 0, importlib.import_module(module)
+function = getattr(home, name)
+def interrupted(*args, **options):
+    global calls
+    calls += 1
+    if calls == int(times):
+        os.kill(os.getpid(), signal.SIGINT)
+    return function(*args, **options)
+setattr(home, name, interrupted)
+sys.argv[1:] = arguments
+from planner.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    write_graph(graph_of("llama-tiny", 64), path)
+    return path
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, check=False, text=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "times", "has_plan"),
+    [
+        ("planner.cli.main", "app", "1", False),
+        ("planner.api", "load_graph", "1", False),
+        ("planner.problem", "build_table", "1", False),  # of the typical layouts
+        ("planner.problem", "build_table", "2", True),  # of all
+        ("planner.solver.search", "visit", "1", True),
+        ("planner.api", "plan_of", "1", True),
+        ("planner.cli.search", "write_plan", "1", True),
+        ("planner.cli.search", "plan_json", "1", True),
+    ],
+)
+def test_ctrl_c_gives_the_best_so_far(
+    module: str, name: str, times: str, *, has_plan: bool, graph_file: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16", "--json", "-o", str(plan))
+    done = run(module, name, times, "search", str(graph_file), *options)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == (["plan.json"] if has_plan else [])
+    if has_plan:
+        assert json.loads(done.stdout) == json.loads(plan.read_text())
+    else:
+        assert done.stdout == ""
+        assert "interrupted" in done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    """The first module of the command line that is imported sends the signal."""
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'planner.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from planner.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "models"], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_job_in_the_background_stays_deaf(graph_file: Path) -> None:
+    program = PROGRAM.replace("signal.default_int_handler", "signal.SIG_IGN")
+    options = ("--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16", "--json")
+    command = [sys.executable, "-c", program, "planner.api", "plan_of", "1", "search", str(graph_file), *options]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["search"]["status"] == "OPTIMAL"

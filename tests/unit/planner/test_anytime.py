@@ -1,0 +1,98 @@
+"""A search that is cut short: what it answers, and what it claims."""
+
+import pytest
+
+from planner import problem as stages
+from planner.api import find_plan
+from planner.errors import TimeLimitError
+from planner.layout.deadline import Deadline, OutOfTimeError
+from planner.layout.layout import NO_PINS, Pins
+from planner.pricing.ideal import ideal_step_s
+from planner.problem import solved_by
+from planner.request import Request
+from planner.solver.bounds import bounds
+from tests.planning import A100, problem_of, training_of
+
+BATCH, SEQ_LEN = 64, 1024
+
+
+class UntilThereIsAPlan(Deadline):
+    """Over with the first plan, however fast the machine is."""
+
+    def is_over(self) -> bool:
+        return self.has_answer
+
+
+def made() -> UntilThereIsAPlan:
+    return UntilThereIsAPlan(float("inf"), 0.0)
+
+
+@pytest.mark.parametrize(
+    "pins", [Pins(micro_batch=1, cp=1), Pins(tp=2, zero=3), Pins(pp=4, micro_batch=2), Pins(cp=2, pp=1)]
+)
+def test_the_first_plan_is_an_honest_answer(pins: Pins) -> None:
+    whole = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN, pins=pins)
+    best = whole.solved().best
+    first = solved_by(made(), whole.target, training_of(BATCH, SEQ_LEN), pins).outcome
+    assert best is not None
+    assert first.best is not None
+    assert first.best.fits
+    assert not first.is_exhausted
+    assert 0 < first.bound_s <= best.step_time_s <= first.best.step_time_s
+    assert first.best.layout in set(whole.space.layouts)  # it obeys the pins
+
+
+@pytest.mark.parametrize(("model", "batch"), [("gpt3-1.3b", 64), ("moe-tiny", 16)])
+def test_the_ideal_step_is_below_every_bound(model: str, batch: int) -> None:
+    problem = problem_of(model, 8, batch=batch, seq_len=SEQ_LEN if model != "moe-tiny" else 64)
+    ideal_s = ideal_step_s(problem.target, problem.space.training)
+    least_s = bounds(problem.table, problem.space.layouts).step_time_s.min()
+    assert 0 < ideal_s <= least_s
+
+
+@pytest.mark.parametrize("phase", ["build_table", "build_space", "search"])
+def test_whatever_phase_is_interrupted_there_is_the_first_plan(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN).target
+    deadline = Deadline.never()
+    function = getattr(stages, phase)
+
+    def interrupted(*args: object, **options: object) -> object:
+        if deadline.has_answer:
+            raise KeyboardInterrupt
+        return function(*args, **options)
+
+    monkeypatch.setattr(stages, phase, interrupted)
+    pins = Pins(micro_batch=1)
+    outcome = solved_by(deadline, target, training_of(BATCH, SEQ_LEN), pins).outcome
+    assert outcome.best is not None
+    assert (outcome.interrupted, outcome.is_exhausted) == (True, False)
+
+
+def test_an_interrupt_before_any_plan_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN).target
+
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "build_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solved_by(Deadline.never(), target, training_of(BATCH, SEQ_LEN), NO_PINS)
+
+
+def test_no_time_at_all_is_an_error_and_no_plan() -> None:
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN).target
+    with pytest.raises(OutOfTimeError):
+        solved_by(Deadline.within(0.0), target, training_of(BATCH, SEQ_LEN), NO_PINS)
+    request = Request("llama-tiny", 4, hardware=A100, global_batch_size=8, seq_len=32, time_limit_s=0.0)
+    with pytest.raises(TimeLimitError, match="no plan was found in time") as error:
+        find_plan(request)
+    assert error.value.exit_code == 4
+
+
+def test_the_plan_says_how_far_it_may_be_from_the_best() -> None:
+    request = Request("llama-tiny", 4, hardware=A100, global_batch_size=8, seq_len=32)
+    section = find_plan(request, None, made()).plan.search
+    assert section is not None
+    assert section.status == "FEASIBLE"
+    assert 0 < section.gap < 1
+    assert section.elapsed_s > 0
