@@ -78,6 +78,12 @@ def of_stages(values: NDArray[np.float64], starts: tuple[int, ...]) -> tuple[flo
     return tuple(float(values[rank, a, b]) for rank, (a, b) in enumerate(zip(starts, ends, strict=True)))
 
 
+def rank_sums(rows: tuple[tuple[float, ...], ...], starts: tuple[int, ...]) -> tuple[float, ...]:
+    """Sums over the stages that begin at ``starts``, each from its own rank's row."""
+    ends = (*starts[1:], len(rows[0]))
+    return tuple(sum(row[a:b]) for row, a, b in zip(rows, starts, ends, strict=True))
+
+
 def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     """A lower bound on the step, which equal stages with free sends meet.
 

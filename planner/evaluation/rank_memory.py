@@ -204,16 +204,11 @@ class RankMemoryModel:
     def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
         working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
-        framework = self._table.framework
-        in_transit = (
-            framework.units_in_transit
-            * self._largest([variant % self._num_kinds for variant in variants])
-            * framework.item_bytes
-        )
+        kinds = {variant % self._num_kinds for variant in variants}
         return Transient(
             working=working,
             loss=self._most(variants, Holding.LOSS),
-            gathered=in_transit * ZERO_STAGES[self._layout.zero_stage].shards_parameters,
+            gathered=max((self.gathered_bytes(kind) for kind in kinds), default=0.0),
             reduced=reduced,
             buffers=self._most(variants, Holding.BUFFER),
             waiting=min(
@@ -221,6 +216,12 @@ class RankMemoryModel:
             ),
             stranded=self._most(variants, Holding.STRANDED),
         )
+
+    def gathered_bytes(self, kind: int) -> float:
+        """Parameters of as many units of a kind as ZeRO 3 has in transit; nothing where it does not gather them."""
+        framework = self._table.framework
+        in_transit = framework.units_in_transit * self._sizes[kind] * framework.item_bytes
+        return in_transit * ZERO_STAGES[self._layout.zero_stage].shards_parameters
 
     def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
         """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.

@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.ledger import MemoryLedger
 from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
@@ -45,7 +46,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.cuts import even_starts, stage_sizes
 from planner.evaluation.evaluator import device_places
-from planner.evaluation.rank_memory import reserve_fraction
+from planner.evaluation.rank_memory import RankMemoryModel, reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
@@ -279,7 +280,7 @@ class _Group:
         times = self._times
         weight_s = times.weight_s if self._schedule.rules.splits_backward else np.zeros_like(times.weight_s)
         units = paths.least(times.forward_s[0], times.backward_s[0] - weight_s[0], weight_s[0]) @ self._counts
-        recomputed = min(paths.forward, paths.backward) * self._recomputed_s[0]
+        recomputed = min(paths.forward, paths.backward) * max(self._recomputed_s[0], self._extra_of_ranks_s())
         return float(units + recomputed + paths.sends * self._send[0] + self._update_s()[0] / self._pp)
 
     def loads_s(self) -> float:
@@ -307,6 +308,23 @@ class _Group:
             low, high = (low, middle) if enough else (middle + 1, high)
         return float(candidates[low] * (1 - 1e-12) + self._update_s()[0] / self._pp)
 
+    def _extra_of_ranks_s(self) -> float:
+        """What all ranks must at least recompute of one micro-batch, however the blocks are dealt out.
+
+        What a rank recomputes rises ever faster with its blocks, so that the cheapest next blocks are dealt first.
+        """
+        units = self._table.units
+        kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
+        if len(kinds) != 1 or len(self._modes) == 1:
+            return 0.0
+        (kind,) = kinds
+        ranks = [self._extra_of_rank(rank, kind) for rank in range(self._pp)]
+        left = sum(units.is_block) - sum(fewest for fewest, _ in ranks)
+        more = np.sort(np.concatenate([np.diff(extra[np.isfinite(extra)]) for _, extra in ranks]))
+        if left > len(more) or not all(np.isfinite(extra[0]) for _, extra in ranks):
+            return float("inf")
+        return float(sum(extra[0] for _, extra in ranks) + more[: max(0, left)].sum())
+
     @staticmethod
     def _dealt(ranks: Sequence[tuple[int, Array]], limit_s: float) -> float:
         """The most blocks that ranks take within a time; less than nothing where one cannot take its least."""
@@ -316,30 +334,84 @@ class _Group:
 
     def _load_of_rank_s(self, rank: int, kind: int) -> tuple[int, Array]:
         """The fewest blocks that a rank holds, and the seconds that it takes with so many, one more, and so on."""
+        fewest, extra_s = self._extra_of_rank(rank, kind)
+        numbers = fewest + np.arange(len(extra_s))
+        own = self._work[0, self._ends_of(rank)].sum() + numbers * self._work[0, kind] + extra_s
+        sizes = stage_sizes(sum(self._table.units.is_block), self._pp * self._virtual)
+        costs = float(self._m[0]) * own + self._before_s(rank, kind, sizes.least)
+        return fewest, costs[np.isfinite(costs)]
+
+    def _ends_of(self, rank: int) -> list[int]:
+        """Kinds of the first and the last unit of the model, as far as they are no blocks and lie on this rank."""
+        units, rules = self._table.units, self._schedule.rules
+        ends = ((0, 0), (-1, self._pp * self._virtual - 1))
+        return [
+            units.kinds[unit]
+            for unit, stage in ends
+            if rules.rank_of(stage, self._pp) == rank and not units.is_block[unit]
+        ]
+
+    @lru_cache(maxsize=64)  # noqa: B019  (a group of one layout lives as long as its bound is worked out)
+    def _extra_of_rank(self, rank: int, kind: int) -> tuple[int, Array]:
+        """The fewest blocks of a rank; what so many, one more, and so on must at least recompute so that they may fit.
+
+        Seconds of one micro-batch. For any price of a byte: a block in stage s costs the least over all modes of its
+        seconds and the price of what it keeps there; the blocks go where that is least; and what the device has is paid
+        back. So much is recomputed at least, whatever the price; those at which a mode becomes worth it are tried.
+        """
         units, p, num_stages = self._table.units, self._pp, self._pp * self._virtual
-        rules, m = self._schedule.rules, float(self._m[0])
+        rules, held = self._schedule.rules, self._held_of_modes[:, kind]
         sizes = stage_sizes(sum(units.is_block), num_stages)
-        shortened = rules.shortened_to_peak(p, int(m), MOST_ROUNDS)
+        shortened = rules.shortened_to_peak(p, int(self._m[0]), MOST_ROUNDS)
         flying, waits = _flying(self._schedule, p, self._virtual, shortened)
         stages = [stage for stage in range(num_stages) if rules.rank_of(stage, p) == rank]
-        inner = [stage for stage in stages if 0 < stage < num_stages - 1]
-        fewest = sizes.least * len(inner)
-        # Activations of one block more: where fewest micro-batches are in flight first.
-        held = self._held_of_modes[0, kind]
-        each = flying * held[PLACE[Holding.KEPT]] + waits * held[PLACE[Holding.WAITING]]
-        room = [(each[s], sizes.most - (sizes.least if s in inner else 0)) for s in stages]
-        more = np.concatenate([np.full(max(0, number), num_bytes) for num_bytes, number in sorted(room)])
-        kept = sizes.least * each[inner].sum() + np.concatenate(([0.0], np.cumsum(more)))
-        numbers = fewest + np.arange(len(kept))
-        ends = [unit for unit, stage in ((0, 0), (-1, num_stages - 1)) if stage in stages]
-        fixed = [units.kinds[unit] for unit in ends if not units.is_block[unit]]
+        least = np.array([sizes.least if 0 < stage < num_stages - 1 else 0 for stage in stages])
+        kept = np.outer(held[:, PLACE[Holding.KEPT]], flying[stages])
+        kept = (kept + np.outer(held[:, PLACE[Holding.WAITING]], waits[stages])) * self._reserve[0]
         static = self._static_bytes[0]
-        need = numbers * static[kind] + static[fixed].sum() + kept * self._reserve[0] + self._besides[0]
-        lacking = need - self._table.cluster.devices[0].memory_bytes
-        own = self._work[0, fixed].sum() + numbers * self._work[0, kind]
-        recomputed = self._extra_s(kind, numbers, float(flying[stages].max()), lacking)
-        costs = m * (own + recomputed) + self._before_s(rank, kind, sizes.least)
-        return fewest, costs[np.isfinite(costs)]
+        room = self._table.cluster.devices[0].memory_bytes - self._beside_blocks(kind)
+        room -= static[self._ends_of(rank)].sum()
+        prices = self._prices(kept)
+        # Of a block in each stage at each price, with its own states; [prices, stages].
+        each = np.min(self._extra_s_of_modes(kind)[None, :, None] + prices[:, None, None] * kept[None], axis=1)
+        each = each + prices[:, None] * static[kind]
+        more = np.sort(np.repeat(each, sizes.most - least, axis=1), axis=1)
+        held_s = np.concatenate([np.zeros((len(prices), 1)), np.cumsum(more, axis=1)], axis=1)
+        total = (each @ least)[:, None] + held_s - (prices * room)[:, None]
+        smallest = (kept.min(axis=0) @ least) + np.concatenate(
+            ([0.0], np.cumsum(np.sort(np.repeat(kept.min(axis=0), sizes.most - least))))
+        )
+        numbers = int(least.sum()) + np.arange(total.shape[1])
+        fits = smallest + numbers * static[kind] <= room * (1 + 1e-12)
+        return int(least.sum()), np.where(fits, np.maximum(0.0, total.max(axis=0)), np.inf)
+
+    def _beside_blocks(self, kind: int) -> float:
+        """Of the only layout: what a rank needs besides states and kept activations while a block is at work.
+
+        Every rank has a stage that ends with a block, behind which nothing has been freed yet.
+        """
+        layout, table = self._layouts[0], self._table
+        model = RankMemoryModel(table, layout, LayoutRows.of_one(table, layout), [0] * len(table.units.kinds))
+        outside = MemoryLedger().with_reserve(model.software, model.num_communicators).total_bytes
+        held = self._held_of_modes[:, kind]
+        passing = (held[:, PLACE[Holding.WORKING]] + held[:, PLACE[Holding.BUFFER]]).min() + model.gathered_bytes(kind)
+        return outside + float(passing * self._reserve[0] + held[:, PLACE[Holding.STRANDED]].min())
+
+    def _prices(self, kept: Array) -> Array:
+        """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
+        extra = self._extra_s_of_modes(self._table.units.kinds[self._table.units.is_block.index(True)])
+        found = {0.0}
+        for a in range(len(extra)):
+            for b in range(len(extra)):
+                saved = kept[a] - kept[b]
+                found.update(((extra[b] - extra[a]) / saved[saved > 0]).tolist() if extra[b] > extra[a] else ())
+        return np.array(sorted(found))
+
+    def _extra_s_of_modes(self, kind: int) -> Array:
+        """Seconds of one micro-batch that each mode takes more in a block."""
+        times = [unit_times(self._table, replace(self._rows, mode=np.array([mode])), 0) for mode in self._modes]
+        work = np.array([float((each.forward_s + each.backward_s)[0, kind]) for each in times])
+        return np.maximum(0.0, work - work[0])
 
     def _before_s(self, rank: int, kind: int, fewest: int) -> float:
         """What the ranks before take at least until the first micro-batch has come, and the last gradient gone."""
@@ -352,21 +424,6 @@ class _Group:
     def _held_of_modes(self) -> Array:
         """Of the only layout, [modes, kinds, Holding]."""
         return np.array([self._table.num_bytes[self._rows.work[0], mode] for mode in self._modes])
-
-    def _extra_s(self, kind: int, numbers: Array, flying: float, lacking: Array) -> Array:
-        """What so many blocks recompute at least to save the bytes that are lacking; infinite where they cannot."""
-        if len(self._modes) == 1:
-            return np.where(lacking > 0, np.inf, 0.0)
-        kept = self._held_of_modes[:, kind, PLACE[Holding.KEPT]]
-        saved = np.maximum(0.0, kept[0] - kept) * flying * self._reserve[0]
-        times = [unit_times(self._table, replace(self._rows, mode=np.array([mode])), 0) for mode in self._modes]
-        work = np.array([float((each.forward_s + each.backward_s)[0, kind]) for each in times])
-        steps = _hull(saved, np.maximum(0.0, work - work[0]))
-        found, left = np.zeros_like(lacking), np.maximum(0.0, lacking)
-        for num_bytes, seconds in steps:
-            taken = np.minimum(left, numbers * num_bytes)
-            found, left = found + taken * (seconds / num_bytes), left - taken
-        return np.where(left > 1e-3, np.inf, found)
 
     def estimate_s(self) -> Array:
         """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.
@@ -525,20 +582,6 @@ class _Group:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", _by_kind(self._elements), each)
-
-
-def _hull(saved: Array, extra_s: Array) -> list[tuple[float, float]]:
-    """The steps from no recomputation through the modes that save bytes at the least seconds each: (bytes, seconds)."""
-    steps: list[tuple[float, float]] = []
-    at = 0
-    while True:
-        rates = [(extra_s[k] - extra_s[at]) / (saved[k] - saved[at]) for k in range(len(saved)) if saved[k] > saved[at]]
-        ways = [k for k in range(len(saved)) if saved[k] > saved[at]]
-        if not ways:
-            return steps
-        best = ways[int(np.argmin(rates))]
-        steps.append((float(saved[best] - saved[at]), float(max(0.0, extra_s[best] - extra_s[at]))))
-        at = best
 
 
 def _by_kind(elements: Array) -> Array:
