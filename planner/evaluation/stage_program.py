@@ -1,53 +1,51 @@
 """The program of cutting one layout into one stage a rank: what every possible stage takes on every rank.
 
-Memory is the ledger's own: a stage has a time on a rank only where the ledger of that rank says that it fits, and that
-time includes what its blocks must recompute for it.
+What a stage must recompute to fit its device is worked out by the ledger only for the stages of cuts that are looked at
+(``refine``). Until then a stage counts with what a shorter one of its units must recompute, which is no more.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
-from planner.layout.columns import Array
 from planner.problems import StageProblem
 
 
-def stage_problem(evaluator: Evaluator, least: LeastRecompute, limit_s: float | None = None) -> StageProblem:
-    """The program of ``evaluator``'s layout; stages that alone make the pipeline take ``limit_s`` are left out."""
+def stage_problem(evaluator: Evaluator) -> StageProblem:
+    """The program of ``evaluator``'s layout, as if every stage fitted without recomputation."""
     layout = evaluator.layout
-    pp = layout.mesh.pp
+    pp, num_units = layout.mesh.pp, len(evaluator.table.units.kinds)
     times = [evaluator.unit_times_of(rank) for rank in range(pp)]
     return StageProblem(
         forward_s=tuple(each.forward_s for each in times),
         backward_s=tuple(each.backward_s for each in times),
+        extra_s=np.zeros((pp, num_units, num_units + 1)),
         once_s=np.array([evaluator.least_once_a_step_s(rank) for rank in range(pp)]),
-        extra_s=_extra_s(evaluator, least, np.inf if limit_s is None else limit_s / layout.num_microbatches),
         num_microbatches=layout.num_microbatches,
         send_s=evaluator.send_s,
         windowed=not layout.schedule.rules.forwards_first,
     )
 
 
-def _extra_s(evaluator: Evaluator, least: LeastRecompute, longest_s: float) -> Array:
-    """[ranks, units, units + 1]: recomputation of the stage of units a..b-1, infinite where it does not fit.
+def refine(problem: StageProblem, starts: tuple[int, ...], least: LeastRecompute) -> StageProblem | None:
+    """``problem`` with what the stages of this cut must recompute; None where that is all known already.
 
-    A stage needs no less memory than a shorter one with the same first unit, so the longest are looked at first.
+    A stage needs no less than a part of it: what is found counts for every stage that holds all its units, on this rank
+    and, where all devices are alike, on the ranks before it, which hold no fewer micro-batches.
     """
-    pp, num_units = evaluator.layout.mesh.pp, len(evaluator.table.units.kinds)
-    found = np.full((pp, num_units, num_units + 1), np.inf)
-    for rank in range(pp):
-        times = evaluator.unit_times_of(rank)
-        running = np.concatenate(([0.0], np.cumsum(np.array(times.forward_s) + np.array(times.backward_s))))
-        for start in range(num_units):
-            last = int(np.searchsorted(running, running[start] + longest_s, side="right")) - 1
-            for end in range(min(last, num_units), start, -1):
-                choice = least.of_rank(rank, {rank: range(start, end)})
-                if choice is None:
-                    continue
-                if choice.least_s == 0.0:
-                    found[rank, start, start + 1 : end + 1] = 0.0
-                    break
-                found[rank, start, end] = choice.least_s
-    return found
+    extra_s, is_new = problem.extra_s.copy(), False
+    alike = len(set(zip(problem.forward_s, problem.backward_s, strict=True))) == 1
+    ends = (*starts[1:], problem.num_units)
+    for rank, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        choice = least.of_rank(rank, {rank: range(start, end)})
+        found_s = np.inf if choice is None else choice.least_s
+        if found_s > extra_s[rank, start, end]:
+            is_new = True
+            first = 0 if alike else rank
+            part = extra_s[first : rank + 1, : start + 1, end:]
+            np.maximum(part, found_s, out=part)
+    return replace(problem, extra_s=extra_s) if is_new else None

@@ -107,16 +107,17 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     return found
 
 
-def bound_of_several_s(table: CostTable, layout: Layout) -> float:
+def bound_of_several_s(table: CostTable, layout: Layout, enough_s: float) -> float:
     """A closer bound of one layout whose ranks hold several stages, or halves of backward passes apart.
 
     The larger of two: the longest paths of its schedule, over all ways to spread the work, and the loads of its ranks in
-    whole blocks. ``bounds`` leaves it out, since it takes a millisecond.
+    whole blocks. ``bounds`` leaves it out, since it takes milliseconds. ``enough_s``: more need not be known.
     """
     listed = Columns.of(Layout, [layout])
     keys, _ = listed.by(_AlikeKey)
     group = _Group(table, keys[0], listed, LayoutRows.of(table, listed))
-    return max(group.path_s(), group.loads_s())
+    loads_s = group.loads_s()
+    return loads_s if loads_s >= enough_s else max(loads_s, group.path_s())
 
 
 class _Group:
@@ -280,7 +281,7 @@ class _Group:
         times = self._times
         weight_s = times.weight_s if self._schedule.rules.splits_backward else np.zeros_like(times.weight_s)
         units = paths.least(times.forward_s[0], times.backward_s[0] - weight_s[0], weight_s[0]) @ self._counts
-        recomputed = min(paths.forward, paths.backward) * max(self._recomputed_s[0], self._extra_of_ranks_s())
+        recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s()
         return float(units + recomputed + paths.sends * self._send[0] + self._update_s()[0] / self._pp)
 
     def loads_s(self) -> float:
@@ -371,9 +372,9 @@ class _Group:
         static = self._static_bytes[0]
         room = self._table.cluster.devices[0].memory_bytes - self._beside_blocks(kind)
         room -= static[self._ends_of(rank)].sum()
-        prices = self._prices(kept)
+        prices = self._prices(kept, kind)
         # Of a block in each stage at each price, with its own states; [prices, stages].
-        each = np.min(self._extra_s_of_modes(kind)[None, :, None] + prices[:, None, None] * kept[None], axis=1)
+        each = np.min(self._extra_s_of_modes[:, kind][None, :, None] + prices[:, None, None] * kept[None], axis=1)
         each = each + prices[:, None] * static[kind]
         more = np.sort(np.repeat(each, sizes.most - least, axis=1), axis=1)
         held_s = np.concatenate([np.zeros((len(prices), 1)), np.cumsum(more, axis=1)], axis=1)
@@ -385,6 +386,7 @@ class _Group:
         fits = smallest + numbers * static[kind] <= room * (1 + 1e-12)
         return int(least.sum()), np.where(fits, np.maximum(0.0, total.max(axis=0)), np.inf)
 
+    @lru_cache(maxsize=8)  # noqa: B019  (as above)
     def _beside_blocks(self, kind: int) -> float:
         """Of the only layout: what a rank needs besides states and kept activations while a block is at work.
 
@@ -397,9 +399,9 @@ class _Group:
         passing = (held[:, PLACE[Holding.WORKING]] + held[:, PLACE[Holding.BUFFER]]).min() + model.gathered_bytes(kind)
         return outside + float(passing * self._reserve[0] + held[:, PLACE[Holding.STRANDED]].min())
 
-    def _prices(self, kept: Array) -> Array:
+    def _prices(self, kept: Array, kind: int) -> Array:
         """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
-        extra = self._extra_s_of_modes(self._table.units.kinds[self._table.units.is_block.index(True)])
+        extra, kept = self._extra_s_of_modes[:, kind], np.unique(kept, axis=1)
         found = {0.0}
         for a in range(len(extra)):
             for b in range(len(extra)):
@@ -407,10 +409,12 @@ class _Group:
                 found.update(((extra[b] - extra[a]) / saved[saved > 0]).tolist() if extra[b] > extra[a] else ())
         return np.array(sorted(found))
 
-    def _extra_s_of_modes(self, kind: int) -> Array:
-        """Seconds of one micro-batch that each mode takes more in a block."""
-        times = [unit_times(self._table, replace(self._rows, mode=np.array([mode])), 0) for mode in self._modes]
-        work = np.array([float((each.forward_s + each.backward_s)[0, kind]) for each in times])
+    @cached_property
+    def _extra_s_of_modes(self) -> Array:
+        """Of the only layout: seconds of one micro-batch that a unit takes more in each mode, [modes, kinds]."""
+        rows = replace(self._rows, work=np.repeat(self._rows.work, len(self._modes)), mode=np.array(self._modes))
+        times = unit_times(self._table, rows, 0)
+        work = times.forward_s + times.backward_s
         return np.maximum(0.0, work - work[0])
 
     def _before_s(self, rank: int, kind: int, fewest: int) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from planner.evaluation.cuts import balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
-from planner.evaluation.stage_program import stage_problem
+from planner.evaluation.stage_program import refine, stage_problem
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.table.cost_table import CostTable
@@ -110,12 +110,20 @@ def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_
         known = np.inf if cutoff_s is None else cutoff_s
         return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
 
-    problem = stage_problem(pricer.evaluator, pricer.least, None if cutoff_s is None else cutoff_s)
-    lower_s = np.inf
-    for tried, solution in enumerate(solver.cuts(problem, limit_s), start=1):
-        lower_s = min(lower_s, max(bound_s, solution.bound_s))  # the first is the least
-        if tried > MOST_CUTS:
-            return Cut(best, lower_s)
+    problem = stage_problem(pricer.evaluator)
+    for _ in range(MOST_CUTS):  # the cut of least bound, as long as its stages turn out to need more than was known
+        first = next(solver.cuts(problem, limit_s), None)
+        if first is None:
+            return Cut(best, np.inf)
+        best = _fastest(iter((best, pricer.price(first.starts))))
+        bound_s = max(bound_s, first.bound_s)
+        refined = refine(problem, first.starts, pricer.least)
+        if refined is None:
+            break
+        problem = refined
+    for tried, solution in enumerate(solver.cuts(problem, limit_s)):
+        if tried == MOST_CUTS:
+            return Cut(best, bound_s)
         best = _fastest(iter((best, pricer.price(solution.starts))))
     return Cut(best, np.inf)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -34,11 +35,9 @@ LEAST_GAIN = 1e-6
 HEAD = 10_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
-# Layouts whose estimate is above the best price that are visited because their bound is not: a number rather than a
-# time, so that the answer is the same on a busy machine.
-MOST_OPEN_VISITS = 40
-# Layouts of several stages a rank that are bounded by the paths of their schedule.
-MOST_REFINED = 3000
+# Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
+# Numbers rather than times, so that the answer is the same on a busy machine.
+MOST_VISITS, MOST_OPEN_VISITS = 80, 20
 # Layouts are bounded so many at a time.
 SLICE = 250_000
 
@@ -152,7 +151,6 @@ class _Walk:
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
         self._visited: set[int] = set()
         self._refined: set[int] = set()
-        self.num_open_visits = 0
 
     @property
     def num_visited(self) -> int:
@@ -166,6 +164,10 @@ class _Walk:
                 return
             self._best.keep(probe(self._table, self._listed[index]))
 
+    def known_s(self, index: int) -> float:
+        """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
+        return float(self._open_s[index])
+
     def is_open(self, index: int) -> bool:
         """Whether a visit may still find something better."""
         if index in self._visited or self._best.beats(float(self._open_s[index])):
@@ -173,7 +175,8 @@ class _Walk:
         layout = self._listed[index]
         if layout.mesh.pp > 1 and not layout.schedule.rules.has_one_stage and index not in self._refined:
             self._refined.add(index)
-            self._open_s[index] = max(self._open_s[index], bound_of_several_s(self._table, layout))
+            enough_s = np.inf if self._best.time_s is None else self._best.time_s
+            self._open_s[index] = max(self._open_s[index], bound_of_several_s(self._table, layout, enough_s))
         return not self._best.beats(float(self._open_s[index]))
 
     def visit(self, index: int) -> None:
@@ -192,15 +195,31 @@ class _Walk:
 def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound."""
     for index in order.tolist():
-        if best.beats(float(lower.estimate_s[index])):
+        if best.beats(float(lower.estimate_s[index])) or walk.num_visited >= MOST_VISITS:
             break
         if walk.is_open(index):
             yield index
-    left = order[lower.step_time_s[order] < (np.inf if best.time_s is None else best.time_s)]
-    for index in left[np.argsort(lower.step_time_s[left], kind="stable")][:MOST_REFINED].tolist():
-        if walk.is_open(index) and walk.num_open_visits < MOST_OPEN_VISITS:
-            walk.num_open_visits += 1
+    # From the least bound on, which is what stays to be proved: where no visit raises it, no other layout matters.
+    left = [(float(lower.step_time_s[index]), index) for index in order.tolist()]
+    left = [each for each in left if not best.beats(each[0])]
+    heapify(left)
+    while left:
+        known_s, index = heappop(left)
+        bound_s = walk.known_s(index)
+        if bound_s > known_s:
+            if not best.beats(bound_s):
+                heappush(left, (bound_s, index))
+        elif not walk.is_open(index):
+            if walk.known_s(index) == known_s:
+                return
+            heappush(left, (walk.known_s(index), index))
+        elif walk.known_s(index) == known_s:
+            if walk.num_visited >= MOST_VISITS + MOST_OPEN_VISITS:
+                return
             yield index
+            heappush(left, (walk.known_s(index), index))
+        else:
+            heappush(left, (walk.known_s(index), index))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:
