@@ -197,8 +197,9 @@ class _PricedUnit:
         Of the collectives only those count that the placements of tensor parallelism ask for.
         """
         recipe = self._framework.recipe
-        launches = self._num_launches[run] + more_kernels(self._unit, work.num_blocks, self._framework, run)
-        seconds = launches * recipe.issue_s(is_sharded=self._unit.is_split)
+        seconds = self._num_launches[run] * recipe.issue_s(is_sharded=self._unit.is_split)
+        # Inside attention tensors are a rank's own: nothing of them is sharded.
+        seconds += more_kernels(self._unit, work.num_blocks, self._framework, run) * recipe.issue_s(is_sharded=False)
         per_rank = recipe.host_s_per_collective_rank
         for collective in issued_by_host(work.collectives, run):
             seconds += recipe.host_s_per_collective.value
