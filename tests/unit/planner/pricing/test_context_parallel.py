@@ -173,10 +173,9 @@ def test_heads_that_ranks_can_share() -> None:
     assert num_heads(graph_of("deepseek-v3", 1024)) == 128  # keys are expanded before attention
 
 
-def chosen(model: str, seq_len: int, cp: int) -> ContextMethod:
-    """The way of the fastest layout on 8 GPUs of one node, where all three are searched."""
-    pins = Pins(tp=1, pp=1, cp=cp, zero=3, micro_batch=1)
-    problem = problem_of(model, 8, batch=8, seq_len=seq_len, hardware="dgx-h200", pins=pins)
+def chosen(model: str, seq_len: int, num_devices: int, batch: int, pins: Pins) -> ContextMethod:
+    """The way of the fastest layout, where all three are searched."""
+    problem = problem_of(model, num_devices, batch=batch, seq_len=seq_len, hardware="dgx-h200", pins=pins)
     assert {layout.cp_method for layout in problem.space.layouts} == set(ContextMethod)
     best = problem.solved(time_limit_s=None, progress=None).best
     assert best is not None
@@ -184,12 +183,18 @@ def chosen(model: str, seq_len: int, cp: int) -> ContextMethod:
 
 
 def test_the_search_chooses_by_heads() -> None:
-    """Two models alike but for their heads of keys, 32 and 8, on equal meshes: what a ring passes on is a quarter."""
-    assert chosen("llama2-7b", 8192, 4) is EXCHANGE
-    assert chosen("llama3-8b", 8192, 4) is RING
+    """32 heads of keys, or 8, on equal meshes: what a ring passes on is a quarter, what all-to-all moves five eighths.
+
+    Nothing lists which way is for which model: prices decide.
+    """
+    pins = Pins(tp=1, pp=1, cp=4, zero=3, micro_batch=1)
+    assert chosen("llama2-7b", 8192, 8, 8, pins) is EXCHANGE
+    assert chosen("llama3-8b", 8192, 8, 8, pins) is RING
 
 
 def test_the_search_chooses_by_the_length_of_sequences() -> None:
-    """Attention grows faster than what is sent: from some length on it hides a ring."""
-    assert chosen("llama2-7b", 1024, 2) is EXCHANGE
-    assert chosen("llama2-7b", 32768, 2) is RING
+    """As many tokens in short sequences or in long ones, between two nodes: long ones' attention hides a ring."""
+    tokens, batch_tokens = 2**15, 2**18
+    for seq_len, expected in ((2048, EXCHANGE), (32768, RING)):
+        pins = Pins(tp=8, pp=1, cp=2, zero=1, micro_batch=tokens // seq_len, sequence_parallel=True)
+        assert chosen("llama2-7b", seq_len, 16, batch_tokens // seq_len, pins) is expected
