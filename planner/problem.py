@@ -10,6 +10,7 @@ from costmodels.vocabulary.choices import ContextMethod, Placement, Preference
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
+from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph, OpClass
@@ -43,7 +44,7 @@ class Problem:
 
     @staticmethod
     def build(target: PricingTarget, training: Training, pins: Pins) -> Problem:
-        """Places the operators for every degree, enumerates the space and prices it."""
+        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best."""
         cluster = target.cluster
         decisions = decided_for_degrees(target, pins, CpSatSolver())
         limits = limits_of(target.graph, cluster, decisions, target.recipe)
@@ -53,6 +54,7 @@ class Problem:
             pipelines = over_groups(space.layouts, cluster.mixed.groups)
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
         table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]))
+        space = replace(space, layouts=undominated(table, space.layouts))
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
