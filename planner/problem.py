@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from costmodels.recipe import Recipe
-from costmodels.vocabulary.choices import ContextMethod, Placement, Preference
-from hardware_profiles.schema import ClusterSpec
+from costmodels.vocabulary.choices import Placement, Preference
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.experts import num_experts
-from planner.graph.model_graph import ModelGraph, OpClass
+from planner.graph.model_graph import OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Limits, Pins, Training
@@ -47,7 +45,7 @@ class Problem:
         """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best."""
         cluster = target.cluster
         decisions = decided_for_degrees(target, pins, CpSatSolver())
-        limits = limits_of(target.graph, cluster, decisions, target.recipe)
+        limits = limits_of(target, decisions)
         space = build_space(training, pins, limits)
         baseline = baseline_space(training, limits)
         if cluster.mixed is not None:
@@ -124,8 +122,9 @@ def decided(
     return decide(target.graph, split, fixed, target.machine, target.framework, solver.solve_placement)
 
 
-def limits_of(graph: ModelGraph, cluster: ClusterSpec, decisions: Decisions, recipe: Recipe) -> Limits:
+def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
     """What this model on this cluster in this framework allows."""
+    graph, cluster = target.graph, target.cluster
     has_attention = any(node.op_class is OpClass.ATTENTION for node in graph.nodes)
     splitting = {
         split for split, decision in decisions.items() if split.tp > 1 and any(u.splits_weights for u in decision)
@@ -138,15 +137,9 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, decisions: Decisions, rec
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
         num_experts=num_experts(graph),
         num_heads=num_heads(graph),
-        cp_methods=cp_methods_of(recipe),
+        cp_methods=target.cp_methods,
         context_splits=has_attention and not mixes_positions_outside_attention(graph),
     )
-
-
-def cp_methods_of(recipe: Recipe) -> tuple[ContextMethod, ...]:
-    """Ways of context parallelism that are searched for a framework."""
-    known = recipe.context_methods
-    return (ContextMethod.ALL_GATHER,) if known is None else known.methods
 
 
 def baseline_space(training: Training, limits: Limits) -> Columns[Layout]:

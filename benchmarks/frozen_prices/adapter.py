@@ -72,7 +72,7 @@ class Space:
     def __init__(self, setting: Json) -> None:
         self._target, self._training = _target(setting)
         decisions = decided_for_degrees(self._target, Pins(), CpSatSolver())
-        self._limits = limits_of(self._target.graph, self._target.cluster, decisions, self._target.recipe)
+        self._limits = limits_of(self._target, decisions)
 
     def with_pins(self, pins: Json) -> tuple[int, Callable[[int], Json]]:
         """How many layouts the pins leave, and each by its number; planner.errors.PlannerError where none."""

@@ -17,8 +17,6 @@ from planner.space.search_space import build_space
 from tests.planning import problem_of
 
 PROBLEMS = [
-    ("llama-tiny", 8, {"batch": 16, "seq_len": 64}),
-    ("moe-tiny", 8, {"batch": 16, "seq_len": 64, "hardware": "rtx-4090-x8"}),
     ("llama3-8b", 32, {"batch": 64, "seq_len": 8192, "hardware": "dgx-h200", "pins": Pins(zero=3)}),
     ("llama2-7b", 16, {"batch": 32, "seq_len": 8192, "hardware": "rtx-4090-x8", "pins": Pins(micro_batch=1)}),
 ]
@@ -67,11 +65,8 @@ def test_of_equal_ways_one_stays() -> None:
     """Two rows with the same prices: the first way is kept."""
     problem = whole(problem_of("llama-tiny", 8, batch=16, seq_len=64, pins=Pins(cp=2)))
     table = problem.table
-    first = {
-        key._replace(cp_method=ContextMethod.ALL_GATHER): i for i, key in reversed(list(enumerate(table.work_keys)))
-    }
-    rows = [first[key._replace(cp_method=ContextMethod.ALL_GATHER)] for key in table.work_keys]
+    gathering = [key._replace(cp_method=ContextMethod.ALL_GATHER) for key in table.work_keys]
+    rows = [table.work_keys.index(key) for key in gathering]
     equal = replace(table, time_s=table.time_s[:, rows], num_bytes=table.num_bytes[rows])
     left: Columns[Layout] = undominated(equal, problem.space.layouts)
-    assert len({layout.cp_method for layout in left}) == 1
-    assert len(left) * 3 == len(problem.space.layouts) or len(left) * 2 == len(problem.space.layouts)
+    assert set(left) == {layout for layout in problem.space.layouts if layout.cp_method is ContextMethod.ALL_GATHER}
