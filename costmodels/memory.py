@@ -47,9 +47,9 @@ class KeptStates:
 class Division:
     """Where the states of a parameter lie.
 
-    ``num_shards``: ranks the state is divided over (dp_shard, times cp where that shards too). ``is_replicated``: there
-    is more than one data-parallel rank, which is where a framework's buffers come in. ``on_host``: master copy and
-    moments do not lie on the device.
+    ``num_shards``: ranks the state is divided over, dp_shard * cp. ``is_replicated``: gradients are reduced over more
+    than one rank of data and context parallelism, which is where a framework's buffers come in. ``on_host``: master
+    copy and moments do not lie on the device.
     """
 
     zero_stage: int

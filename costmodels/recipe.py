@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from costmodels.vocabulary.choices import ContextMethod
 from hardware_profiles.schema import Quantity
 
 OUR_RECIPE = "planner"
@@ -93,6 +94,13 @@ class ErrorBand(_Value):
     between_layouts: Annotated[float, Field(gt=0)] | None = None
 
 
+class ContextMethods(_Value):
+    """The ways of context parallelism that a framework has, its default first."""
+
+    methods: Annotated[tuple[ContextMethod, ...], Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+
+
 class Recipe(_Value):
     """One framework, in one software generation."""
 
@@ -145,6 +153,8 @@ class Recipe(_Value):
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
     # balanced, as the trace takes it.
     expert_imbalance: Quantity | None = None
+    # None: the framework has no context parallelism, or none that is known; its layouts gather keys and values.
+    context_methods: ContextMethods | None = None
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
 
     def issue_s(self, *, is_sharded: bool) -> float:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.vocabulary.choices import Placement, Preference
-from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
+from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.disk_cache import DiskCache
 from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder
-from planner.graph.model_graph import ModelGraph, OpClass
-from planner.graph.node_operators import mixes_positions_outside_attention
+from planner.graph.model_graph import OpClass
+from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout, Limits, Pins, Training
@@ -49,7 +49,7 @@ class Problem:
 
     @staticmethod
     def build(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline | None = None) -> Problem:
-        """Places the operators for every degree, enumerates the space and prices it.
+        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best.
 
         OutOfTimeError where the deadline is over before that.
         """
@@ -71,7 +71,7 @@ class Problem:
 
         ``is_typical``: of the typical layouts alone.
         """
-        limits = limits_of(target.graph, target.cluster, decisions)
+        limits = limits_of(target, decisions)
         whole = (training, pins, limits)
         space = typical_space(*whole) if is_typical else build_space(*whole, deadline)
         baseline = baseline_space(training, limits)
@@ -80,6 +80,7 @@ class Problem:
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
         deadline.check()
         table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]), deadline)
+        space = replace(space, layouts=undominated(table, space.layouts))
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
@@ -239,8 +240,9 @@ def decided(
     return decide(target.graph, split, fixed, target.machine, target.framework, solver.solve_placement)
 
 
-def limits_of(graph: ModelGraph, cluster: ClusterSpec, decisions: Decisions) -> Limits:
-    """What this model on this cluster allows."""
+def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
+    """What this model on this cluster in this framework allows."""
+    graph, cluster = target.graph, target.cluster
     has_attention = any(node.op_class is OpClass.ATTENTION for node in graph.nodes)
     splitting = {
         split for split, decision in decisions.items() if split.tp > 1 and any(u.splits_weights for u in decision)
@@ -252,6 +254,8 @@ def limits_of(graph: ModelGraph, cluster: ClusterSpec, decisions: Decisions) -> 
         tensor_degrees=frozenset(split.tp for split in splitting),
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
         num_experts=num_experts(graph),
+        num_heads=num_heads(graph),
+        cp_methods=target.cp_methods,
         context_splits=has_attention and not mixes_positions_outside_attention(graph),
     )
 

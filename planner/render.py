@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import ContextMethod, Offload
 from costmodels.vocabulary.terms import Term
 from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
 
@@ -84,13 +84,15 @@ def _layout(plan: Plan) -> Table:
     pipeline, training = plan.pipeline, plan.training
     rows = [
         ("device mesh", degrees(plan.mesh)),
-        ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.dp_replicate * plan.mesh.dp_shard > 1 else "none"),
+        ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.shape().is_replicated else "none"),
         (
             "batch",
             f"{training.global_batch_size} sequences of {training.seq_len} tokens; each data-parallel rank runs "
             f"{pipeline.num_microbatches} x {pipeline.micro_batch_size} of them",
         ),
     ]
+    if plan.mesh.cp > 1:
+        rows.append(("context parallelism", _CONTEXT[plan.cp_method]))
     if plan.mesh.tp > 1:
         rows.append(("sequence parallelism", "on" if plan.placements.sequence_parallel else "off"))
     if plan.mesh.pp > 1:
@@ -109,6 +111,11 @@ def _layout(plan: Plan) -> Table:
     return table
 
 
+_CONTEXT = {
+    ContextMethod.ALL_GATHER: "keys and values gathered before attention (all-gather)",
+    ContextMethod.RING: "keys and values passed on behind attention (ring)",
+    ContextMethod.ALL_TO_ALL: "heads exchanged for positions around attention (all-to-all, Ulysses)",
+}
 _ZERO = {
     0: "replicas, gradients all-reduced (ZeRO 0)",
     1: "optimiser states sharded (ZeRO 1)",
@@ -228,6 +235,8 @@ def _candidates(plan: Plan) -> Table:
 
 def _layout_text(row: Candidate) -> str:
     parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {row.micro_batch_size}"]
+    if row.mesh.cp > 1:
+        parts.append(f"CP by {row.cp_method}")
     if row.device_groups:
         parts.append(" then ".join(row.device_groups))
     if row.mesh.pp > 1:

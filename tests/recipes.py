@@ -12,7 +12,7 @@ FROZEN: dict[str, dict[str, object]] = json.loads((ROOT / "fixtures" / "resolved
 STUDY_RECIPES = {
     path.stem: str(path) for path in sorted((ROOT.parent / "benchmarks" / "data" / "recipes").glob("*.json"))
 }
-UNFROZEN = ("description", "schema_version", "error_band.source")  # texts, and the file's own
+UNFROZEN = ("description", "schema_version", "error_band.source", "context_methods.source")  # texts, and the file's own
 
 
 def values_of(model: BaseModel, place: str = "") -> dict[str, object]:

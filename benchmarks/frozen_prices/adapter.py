@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.published.frameworks import recipe_called
 from costmodels.recipe import attention_kernel
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.unlike_devices import over_groups
@@ -37,6 +37,7 @@ Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 ENUMS: dict[str, Callable[[Any], Any]] = {
     "schedule": ScheduleName, "recompute": Recompute, "offload": Offload, "groups": tuple,
+    "cp_method": ContextMethod,
 }  # fmt: skip
 _graph = cache(load_graph)
 
@@ -53,7 +54,8 @@ def _target(setting: Json) -> tuple[PricingTarget, Training]:
 
 def _chosen(layout: Json) -> Layout:
     mesh = Mesh(**{name: layout[name] for name in asdict(Mesh())})
-    return Layout(mesh, *(ENUMS.get(n, lambda value: value)(layout[n]) for n in Layout._fields if n != "mesh"))
+    known = [name for name in Layout._fields if name != "mesh" and name in layout]  # newer fields have their default
+    return Layout(mesh, **{name: ENUMS.get(name, lambda value: value)(layout[name]) for name in known})
 
 
 def _layout(chosen: Layout) -> Json:
@@ -70,7 +72,7 @@ class Space:
     def __init__(self, setting: Json) -> None:
         self._target, self._training = _target(setting)
         decisions = decided_for_degrees(self._target, Pins(), CpSatSolver())
-        self._limits = limits_of(self._target.graph, self._target.cluster, decisions)
+        self._limits = limits_of(self._target, decisions)
 
     def with_pins(self, pins: Json) -> tuple[int, Callable[[int], Json]]:
         """How many layouts the pins leave, and each by its number; planner.errors.PlannerError where none."""

@@ -27,6 +27,19 @@ class Offload(StrEnum):
     NVME = "nvme"
 
 
+class ContextMethod(StrEnum):
+    """How attention reaches the positions that lie on other ranks of context parallelism.
+
+    ``ALL_GATHER`` brings all keys and values to every rank before attention (Dubey et al., 2024); ``RING`` passes them
+    on from rank to rank while attention works on those at hand (Liu et al., 2023); ``ALL_TO_ALL`` gives every rank all
+    positions of some of the heads (DeepSpeed-Ulysses, Jacobs et al., 2023).
+    """
+
+    ALL_GATHER = "all-gather"
+    RING = "ring"
+    ALL_TO_ALL = "all-to-all"
+
+
 class Precision(StrEnum):
     """Compute dtype of the forward and backward pass."""
 

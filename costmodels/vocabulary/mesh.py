@@ -65,13 +65,13 @@ class Mesh:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether there is more than one data-parallel rank."""
-        return self.dp > 1
+        """Whether more than one rank holds the same dense parameters, and reduces their gradients with the others."""
+        return self.dp * self.cp > 1
 
     @property
     def experts_are_replicated(self) -> bool:
-        """Whether more than one data-parallel rank holds the same experts."""
-        return self.dp > 1 and self.dp * self.cp > self.ep
+        """The same of the same experts."""
+        return self.dp * self.cp > self.ep
 
     def degree(self, axis: MeshAxis) -> int:
         """Number of ranks along ``axis``."""

@@ -56,6 +56,8 @@ class Time(Enum):
     EXPERT_BACKWARD = Term.EXPERT, Pass.BACKWARD
     WEIGHT_GRADIENT = "part of COMPUTE_BACKWARD: what a schedule that splits backward passes runs later", Pass.BACKWARD
     SPLIT_EXTRA = "kernels that run twice where a schedule splits the backward pass", Pass.BACKWARD
+    HIDING_FORWARD = "part of COMPUTE_FORWARD that hides messages of the unit itself, and nothing else", Pass.FORWARD
+    HIDING_BACKWARD = "part of COMPUTE_BACKWARD and RECOMPUTE that does the same", Pass.BACKWARD
 
     @property
     def term(self) -> Term | None:

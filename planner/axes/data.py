@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO" (2020).
 
 from __future__ import annotations
 
+from math import prod
 from typing import ClassVar, NamedTuple
 
 from costmodels.memory import COMPUTE_BYTES
@@ -22,6 +23,7 @@ from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.base import Asked, Axis, divisors, undivided
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, Role, StateKind
+from planner.layout.layout import Limits, Pins
 from planner.table.keys import DataKey
 
 MAX_MICRO_BATCH_SIZE = 64
@@ -65,7 +67,7 @@ class DataAxis(Axis[DataFields]):
             found.append(f"micro-batch {micro} * dp {dp} does not divide the global batch of {batch} sequences")
         if pins.zero is not None and pins.zero not in range(4):
             found.append(f"ZeRO stage must be 0, 1, 2 or 3, got {pins.zero}")
-        return found
+        return [*found, *_nothing_to_shard_over(pins, limits)]
 
     def state_fields(self, key: DataKey) -> DataFields:
         """Groups of ranks, and what ZeRO divides."""
@@ -87,12 +89,10 @@ def replica_options(asked: Asked, dp: int) -> list[int]:
     return [d for d in divisors(dp) if asked.pins.dp_replicate in (None, d)]
 
 
-def zero_stages(asked: Asked, dp: int, dp_shard: int) -> list[int]:
-    """Sharding needs ranks to shard over."""
-    pin = asked.pins.zero
-    if dp == 1 and pin is not None:
-        return [0]  # with one data-parallel rank every stage is the same
-    return [stage for stage in ([0] if dp_shard == 1 else [1, 2, 3]) if pin in (None, stage)]
+def zero_stages(asked: Asked, mesh: Mesh) -> list[int]:
+    """Stages over the shards of ``mesh``: sharding needs ranks to shard over, and stage 0 leaves no shards of data."""
+    possible = [*([0] if mesh.dp_shard == 1 else []), *([1, 2, 3] if mesh.num_shards > 1 else [])]
+    return [stage for stage in possible if asked.pins.zero in (None, stage)]
 
 
 def micro_batches(asked: Asked, dp: int) -> list[tuple[int, int]]:
@@ -102,6 +102,21 @@ def micro_batches(asked: Asked, dp: int) -> list[tuple[int, int]]:
     return [
         (size, per_rank // size) for size in sizes if per_rank % size == 0 and (size <= MAX_MICRO_BATCH_SIZE or pin)
     ]
+
+
+def _nothing_to_shard_over(pins: Pins, limits: Limits) -> list[str]:
+    """ZeRO divides states over the ranks of dp_shard * cp: there must be some."""
+    if pins.zero not in (1, 2, 3):
+        return []
+    others = {name: getattr(pins, name) for name in ("tp", "pp", "dp_replicate") if (getattr(pins, name) or 1) > 1}
+    ranks = limits.num_devices // prod(others.values())
+    if pins.dp is not None and pins.cp is not None:
+        others = {"dp": pins.dp, "cp": pins.cp, **({"dp_replicate": pins.dp_replicate} if pins.dp_replicate else {})}
+        ranks = pins.dp * pins.cp // (pins.dp_replicate or 1)
+    if ranks > 1:
+        return []
+    told = ", ".join(f"{name}={degree}" for name, degree in others.items()) or f"{limits.num_devices} GPU"
+    return [f"zero={pins.zero} divides states over the ranks of dp_shard * cp, and with {told} there is only one"]
 
 
 def _moves(

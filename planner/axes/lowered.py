@@ -35,12 +35,14 @@ class Role(Enum):
 class Hides(Enum):
     """What a collective may hide behind.
 
-    ``KERNELS``: the price leaves out the share that the recipe says is hidden. For the others the exposed time depends
-    on the units of a rank, the schedule and the number of micro-batches: it is found when a layout is evaluated.
+    ``KERNELS``: the price leaves out the share that the recipe says is hidden. ``BLOCKS``: the price leaves out what
+    these kernels hide. For the others the exposed time depends on the units of a rank, the schedule and the number of
+    micro-batches: it is found when a layout is evaluated.
     """
 
     NOTHING = auto()
     KERNELS = auto()  # the products that it is split and interleaved with
+    BLOCKS = auto()  # the kernels ``behind`` which it runs, block by block
     UNIT = auto()  # the pass of a unit that each micro-batch makes
     LAST_BACKWARD = auto()  # the backward pass of the last micro-batch
     FIRST_FORWARD = auto()  # the forward pass of the next step's first micro-batch
@@ -157,6 +159,7 @@ class Collective:
     hidden_share: float = 0.0  # of its time, where ``hides`` is KERNELS
     rate: float = 1.0  # over what the links sustain
     repeats: float = 1.0  # so often
+    behind: tuple[int, ...] = ()  # kernels whose blocks it runs beside, one repetition a block
     issued_by_host: bool = False  # counted when the host's time to issue a unit is
     is_buffered: bool = False  # what is sent lies beside what is received
     copies: float | None = None  # rows that a token is sent as, where a node gets only one of them
@@ -226,6 +229,7 @@ class RankWork:
     unit: RankUnit
     collectives: tuple[Collective, ...] = ()
     part_of_sequence: float = 1.0  # of each sequence's positions, those on this rank
+    num_blocks: int = 1  # of keys and values, on which attention works one after another, adding up what each gives
 
 
 class StateKind(Enum):

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.options import AsJson, Framework, Hardware
 from planner.cli.process import interruptible, process_began_s
@@ -74,6 +74,10 @@ def search(  # over 6 arguments: one for each option of the command line
         int | None, typer.Option(help="Data-parallel degree, sharded and replicated together.", rich_help_panel=_PINS)
     ] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel degree.", rich_help_panel=_PINS)] = None,
+    cp_method: Annotated[
+        ContextMethod | None,
+        typer.Option(help="How attention reaches other ranks' positions.", rich_help_panel=_PINS),
+    ] = None,
     ep: Annotated[
         int | None, typer.Option(help="Expert-parallel degree, inside dp * cp (1: not split).", rich_help_panel=_PINS)
     ] = None,
@@ -111,6 +115,7 @@ def search(  # over 6 arguments: one for each option of the command line
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
         virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel, offload=offload,
+        cp_method=cp_method,
     )  # fmt: skip
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,

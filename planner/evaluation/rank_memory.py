@@ -285,8 +285,8 @@ class RankMemoryModel:
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""
         framework, layout = self._table.framework, self._layout
-        if layout.zero_stage != 1 or layout.mesh.dp == 1:
+        if layout.zero_stage != 1 or layout.mesh.num_shards == 1:
             return 0.0
         gathered, sent = framework.gathered_update_bytes, framework.gathered_update_shard_bytes
         held = held_elements(trainable, experts, layout.mesh.ep)
-        return held * gathered + trainable * sent / layout.mesh.dp_shard
+        return held * gathered + trainable * sent / layout.mesh.num_shards

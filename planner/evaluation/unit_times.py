@@ -157,13 +157,13 @@ class UnitTimes:
 
     @property
     def compute_forward_s(self) -> Array:
-        """Compute alone, forward: what communication hides behind."""
-        return self.time_s[..., PLACE[Time.COMPUTE_FORWARD]]
+        """Compute alone, forward: what communication hides behind, without what hides the unit's own already."""
+        return _free_forward_s(self.time_s)
 
     @property
     def compute_backward_s(self) -> Array:
-        """Compute alone, backward, with what is recomputed."""
-        return self.time_s[..., PLACE[Time.COMPUTE_BACKWARD]] + self.time_s[..., PLACE[Time.RECOMPUTE]]
+        """The same backward, with what is recomputed."""
+        return _free_backward_s(self.time_s)
 
     def _of_pass(self, run: Pass, but: tuple[Term, ...]) -> Array:
         places = [PLACE[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
@@ -186,11 +186,21 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., PLACE[Data.GATHER]], 0.0)
     in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., PLACE[Data.REDUCE]], 0.0)
     overlap = table.cluster.devices[device].overlap
-    forward = time_s[..., PLACE[Time.COMPUTE_FORWARD]]
-    backward = time_s[..., PLACE[Time.COMPUTE_BACKWARD]] + time_s[..., PLACE[Time.RECOMPUTE]]
-    exposed = [exposed_s(in_forward, forward, overlap), exposed_s(in_backward, backward, overlap)]
+    exposed = [
+        exposed_s(in_forward, _free_forward_s(time_s), overlap),
+        exposed_s(in_backward, _free_backward_s(time_s), overlap),
+    ]
     weight_s = time_s[..., PLACE[Time.WEIGHT_GRADIENT]] + accumulation + twice
     return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s)
+
+
+def _free_forward_s(time_s: Array) -> Array:
+    return time_s[..., PLACE[Time.COMPUTE_FORWARD]] - time_s[..., PLACE[Time.HIDING_FORWARD]]
+
+
+def _free_backward_s(time_s: Array) -> Array:
+    compute_s = time_s[..., PLACE[Time.COMPUTE_BACKWARD]] + time_s[..., PLACE[Time.RECOMPUTE]]
+    return compute_s - time_s[..., PLACE[Time.HIDING_BACKWARD]]
 
 
 def data_times(table: CostTable, rows: LayoutRows, device: int) -> Array:

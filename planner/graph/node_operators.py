@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
 from hardware_profiles.vocabulary import OpClass
 from planner.graph.model_graph import ModelGraph, Node
@@ -63,6 +63,19 @@ def num_scores(node: Node, graph: ModelGraph) -> float:
     """Elements of the score matrix of an attention operator: batch · heads · queries · keys."""
     keys = next((graph.nodes[o].shape[-2] for o in node.operands[1:2] if isinstance(o, int)), node.shape[-2])
     return prod(node.shape[:-1]) * keys
+
+
+def num_heads(graph: ModelGraph) -> int:
+    """The greatest number that divides the heads of queries, keys and values of every attention; 1 without any."""
+    operands = [
+        graph.nodes[operand].shape
+        for node in graph.nodes
+        if node.op_class is OpClass.ATTENTION
+        for operand in node.operands[:3]
+        if isinstance(operand, int)
+    ]
+    heads = [shape[-3] if len(shape) > 3 else 1 for shape in operands]  # (batch, heads, positions, width)
+    return gcd(*heads) if heads else 1
 
 
 def mixes_positions_outside_attention(graph: ModelGraph) -> bool:

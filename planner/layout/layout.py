@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 
@@ -40,6 +40,7 @@ class Pins:
     dp_replicate: int | None = None
     ep: int | None = None
     offload: Offload | None = None  # None: states stay on the devices
+    cp_method: ContextMethod | None = None
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -63,6 +64,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool
     offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
+    cp_method: ContextMethod = ContextMethod.ALL_GATHER  # without context parallelism it says nothing
 
     @property
     def is_plain_fsdp(self) -> bool:
@@ -83,3 +85,5 @@ class Limits:
     sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
     context_splits: bool  # attention is the only operator that mixes positions
     num_experts: int = 1  # what divides it divides the experts of every layer
+    num_heads: int = 1  # what divides it divides the heads of queries, keys and values of every attention
+    cp_methods: tuple[ContextMethod, ...] = tuple(ContextMethod)  # that the framework has

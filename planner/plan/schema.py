@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute, parse_placement
+from costmodels.vocabulary.choices import (
+    ContextMethod,
+    Offload,
+    Optimizer,
+    Precision,
+    Recompute,
+    parse_placement,
+)
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Phase, Provenance, Term
@@ -152,6 +159,7 @@ class Candidate(_Value):
     recompute: Recompute | None  # None: differs between modules
     sequence_parallel: bool
     offload: Offload = Offload.NONE
+    cp_method: ContextMethod = ContextMethod.ALL_GATHER
     device_groups: tuple[str, ...] = ()  # in the order of the pipeline, where devices differ
     step_time_s: float
     peak_memory_bytes: int
@@ -187,6 +195,7 @@ class Plan(_Value):
     placements: PlacementSection
     recompute: tuple[RecomputeRule, ...] = ()
     offload: Offload = Offload.NONE
+    cp_method: ContextMethod = ContextMethod.ALL_GATHER  # how attention reaches other ranks' positions, where cp > 1
     prediction: PredictionSection | None = None
     search: SearchSection | None = None
     warnings: tuple[str, ...] = ()

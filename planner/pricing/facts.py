@@ -5,11 +5,11 @@ from __future__ import annotations
 from costmodels.ledger import SoftwareBytes
 from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from costmodels.offload import HostWork, download_s, host_update_s, missing_facts
-from costmodels.overlap import Overlap
 from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
 from costmodels.vocabulary.choices import Offload
-from hardware_profiles.schema import ClusterSpec, SoftwareProfile
+from hardware_profiles.schema import ClusterSpec
 from planner.layout.layout import Training
+from planner.pricing.machine import Machine
 from planner.pricing.target import PricingTarget
 from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostFacts, Line
 
@@ -44,13 +44,8 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
 def _device_facts(name: str, cluster: ClusterSpec, target: PricingTarget, training: Training) -> DeviceFacts:
     device = cluster.profile.device
     line = optimizer_step_line(training.optimizer.value, device, target.recipe.update_extra_bytes.value)
-    overlap = overlap_of(cluster.profile.software)
+    overlap = Machine(cluster).overlap
     return DeviceFacts(name, cluster.num_devices, device.memory_bytes.value, overlap, Line(*line))
-
-
-def overlap_of(software: SoftwareProfile) -> Overlap:
-    """How well communication hides."""
-    return Overlap(software.overlappable_fraction.value, software.overlap_slowdown.value)
 
 
 def unpriced_offload(cluster: ClusterSpec, offload: Offload) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from costmodels.communication import Line, collective_lines, collective_times_s, dispatch_parts
 from costmodels.compute import Roofline, roofline
+from costmodels.overlap import Overlap
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.lowered import Collective
@@ -37,6 +38,12 @@ class Machine:
         """Kernels that the driver queues before a launch blocks; infinite where no such number is known."""
         queued = self.cluster.profile.software.launch_queue_kernels
         return math.inf if queued is None else queued.value
+
+    @property
+    def overlap(self) -> Overlap:
+        """How well compute hides communication."""
+        software = self.cluster.profile.software
+        return Overlap(software.overlappable_fraction.value, software.overlap_slowdown.value)
 
     def roofline(self, op_class: OpClass, precision: str) -> Roofline:
         """The roofline of one class of operators."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
+from costmodels.vocabulary.choices import ContextMethod
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.framework import Framework
 from planner.graph.model_graph import ModelGraph
@@ -28,6 +29,12 @@ class PricingTarget:
     def attention_kernel(self) -> AttentionKernel:
         """How attention runs."""
         return self.attention or attention_kernel(self.recipe.flash_kernel)
+
+    @property
+    def cp_methods(self) -> tuple[ContextMethod, ...]:
+        """Ways of context parallelism that the framework has; where its recipe says nothing, gathering."""
+        known = self.recipe.context_methods
+        return (ContextMethod.ALL_GATHER,) if known is None else known.methods
 
     @cached_property
     def machine(self) -> Machine:

@@ -1,8 +1,9 @@
 """What one micro-batch through one unit takes on one rank: seconds by term, bytes by holding.
 
-Compute is the sum of the unit's kernels. Where the host needs longer to issue kernels and collectives than the device
-needs to run them, compute is the host's time less the collectives' instead. No axis is named here: what an axis does
-to a unit is already in its kernels, tensors and collectives.
+Compute is the sum of the kernels, with what attention costs more in blocks than in one piece (``pricing.blocks``).
+Of messages that run beside those blocks the time counts that stays exposed. Where the host needs longer to issue
+kernels and collectives than the device needs to run them, compute is the host's time less the collectives' instead.
+No axis is named here: what an axis does to a unit is already in its kernels, tensors and collectives.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 
 from costmodels.vocabulary.terms import PLACE, Holding, Pass, Time
 from planner.axes.framework import Framework
-from planner.axes.lowered import Collective, RankUnit, RankWork, Recomputation
+from planner.axes.lowered import Collective, Hides, RankUnit, RankWork, Recomputation, Role
 from planner.layout.columns import Array, Positions
+from planner.pricing.blocks import BlockTimes, beside_blocks, block_times, more_kernels
 from planner.pricing.holdings import holdings
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
@@ -47,13 +49,11 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
     num_bytes = held[:, :, 0] + held[:, :, 1] * on_rank[:, None, None]
     time_s = np.empty((len(cases), len(unit.recomputations), len(Time)))
     for work, rows in _by_work(cases):
-        exchanged = priced.exchanges(work.collectives)
+        exchanged = priced.exchanges(work)
         at = place[rows]
         for mode, recomputation in enumerate(unit.recomputations):
             time_s[rows, mode] = priced.times(exchanged, recomputation)[at]
-        # What is sent lies beside what is received.
-        buffered = [each.num_bytes(unit.tensors) for each in work.collectives if each.is_buffered]
-        num_bytes[rows, :, PLACE[Holding.WORKING]] += max(buffered, default=0.0) * on_rank[rows, None]
+        num_bytes[rows, :, PLACE[Holding.WORKING]] += _buffered_bytes(work) * on_rank[rows, None]
     return WorkPrices(time_s, num_bytes)
 
 
@@ -64,17 +64,45 @@ def _by_work(cases: Sequence[Case]) -> list[tuple[RankWork, Positions]]:
     return [(work, np.array(rows, dtype=np.intp)) for work, rows in found.values()]
 
 
+def _buffered_bytes(work: RankWork) -> float:
+    """Bytes of one sequence that lie beside what is sent: of attention all of a pass together, else one at a time."""
+    buffered = [each for each in work.collectives if each.is_buffered]
+    sizes = [each.num_bytes(work.unit.tensors) for each in buffered]
+    of_attention = dict.fromkeys(Pass, 0.0)
+    for collective, size in zip(buffered, sizes, strict=True):
+        if collective.role is Role.ATTENTION:
+            of_attention[collective.runs_in] += size
+    alone = [size for each, size in zip(buffered, sizes, strict=True) if each.role is not Role.ATTENTION]
+    return max(*of_attention.values(), *alone)
+
+
 class _Exchanges(NamedTuple):
-    """Collectives of a unit, their seconds at each size, and the host's seconds to issue kernels and collectives."""
+    """Collectives of a unit, and what they and attention in blocks take at each size."""
 
     collectives: tuple[Collective, ...]
-    seconds: tuple[Array, ...]
-    host_s: tuple[float, float]
+    seconds: tuple[Array, ...]  # that stay exposed
+    hiding_s: tuple[Array, ...]  # of compute that they hide behind
+    blocks: BlockTimes
+    host_s: tuple[float, float]  # to issue kernels and collectives, forward and backward
 
     def summed(self, run: Pass, zero: Array) -> Array:
-        """Of one pass."""
+        """Exposed seconds of one pass."""
         pairs = zip(self.collectives, self.seconds, strict=True)
         return sum((seconds for collective, seconds in pairs if collective.runs_in is run), zero)
+
+    def hidden_behind(self, run: Pass, zero: Array) -> Array:
+        """Compute of one pass that hides them."""
+        pairs = zip(self.collectives, self.hiding_s, strict=True)
+        return sum((seconds for collective, seconds in pairs if collective.runs_in is run), zero)
+
+    def repeated(self, mode: Recomputation, zero: Array) -> tuple[Array, Array]:
+        """Exposed seconds of what recomputation sends again, and compute that hides it."""
+        places = [
+            place
+            for place, each in enumerate(self.collectives)
+            if each.runs_in is Pass.FORWARD and each.role in mode.roles
+        ]
+        return sum((self.seconds[i] for i in places), zero), sum((self.hiding_s[i] for i in places), zero)
 
 
 class _PricedUnit:
@@ -87,12 +115,21 @@ class _PricedUnit:
         self._compute_s = tuple(each.sum(axis=1) for each in self._kernels)
         self._weights: WeightGradients = weight_gradients(unit.kernels, self._kernels.backward_s, framework)
         self._num_launches = {run: sum(kernels_issued(k, framework, run) for k in unit.kernels) for run in Pass}
-        self._seconds: dict[int, Array] = {}
+        self._seconds: dict[int, tuple[Array, Array]] = {}
+        self._more: dict[int, BlockTimes] = {}
 
-    def exchanges(self, collectives: tuple[Collective, ...]) -> _Exchanges:
-        """Times of ``collectives`` of this unit."""
-        forward_s, backward_s = (self._host_s(collectives, run) for run in Pass)
-        return _Exchanges(collectives, tuple(map(self._collective_s, collectives)), (forward_s, backward_s))
+    def exchanges(self, work: RankWork) -> _Exchanges:
+        """Times of the collectives of this unit, and of attention in as many blocks as ``work`` says."""
+        seconds = [self._collective_s(each) for each in work.collectives]
+        blocks = self._blocks(work.num_blocks)
+        host_s = [self._host_s(work, run) for run in Pass]
+        return _Exchanges(
+            work.collectives,
+            tuple(exposed for exposed, _ in seconds),
+            tuple(hiding for _, hiding in seconds),
+            blocks,
+            (host_s[0], host_s[1]),
+        )
 
     def times(self, exchanges: _Exchanges, mode: Recomputation) -> Array:
         """[sizes, ``Time``]."""
@@ -100,51 +137,71 @@ class _PricedUnit:
         for collective, seconds in zip(exchanges.collectives, exchanges.seconds, strict=True):
             found[:, PLACE[Time((collective.term, collective.runs_in))]] += seconds
         in_forward, in_backward = (exchanges.summed(run, self._zero) for run in Pass)
-        compute_forward, compute_backward = self._compute_s
+        compute_forward, compute_backward = (
+            compute + more for compute, more in zip(self._compute_s, exchanges.blocks, strict=True)
+        )
         host_forward, host_backward = exchanges.host_s
         forward = np.maximum(compute_forward, host_forward - in_forward)
         backward = np.maximum(compute_backward, host_backward - in_backward)
         factor = self._framework.recipe.split_host_factor
         host_of_halves = host_backward * (1.0 if factor is None else factor.value)
         twice = np.maximum(backward + self._weights.repeated_s, host_of_halves - in_backward) - backward
+        again, hiding_again = self._again_s(exchanges, mode)
         found[:, PLACE[Time.COMPUTE_FORWARD]] = forward
         found[:, PLACE[Time.COMPUTE_BACKWARD]] = backward
-        found[:, PLACE[Time.RECOMPUTE]] = self._again_s(exchanges, mode)
+        found[:, PLACE[Time.RECOMPUTE]] = again
         found[:, PLACE[Time.WEIGHT_GRADIENT]] = self._weights.share * backward
         found[:, PLACE[Time.SPLIT_EXTRA]] = twice
+        found[:, PLACE[Time.HIDING_FORWARD]] = exchanges.hidden_behind(Pass.FORWARD, self._zero)
+        found[:, PLACE[Time.HIDING_BACKWARD]] = exchanges.hidden_behind(Pass.BACKWARD, self._zero) + hiding_again
         return found
 
-    def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> Array:
-        """Forward work that the backward pass repeats."""
+    def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> tuple[Array, Array]:
+        """Forward work that the backward pass repeats, and how much of it hides what is sent again."""
         places = [place for place, kernel in enumerate(self._unit.kernels) if kernel.id in mode.kernels]
         compute = self._kernels.forward_s[:, places].sum(axis=1)
-        repeated = [
-            seconds
-            for collective, seconds in zip(exchanges.collectives, exchanges.seconds, strict=True)
-            if collective.runs_in is Pass.FORWARD and collective.role in mode.roles
-        ]
-        sent = sum(repeated, self._zero)
+        if any(self._unit.kernels[place].keys_and_values for place in places):
+            compute = compute + exchanges.blocks.forward_s
+        sent, hiding = exchanges.repeated(mode, self._zero)
         if mode.waits_for_host:
             compute = np.maximum(compute, exchanges.host_s[0] - sent)
-        return compute + sent
+        return compute + sent, hiding
 
-    def _collective_s(self, collective: Collective) -> Array:
-        """Cases share collectives: each is worked out once."""
+    def _blocks(self, num_blocks: int) -> BlockTimes:
+        """Cases share numbers of blocks, too."""
+        if num_blocks not in self._more:
+            self._more[num_blocks] = block_times(self._unit, num_blocks, self._sizes, self._machine, self._framework)
+        return self._more[num_blocks]
+
+    def _collective_s(self, collective: Collective) -> tuple[Array, Array]:
+        """Exposed seconds, and seconds of compute that hide the rest. Cases share collectives: each is priced once."""
         if id(collective) not in self._seconds:
             num_bytes = collective.num_bytes(self._unit.tensors)
             grown = self._sizes if collective.follows_batch else np.ones(len(self._sizes))
-            self._seconds[id(collective)] = self._machine.collective_s(collective, num_bytes * grown)
+            seconds = self._machine.collective_s(collective, num_bytes * grown)
+            found = seconds, self._zero
+            if collective.hides is Hides.BLOCKS:
+                found = beside_blocks(collective, seconds, self._behind_s(collective), self._machine.overlap)
+            self._seconds[id(collective)] = found
         return self._seconds[id(collective)]
 
-    def _host_s(self, collectives: Sequence[Collective], run: Pass) -> float:
+    def _behind_s(self, collective: Collective) -> Array:
+        """Seconds of the kernels that a collective runs beside."""
+        places = [place for place, kernel in enumerate(self._unit.kernels) if kernel.id in collective.behind]
+        of_pass = self._kernels.forward_s if collective.runs_in is Pass.FORWARD else self._kernels.backward_s
+        return of_pass[:, places].sum(axis=1)
+
+    def _host_s(self, work: RankWork, run: Pass) -> float:
         """Seconds that the host needs to issue the unit's kernels, however short these are on the device.
 
         Of the collectives only those count that the placements of tensor parallelism ask for.
         """
-        recipe, launches = self._framework.recipe, self._num_launches[run]
-        seconds = launches * recipe.issue_s(is_sharded=self._unit.is_split)
+        recipe = self._framework.recipe
+        seconds = self._num_launches[run] * recipe.issue_s(is_sharded=self._unit.is_split)
+        # Inside attention tensors are a rank's own: nothing of them is sharded.
+        seconds += more_kernels(self._unit, work.num_blocks, self._framework, run) * recipe.issue_s(is_sharded=False)
         per_rank = recipe.host_s_per_collective_rank
-        for collective in issued_by_host(collectives, run):
+        for collective in issued_by_host(work.collectives, run):
             seconds += recipe.host_s_per_collective.value
             if per_rank is not None and self._machine.has_several_nodes:
                 seconds += per_rank.value * collective.group.num_ranks

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked
-from planner.axes.context import CONTEXT
+from planner.axes.context import CONTEXT, methods
 from planner.axes.data import DATA, micro_batches, replica_options, zero_stages
 from planner.axes.expert import EXPERT
 from planner.axes.offload import offload_of
@@ -54,8 +54,8 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
             hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
-            "1F1B needs at least pp, DualPipeV at least twice pp, and the interleaved schedules rounds of equal size: "
-            "drop a pin or change --global-batch",
+            "1F1B needs at least pp, DualPipeV at least twice pp, and the interleaved schedules rounds of equal size; "
+            "ZeRO 1 to 3 need dp_shard * cp > 1, and ZeRO 0 leaves dp_shard 1: drop a pin or change --global-batch",
         )
     return SearchSpace(training, pins, limits, layouts)
 
@@ -79,19 +79,21 @@ def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
     """Every layout; those of one mesh serve for all meshes that allow the same."""
     alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(asked):
-        stages = tuple(zero_stages(asked, mesh.dp, mesh.dp_shard))
+        stages = tuple(zero_stages(asked, mesh))
         flags = tuple(sequence_parallel_options(asked, mesh.tp, mesh.cp))
-        alike[mesh.pp, mesh.dp, stages, flags].append(mesh)
+        ways = tuple(methods(asked, mesh.tp, mesh.cp))
+        alike[mesh.pp, mesh.dp, stages, flags, ways].append(mesh)
     parts: list[Columns[Layout]] = []
-    for meshes in alike.values():
+    for (*_, ways), meshes in alike.items():
         deadline.check()
-        parts.append(Columns.of(Layout, _layouts_on(meshes[0], asked)).with_each("mesh", meshes))
+        on_one = Columns.of(Layout, _layouts_on(meshes[0], asked)).with_each("cp_method", ways)
+        parts.append(on_one.with_each("mesh", meshes))
     return Columns.joined([Columns.of(Layout, ()), *parts])
 
 
 def _layouts_on(mesh: Mesh, asked: Asked) -> Iterator[Layout]:
     offload = offload_of(asked)
-    for zero in zero_stages(asked, mesh.dp, mesh.dp_shard):
+    for zero in zero_stages(asked, mesh):
         for micro, num_micro in micro_batches(asked, mesh.dp):
             for schedule, virtual in schedules(asked, mesh.pp, num_micro):
                 for sequence_parallel in sequence_parallel_options(asked, mesh.tp, mesh.cp):

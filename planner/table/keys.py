@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import ContextMethod, Offload
 
 
 class TensorSplit(NamedTuple):
@@ -25,6 +25,7 @@ class WorkKey(NamedTuple):
     ep: int
     cp: int
     micro_batch_size: int
+    cp_method: ContextMethod = ContextMethod.ALL_GATHER
 
 
 class DataKey(NamedTuple):
@@ -43,7 +44,7 @@ class StateKey(NamedTuple):
     zero_stage: int
     num_shards: int
     ep: int
-    is_replicated: bool  # more than one data-parallel rank
+    is_replicated: bool  # more than one rank of data and context parallelism
     experts_are_replicated: bool
     offload: Offload
 

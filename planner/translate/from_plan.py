@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from costmodels.vocabulary.choices import Placement, Recompute, Replicate, parse_placement
+from costmodels.vocabulary.choices import ContextMethod, Placement, Recompute, Replicate, parse_placement
 from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
+from planner.graph.node_operators import num_heads
 from planner.layout.layout import Layout
 from planner.plan.schema import Plan
 
@@ -44,6 +45,7 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
         recompute=None,
         sequence_parallel=plan.placements.sequence_parallel,
         offload=plan.offload,
+        cp_method=plan.cp_method,
         groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
     )
 
@@ -62,6 +64,12 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     found: list[str] = []
     if num_experts(graph) % plan.mesh.ep:
         found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
+    mesh = plan.mesh
+    if plan.cp_method is ContextMethod.ALL_TO_ALL and mesh.cp > 1 and num_heads(graph) % (mesh.tp * mesh.cp):
+        found.append(
+            f"cp_method: {plan.cp_method} needs heads for every rank, but tp {mesh.tp} * cp {mesh.cp} does not divide "
+            f"the {num_heads(graph)} that heads of queries and of keys in {graph.source} have in common"
+        )
     blocks = {unit.name for unit in graph.units if unit.is_block}
     unknown = sorted({module for rule in plan.recompute for module in rule.modules} - blocks)
     if unknown:

@@ -57,6 +57,7 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         placements=placement_section(layout, graph, decision),
         recompute=recompute_rules(found, graph),
         offload=layout.offload,
+        cp_method=layout.cp_method,
         prediction=prediction_section(found, target, training),
         warnings=execution_warnings(Executed(layout, graph, cluster), training),
     )
@@ -258,6 +259,7 @@ def candidate(label: str, found: Evaluated) -> Candidate:
         recompute=found.only_mode,
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
+        cp_method=layout.cp_method,
         device_groups=layout.groups,
         step_time_s=found.step_time_s,
         peak_memory_bytes=round(found.peak_memory_bytes),
@@ -269,6 +271,8 @@ def layout_text(layout: Layout) -> str:
     """A layout in one line: the degrees above 1, ZeRO stage, micro-batch, recomputation and offload."""
     degrees = {name: degree for name, degree in asdict(layout.mesh).items() if degree > 1}
     parts = [f"{name}={degree}" for name, degree in degrees.items()] or ["one GPU"]
+    if layout.mesh.cp > 1:
+        parts.append(f"cp by {layout.cp_method}")
     parts += [
         f"ZeRO {layout.zero_stage}",
         f"micro-batch {layout.micro_batch_size}",

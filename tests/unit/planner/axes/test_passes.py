@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels.recipe import Recipe, load_recipe
+from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.context import CONTEXT
@@ -71,11 +72,19 @@ def sent(work: RankWork, role: Role) -> Counter[tuple[CollectiveKind, Pass, floa
     return Counter((each.kind, each.runs_in, each.num_bytes(work.unit.tensors)) for each in found)
 
 
-@pytest.mark.parametrize("recipe", ["planner", "megatron-core", "megatron-lm-2020", "torchtitan"])
+@pytest.mark.parametrize(
+    ("recipe", "method"),
+    [
+        ("planner", ContextMethod.RING),
+        ("megatron-core", ContextMethod.ALL_TO_ALL),
+        ("megatron-lm-2020", ContextMethod.ALL_GATHER),
+        ("torchtitan", ContextMethod.RING),
+    ],
+)
 @pytest.mark.parametrize(("model", "imbalance"), [("gpt3-175b", None), ("mixtral-8x7b", None), ("mixtral-8x7b", 1.25)])
-def test_passes_commute(model: str, imbalance: float | None, recipe: str) -> None:
+def test_passes_commute(model: str, imbalance: float | None, recipe: str, method: ContextMethod) -> None:
     framework = framework_of(recipe, imbalance)
-    key = WorkKey(SEQUENCE, 4, 2, 3)
+    key = WorkKey(SEQUENCE, 4, 2, 3, method)
     graph = graph_of(model, SEQ_LEN)
     steps = list(zip(WORK_AXES, work_fields(key), strict=True))
     for unit, placement in zip(representatives(graph), decision_of(model, key.tensor), strict=True):
@@ -120,10 +129,10 @@ def test_axes_of_degree_one_leave_work_as_it_is() -> None:
 def test_every_field_of_a_key_but_the_micro_batch_is_read() -> None:
     """The micro-batch is an axis of the pricer: no pass knows it."""
     key = WorkKey(PLAIN, 2, 2, 2)
-    others = {"tensor": SEQUENCE, "ep": 4, "cp": 4, "micro_batch_size": 3}
+    others = {"tensor": SEQUENCE, "ep": 4, "cp": 4, "micro_batch_size": 3, "cp_method": ContextMethod.RING}
     assert others.keys() == set(WorkKey._fields)
     changed = {name for name, other in others.items() if work_fields(key._replace(**{name: other})) != work_fields(key)}  # type: ignore[arg-type]
-    assert changed == {"tensor", "ep", "cp"}
+    assert changed == {"tensor", "ep", "cp", "cp_method"}
     data = DataKey(PLAIN, 2, 2, 4, 1)
     rest = {"tensor": SEQUENCE, "ep": 4, "dp_replicate": 4, "num_shards": 8, "zero_stage": 2}
     assert rest.keys() == set(DataKey._fields)
@@ -264,6 +273,8 @@ def test_context_is_not_gathered_where_nothing_attends() -> None:
         work = lowered("llama3-8b", WorkKey(TensorSplit(1, False), 1, 2, 1), kind=kind)
         assert not work.collectives
         assert work.part_of_sequence == 1 / 2
-    assert CONTEXT.work_fields(WorkKey(PLAIN, 1, 2, 1)) == (2, 8)
+    assert CONTEXT.work_fields(WorkKey(PLAIN, 1, 2, 1, ContextMethod.RING)) == (2, 8, ContextMethod.RING)
+    # One rank shares with nobody, whatever the way.
+    assert len({CONTEXT.work_fields(WorkKey(PLAIN, 1, 1, 1, method)) for method in ContextMethod}) == 1
     assert EXPERT.work_fields(WorkKey(PLAIN, 4, 1, 1)) == (4, 8)
     assert TENSOR.work_fields(WorkKey(PLAIN, 1, 1, 1)) == PLAIN

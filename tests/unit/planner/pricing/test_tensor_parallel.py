@@ -123,6 +123,25 @@ def test_a_fused_qkv_is_split_over_heads() -> None:
     assert collectives(sharded) == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_vision_transformer_is_split_as_megatron_does(degree: int) -> None:
+    """Nothing of it is listed anywhere: columns, rows, and what is sent once activations are split between blocks."""
+    vision = "tests/fixtures/vision.py"
+    for sequence_parallel in (False, True):
+        parameters = parameters_of(vision, 256, degree, sequence_parallel)
+        columns = {name for name, placement in parameters.items() if placement == COLUMNS}
+        split = ("attention.query", "attention.key", "attention.value", "up")
+        assert columns == {f"{name}.{part}" for name in split for part in ("weight", "bias")}
+        rows = {name for name, placement in parameters.items() if placement == ROWS}
+        assert rows == {"attention.output.weight", "down.weight"}
+        assert all(parameters[name] == Replicate() for name in parameters.keys() - columns - rows)
+    _, whole = block_of(vision, 256, degree, False)
+    assert collectives(whole) == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+    _, parts = block_of(vision, 256, degree, True)
+    runs = [(kind, run) for kind in ("all_gather", "reduce_scatter") for run in ("forward", "backward")]
+    assert collectives(parts) == dict.fromkeys(runs, 2)
+
+
 def test_heads_that_a_degree_does_not_divide_stay_whole() -> None:
     # GPT-2 1.5B has 25 heads: its weights are split, its attention is done whole by every rank, after a gather.
     name, sharded = block_of("gpt2-1.5b", 1024, 8, False)

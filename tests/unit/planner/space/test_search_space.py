@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked, divisors
@@ -36,6 +36,8 @@ limits = st.builds(
     sequence_degrees=st.frozensets(st.sampled_from([2, 4]), max_size=2),
     context_splits=st.booleans(),
     num_experts=st.sampled_from([1, 1, 4, 6]),
+    num_heads=st.sampled_from([1, 2, 6, 8]),
+    cp_methods=st.sampled_from([tuple(ContextMethod), (ContextMethod.RING,), (ContextMethod.ALL_TO_ALL,)]),
 )
 trainings = st.builds(
     Training,
@@ -65,6 +67,7 @@ pins = st.builds(
     sequence_parallel=maybe(st.booleans()),
     dp_replicate=maybe(st.sampled_from([1, 2])),
     ep=maybe(st.sampled_from([1, 2])),
+    cp_method=maybe(st.sampled_from(list(ContextMethod))),
 )
 
 
@@ -106,7 +109,11 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
         choice.schedule not in SPLITTING or (choice.zero_stage < 2 and choice.recompute is Recompute.NONE),
         pipelined or (choice.virtual_stages == 1 and choice.schedule is (pins.schedule or ScheduleName.ONE_F_ONE_B)),
         pipelined or choice.schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE),
-        (choice.zero_stage == 0) == (mesh.dp_shard == 1),
+        choice.zero_stage > 0 or mesh.dp_shard == 1,
+        choice.zero_stage == 0 or mesh.dp_shard * mesh.cp > 1,
+        mesh.cp == 1 or choice.cp_method in limits.cp_methods,
+        mesh.cp > 1 or choice.cp_method is (pins.cp_method or ContextMethod.ALL_GATHER),
+        mesh.cp == 1 or choice.cp_method is not ContextMethod.ALL_TO_ALL or limits.num_heads % (mesh.tp * mesh.cp) == 0,
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
         limits.num_experts % mesh.ep == 0 and mesh.dp_shard * mesh.cp % mesh.ep == 0,
@@ -116,7 +123,8 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
         pins.dp in (None, mesh.dp),
         pins.cp in (None, mesh.cp),
         pins.dp_replicate in (None, mesh.dp_replicate),
-        pins.zero in (None, choice.zero_stage) or mesh.dp == 1,
+        pins.zero in (None, choice.zero_stage),
+        pins.cp_method in (None, choice.cp_method),
         pins.micro_batch in (None, choice.micro_batch_size),
         pins.schedule in (None, choice.schedule),
         pins.virtual_stages in (None, choice.virtual_stages),
@@ -135,10 +143,10 @@ def all_choices(training: Training, limits: Limits) -> list[Layout]:
         if n % (pp * replicate * cp * tp) == 0
     ]
     batches = [(mesh, mb) for mesh in meshes for mb in divisors(training.global_batch_size)]
-    rest = product(range(4), ScheduleName, (1, 2, 3, 4, 5, 6, 7, 8), (False, True))
+    rest = product(range(4), ScheduleName, (1, 2, 3, 4, 5), (False, True), ContextMethod)
     return [
-        Layout(mesh, zero, mb, m, schedule, virtual, Recompute.NONE, sequence_parallel)
-        for (mesh, mb), (zero, schedule, virtual, sequence_parallel) in product(batches, rest)
+        Layout(mesh, zero, mb, m, schedule, virtual, Recompute.NONE, sequence_parallel, cp_method=method)
+        for (mesh, mb), (zero, schedule, virtual, sequence_parallel, method) in product(batches, rest)
         if (m := training.global_batch_size // (mesh.dp * mb))
     ]
 
@@ -163,6 +171,9 @@ def test_every_choice_keeps_every_rule(training: Training, limits: Limits, pins:
         Pins(pp=2),
         Pins(tp=2, zero=3),
         Pins(zero=0),
+        Pins(cp=2),
+        Pins(zero=2, dp=1),
+        Pins(cp_method=ContextMethod.ALL_TO_ALL),
         Pins(schedule=ScheduleName.GPIPE),
         Pins(schedule=ScheduleName.INTERLEAVED_1F1B),
         Pins(schedule=ScheduleName.INTERLEAVED_ZERO_BUBBLE),
@@ -177,7 +188,7 @@ def test_every_choice_keeps_every_rule(training: Training, limits: Limits, pins:
 def test_no_allowed_choice_is_missing(num_devices: int, pins: Pins) -> None:
     pins = replace(pins, recompute=Recompute.NONE)
     training = replace(TRAINING, global_batch_size=8, seq_len=8)
-    limits = replace(LIMITS, num_devices=num_devices, num_pipeline_units=5)
+    limits = replace(LIMITS, num_devices=num_devices, num_pipeline_units=5, num_heads=4)
     expected = {c for c in all_choices(training, limits) if is_allowed(c, training, limits, pins)}
     try:
         found = set(build_space(training, pins, limits).layouts)
@@ -205,10 +216,23 @@ def test_a_pinned_micro_batch_may_be_larger_than_any_searched() -> None:
     assert {c.micro_batch_size for c in build_space(training, Pins(dp=16, micro_batch=128), LIMITS).layouts} == {128}
 
 
-def test_one_data_parallel_rank_takes_any_zero_stage_for_none() -> None:
-    limits = replace(LIMITS, num_devices=2)
-    choices = build_space(TRAINING, Pins(zero=3, tp=2), limits).layouts
-    assert {c.zero_stage for c in choices} == {0}
+def test_states_are_divided_over_ranks_of_context_where_there_is_one_of_data() -> None:
+    limits = replace(LIMITS, num_devices=8)
+    choices = build_space(TRAINING, Pins(cp=8, zero=3), limits).layouts
+    assert {(c.zero_stage, c.mesh.num_shards, c.mesh.dp) for c in choices} == {(3, 8, 1)}
+    # Replicas of groups that shard over ranks of context alone.
+    hybrid = build_space(TRAINING, Pins(cp=4, dp=2, dp_replicate=2, zero=3), limits).layouts
+    assert {(c.zero_stage, c.mesh.num_shards, c.mesh.dp_replicate) for c in hybrid} == {(3, 4, 2)}
+    assert {c.zero_stage for c in build_space(TRAINING, Pins(cp=8), limits).layouts} == {0, 1, 2, 3}
+
+
+def test_without_context_parallelism_there_is_one_way() -> None:
+    layouts = build_space(TRAINING, Pins(), replace(LIMITS, num_heads=8)).layouts
+    assert {c.cp_method for c in layouts if c.mesh.cp == 1} == {ContextMethod.ALL_GATHER}
+    assert {c.cp_method for c in layouts if c.mesh.cp > 1} == set(ContextMethod)
+    assert {c.cp_method for c in build_space(TRAINING, Pins(cp_method=ContextMethod.RING), LIMITS).layouts} == {
+        ContextMethod.RING
+    }
 
 
 # -- contradictions ---------------------------------------------------------------------------------
@@ -251,6 +275,23 @@ CONTRADICTIONS = [
     ),
     (Pins(virtual_stages=2, pp=1), "2 virtual stages need pp > 1"),
     (Pins(zero=4), "ZeRO stage must be 0, 1, 2 or 3, got 4"),
+    (
+        Pins(zero=3, tp=4, pp=4),
+        "zero=3 divides states over the ranks of dp_shard * cp, and with tp=4, pp=4 there is only one",
+    ),
+    (
+        Pins(zero=1, dp=1, cp=1),
+        "zero=1 divides states over the ranks of dp_shard * cp, and with dp=1, cp=1 there is only one",
+    ),
+    (
+        Pins(cp=4, tp=2, cp_method=ContextMethod.ALL_TO_ALL),
+        "cp_method=all-to-all gives every rank some of the heads, but tp 2 * cp 4 does not divide the 12 that heads of "
+        "queries and of keys have in common; tp * cp may be 1, 2, 3, 4, 6, 12",
+    ),
+    (
+        Pins(cp=2, cp_method=ContextMethod.RING),
+        "cp_method=ring is not one that the framework has; allowed: all-gather, all-to-all",
+    ),
     (Pins(tp=1, sequence_parallel=True), "sequence parallelism needs tp > 1"),
     (Pins(tp=8, sequence_parallel=True), "tp=8 cannot split activations along the sequence of 1024 tokens"),
 ]
@@ -258,10 +299,11 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("pins", "message"), CONTRADICTIONS, ids=lambda v: v.describe() if isinstance(v, Pins) else "")
 def test_a_contradiction_is_named(pins: Pins, message: str) -> None:
-    found = violations(Asked(TRAINING, pins, LIMITS))
+    limits = replace(LIMITS, num_heads=12, cp_methods=(ContextMethod.ALL_GATHER, ContextMethod.ALL_TO_ALL))
+    found = violations(Asked(TRAINING, pins, limits))
     assert any(violation.startswith(message) for violation in found), found
     with pytest.raises(InputError, match="contradict") as caught:
-        build_space(TRAINING, pins, LIMITS)
+        build_space(TRAINING, pins, limits)
     assert message in caught.value.message
     assert caught.value.exit_code == 2
     assert caught.value.hint

@@ -1,0 +1,88 @@
+"""Layouts that need not be looked at, for another that differs in one choice alone is never slower and never larger.
+
+The choice is the way of context parallelism. Under one mode of recomputation, row A of the table's work is never worse
+than row B where for every kind of unit and device
+
+    each pass of A takes no longer,                             T_A <= T_B
+    and leaves no less compute to hide other communication,     C_A >= C_B
+    each part of a split backward pass takes no longer, where nothing is recomputed (else none is split),
+    and A holds no more of anything.
+
+Then no layout with A's row is slower than the same layout with B's: a pass takes T + E(D, C) with the communication D
+that both have, E falls with C, what happens once a step is hidden by sums of C, and a schedule with fixed orders never
+ends later when an action gets shorter. Nor does it need more memory, which adds up holdings or takes the largest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.vocabulary.choices import ContextMethod, Recompute
+from costmodels.vocabulary.terms import PLACE, Pass, Time
+from planner.layout.columns import Array, Columns
+from planner.layout.layout import Layout
+from planner.table.cost_table import CostTable
+from planner.table.keys import WorkKey
+
+_MODES = tuple(Recompute)
+
+
+class _Row(NamedTuple):
+    work: WorkKey
+    recompute: Recompute
+
+
+def undominated(table: CostTable, layouts: Columns[Layout]) -> Columns[Layout]:
+    """``layouts`` without those for which one that differs in ``cp_method`` alone, and stays, is never worse."""
+    rows, which = layouts.by(_Row)
+    measures = _measures(table, rows)
+    alike: defaultdict[_Row, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        alike[row._replace(work=row.work._replace(cp_method=ContextMethod.ALL_GATHER))].append(place)
+    stays = np.ones(len(rows), dtype=bool)
+    for places in alike.values():
+        stays[[place for place in places if _is_dominated(place, places, measures)]] = False
+    return layouts if bool(stays.all()) else layouts.take(stays[which])
+
+
+def _is_dominated(place: int, others: Sequence[int], measures: Array) -> bool:
+    """Whether some other row is never worse; of rows that are equal in everything the first stays."""
+    for other in others:
+        if other != place and bool(np.all(measures[other] <= measures[place])):
+            is_equal = bool(np.all(measures[other] == measures[place]))
+            if not is_equal or other < place:
+                return True
+    return False
+
+
+def _measures(table: CostTable, rows: Sequence[_Row]) -> Array:
+    """[rows, measures]: whatever of a row makes a layout slower or larger when it grows."""
+    places, modes = table.work_rows([row.work for row in rows]), [_MODES.index(row.recompute) for row in rows]
+    # Not a number: on devices that no layout of the row is laid over.
+    time_s = np.nan_to_num(table.time_s[:, places, modes])
+
+    def of(time: Time) -> Array:
+        return time_s[..., PLACE[time]]
+
+    def whole(run: Pass) -> Array:
+        return time_s[..., [PLACE[time] for time in Time if time.term and time.runs_in is run]].sum(axis=-1)
+
+    free_forward = of(Time.COMPUTE_FORWARD) - of(Time.HIDING_FORWARD)
+    free_backward = of(Time.COMPUTE_BACKWARD) + of(Time.RECOMPUTE) - of(Time.HIDING_BACKWARD)
+    may_split = np.array([row.recompute is Recompute.NONE for row in rows])[:, None]
+    later, twice = of(Time.WEIGHT_GRADIENT) * may_split, of(Time.SPLIT_EXTRA) * may_split
+    times = (
+        whole(Pass.FORWARD),
+        whole(Pass.BACKWARD),
+        -free_forward,
+        -free_backward,
+        later,
+        whole(Pass.BACKWARD) - later,
+        twice,
+    )
+    seconds = np.stack(times, axis=-1).swapaxes(0, 1).reshape(len(rows), -1)
+    return np.concatenate([seconds, table.num_bytes[places, modes].reshape(len(rows), -1)], axis=1)
