@@ -30,7 +30,7 @@ from tests.fake_world import fake_world
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 
 SEQ_LEN = 64
-MODELS = ("gpt-tiny", "llama-tiny", *(f"hf {name}" for name in HF_CONFIGS))
+MODELS = ("gpt-tiny", "llama-tiny", "moe-tiny", *(f"hf {name}" for name in HF_CONFIGS))
 
 
 @cache
