@@ -22,14 +22,20 @@ class PartialSums:
 
     values: frozenset[int] = frozenset()  # whose output may be a partial sum
     gradients: frozenset[int] = frozenset()  # behind which a gradient that is one stays one
+    weighing: frozenset[int] = frozenset()  # where such gradients of what weighs rows end: they are reduced there
 
     def strategies(self, node: Node) -> list[OpStrategy]:
         """Ways to run ``node`` on partial sums."""
         return _passing(node, self.values) if node.id in self.values else []
 
 
-def partial_sums(graph: ModelGraph, unit: Unit, rules: Callable[[Node], list[OpStrategy]]) -> PartialSums:
-    """Of ``unit``, whose operators can be split by ``rules``."""
+def partial_sums(
+    graph: ModelGraph,
+    unit: Unit,
+    rules: Callable[[Node], list[OpStrategy]],
+    ends_module: Callable[[Node], bool],
+) -> PartialSums:
+    """Of ``unit``, whose operators can be split by ``rules``; gradients go no further than the end of a module."""
     nodes = [graph.nodes[i] for i in unit.nodes]
     if not any(node.op_class is OpClass.GROUPED_GEMM for node in nodes):
         return PartialSums()
@@ -39,7 +45,23 @@ def partial_sums(graph: ModelGraph, unit: Unit, rules: Callable[[Node], list[OpS
         viewed = node.op_class is OpClass.VIEW and node.operands[:1] and node.operands[0] in values
         if made or viewed or _passing(node, values):
             values.add(node.id)
-    return PartialSums(frozenset(values), frozenset(_passed_by_gradients(nodes, values)))
+    rows = {node.shape[0] for node in nodes if node.op_class is OpClass.GROUPED_GEMM}
+    behind: set[int | str | None] = set()  # made of what experts made of their rows
+    for node in nodes:
+        follows = any(operand in behind for operand in node.operands) and node.shape[:1] and node.shape[0] in rows
+        if node.op_class is OpClass.GROUPED_GEMM or follows:
+            behind.add(node.id)
+    entering: set[int | str | None] = set()
+    weighing: set[int | str | None] = set()
+    for node in nodes:
+        met = {operand for operand in node.operands if operand not in behind}
+        if node.op_class is OpClass.GROUPED_GEMM:
+            entering |= met
+        elif node.id in behind:
+            weighing |= met
+    passed, _ = _passed_by_gradients(nodes, entering, ends_module)
+    also, ends = _passed_by_gradients(nodes, weighing, ends_module)
+    return PartialSums(frozenset(values), frozenset(passed | also), frozenset(ends))
 
 
 def _passing(node: Node, values: set[int] | frozenset[int]) -> list[OpStrategy]:
@@ -48,15 +70,18 @@ def _passing(node: Node, values: set[int] | frozenset[int]) -> list[OpStrategy]:
     return passing(operator_of(node.op), [operand in values for operand in node.operands])
 
 
-def _passed_by_gradients(nodes: list[Node], values: set[int]) -> set[int]:
-    """Backward from what is split and from what partial sums meet."""
-    arriving: set[int | str | None] = set()
-    found: set[int] = set()
+def _passed_by_gradients(
+    nodes: list[Node], arriving: set[int | str | None], ends_module: Callable[[Node], bool]
+) -> tuple[set[int], set[int]]:
+    """Back from gradients that arrive as partial sums: what they pass through, and where that ends."""
+    passed: set[int] = set()
+    ends: set[int] = set()
     for node in reversed(nodes):
-        passes = node.op_class is OpClass.VIEW or passes_gradients(operator_of(node.op))
-        if node.op_class is OpClass.GROUPED_GEMM or node.id in values:
-            arriving.update(operand for operand in node.operands if operand not in values)
-        elif node.id in arriving and passes:
-            found.add(node.id)
-            arriving.update(node.operands)
-    return found
+        if node.id not in arriving:
+            continue
+        if (node.op_class is OpClass.VIEW or passes_gradients(operator_of(node.op))) and not ends_module(node):
+            passed.add(node.id)
+            arriving = arriving.union(node.operands)
+        else:
+            ends.add(node.id)
+    return passed, ends

@@ -42,6 +42,7 @@ class Alternative:
     placement: Placement  # as its users find it
     gradient_is_partial: bool
     share: float = 1.0  # of the work, on one rank
+    is_hooked: bool = False  # where a module ends: its output, or the output's gradient, is redistributed there
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def decision(alternatives: Alternatives, solution: PlacementSolution) -> UnitPla
         shares={each.node: way.share for each, way in inside},
         placements={each.node: way.placement for each, way in zip(operators, chosen, strict=True)},
         parameters={fqn: way.operands[place] for each, way in inside for place, fqn in each.parameters.items()},
-        module_outputs={each.ends_module: way.placement for each, way in inside if way.placement != way.native},
+        module_outputs={each.ends_module: way.placement for each, way in inside if way.is_hooked and each.ends_module},
         collectives=tuple(collectives),
         is_proved=solution.bound_ns >= solution.cost_ns,
     )
@@ -157,7 +158,7 @@ class _Ways:
                 if isinstance(operand, int):
                     self._users.setdefault(operand, []).append(i)
         self._rules: dict[int, list[OpStrategy]] = {}
-        self._sums = partial_sums(graph, unit, self.rules)
+        self._sums = partial_sums(graph, unit, self.rules, lambda node: bool(self._module_ended_by(node)))
 
     def entering(self, node: Node) -> Operator:
         """What an earlier unit made, placed as agreed between units; its gradient may be a partial sum."""
@@ -209,13 +210,14 @@ class _Ways:
         of_rule = self._of_parameters(node, rule)
         share = rule.compute_fraction
         found: list[Alternative] = []
+        reduces = node.id not in self._sums.gradients
         passes = node.op_class is OpClass.VIEW or node.id in self._sums.gradients
         if passes and has_gradient and rule.is_replicated:  # partial gradients pass through
             through = (True,) * len(rule.operands)
             found.append(Alternative(kernel, of_rule, rule.operands, through, rule.output, rule.output, True, share))
         for placement in self._redistributions(node, rule.output):
             forward = self.resharded(node, rule.output, placement)
-            for partial in (False, True) if has_gradient and placement == Replicate() else (False,):
+            for partial in (False, True) if has_gradient and placement == Replicate() and reduces else (False,):
                 back = self.of_partial_gradient(node, rule.output)
                 gradient = back if partial else self.returned(node, rule.output, placement)
                 collectives = (*of_rule, *forward, *gradient)
@@ -229,6 +231,7 @@ class _Ways:
                         placement,
                         partial,
                         share,
+                        is_hooked=placement != rule.output or (partial and node.id in self._sums.weighing),
                     )
                 )
         return found
