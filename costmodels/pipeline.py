@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists, Kind
 
+ActionSeconds = tuple[tuple[float, ...], ...]  # laid out as the schedule is
+
 
 class TimedAction(NamedTuple):
     """An action and when it runs."""
@@ -101,8 +103,17 @@ def simulate(
     them; ``sends_block``: the sender waits for its end. ValueError if the lists do not fit together or if the order of
     actions can never complete (deadlock; the message names the actions that wait).
     """
-    problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
+    return simulate_actions(
+        schedule, seconds_of_actions(schedule, forward_s, backward_s, split_s), sends, sends_block=sends_block
+    )
+
+
+def simulate_actions(
+    schedule: ActionLists, seconds: ActionSeconds, send_s: Sequence[float], *, sends_block: bool = False
+) -> Timeline:
+    """As ``simulate``, with the seconds of every action by itself: what runs beside another may take less."""
+    problem, sends = _number(schedule, seconds, len(send_s) + 1), send_s
     ways_s = _ways_s(problem, sends)
     producers = _producers(problem, ways_s)
     held_s = _held_s(problem, ways_s) if sends_block else [0.0] * problem.num_keys
@@ -114,7 +125,7 @@ def simulate(
     free = [0.0] * len(schedule)  # when each rank can go on
     while ready:
         rank = ready.pop()
-        keys, seconds = problem.keys[rank], problem.seconds[rank]
+        keys, durations_s = problem.keys[rank], problem.seconds[rank]
         rank_starts, rank_ends = starts[rank], ends[rank]
         now = free[rank]
         for position in range(len(rank_ends), len(keys)):
@@ -127,7 +138,7 @@ def simulate(
                     waiting[producer] = rank
                     break
                 start = max(now, arrived + way_s)
-            end = start + seconds[position]
+            end = start + durations_s[position]
             rank_starts.append(start)
             rank_ends.append(end)
             arrival[key] = end
@@ -140,30 +151,35 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def _number(
+def seconds_of_actions(
     schedule: ActionLists,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    split_s: tuple[Sequence[float], Sequence[float]],
-) -> _Problem:
+    split_s: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> ActionSeconds:
+    """The seconds of every action from those of its stage, as ``simulate`` takes them; ValueError as there."""
     num_stages = len(forward_s)
     if len(backward_s) != num_stages:
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
+    unknown = next((s for _, s, _ in chain.from_iterable(schedule) if not 0 <= s < num_stages), None)
+    if unknown is not None:
+        raise ValueError(f"the schedule runs stage {unknown}, but times are given for {num_stages} stages")
+    input_s, weight_s = split_s or (backward_s, [0.0] * num_stages)
+    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s, INPUT_GRADIENT: input_s, WEIGHT_GRADIENT: weight_s}
+    return tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
+
+
+def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _Problem:
     num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
     rank_of_stage = [-1] * num_stages
     for rank, actions in enumerate(schedule):
         for stage in {action.stage for action in actions}:
-            if not 0 <= stage < num_stages:
-                raise ValueError(f"the schedule runs stage {stage}, but times are given for {num_stages} stages")
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
     per_kind = num_stages * num_microbatches
     offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
-    input_s, weight_s = split_s
-    seconds_of = {FORWARD: forward_s, BACKWARD: backward_s, INPUT_GRADIENT: input_s, WEIGHT_GRADIENT: weight_s}
     keys = tuple(tuple(offset[k] + s * num_microbatches + i for k, s, i in actions) for actions in schedule)
-    seconds = tuple(tuple(seconds_of[k][s] for k, s, _ in actions) for actions in schedule)
     if not _is_complete(schedule, num_stages, num_microbatches):
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
     return _Problem(keys, seconds, tuple(rank_of_stage), num_microbatches)

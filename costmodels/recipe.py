@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import Quantity
 
 OUR_RECIPE = "planner"
@@ -145,6 +146,14 @@ class Recipe(_Value):
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
     # balanced, as the trace takes it.
     expert_imbalance: Quantity | None = None
+    # Schedules under which exchanges of a forward pass run beside the backward pass of another micro-batch that follows
+    # on the rank, and its exchanges beside that forward pass. Elsewhere, and where none follows, they are exposed.
+    exchanges_hide_under: tuple[ScheduleName, ...] = ()
+    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
+    dispatches_once_a_node: bool = False
+    nodes_per_token: Quantity | None = None  # the most nodes that hold experts of one token; None: any number
+    # Where the precision has 8 bits, rows are sent to their experts in 8 bits, and so are gradients of what these made.
+    eight_bit_dispatch: bool = False
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
 
     def issue_s(self, *, is_sharded: bool) -> float:

@@ -17,14 +17,28 @@ from dataclasses import replace
 from math import gcd
 from typing import ClassVar, NamedTuple
 
+from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_degrees
 from planner.axes.framework import Framework
-from planner.axes.lowered import Collective, ExpertRows, Kernel, RankStates, RankUnit, RankWork, Role, StateKind, Work
+from planner.axes.lowered import (
+    Collective,
+    ExpertRows,
+    Hides,
+    Kernel,
+    RankStates,
+    RankUnit,
+    RankWork,
+    Role,
+    StateKind,
+    Work,
+)
 from planner.axes.placement import UnitPlacement
 from planner.table.keys import DataKey, WorkKey
+
+EIGHT_BIT_SHARE = 0.5  # bytes of an 8-bit number over those of a 16-bit one
 
 
 class ExpertKey(NamedTuple):
@@ -80,7 +94,7 @@ class ExpertAxis(Axis[ExpertKey]):
         imbalance = framework.recipe.expert_imbalance
         rows = 1.0 if imbalance is None else imbalance.value
         copies = experts.rows_per_token * rows if framework.dispatches_once_a_node else None
-        exchanges = _exchanges(experts, own, copies)
+        exchanges = tuple(_as_run(each, framework) for each in _exchanges(experts, own, copies))
         unit = _on_one_rank(work.unit, experts, own.ep, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
@@ -114,6 +128,19 @@ def _exchanges(experts: ExpertRows, own: ExpertKey, copies: float | None) -> tup
     )
     forward = dispatch, replace(dispatch, role=Role.COMBINE, of=experts.combined)
     return (*forward, *(replace(each, runs_in=Pass.BACKWARD) for each in forward))
+
+
+def _as_run(exchange: Collective, framework: Framework) -> Collective:
+    """Beside what it may run, to how many nodes, and in how many bits."""
+    recipe = framework.recipe
+    towards = (Role.DISPATCH, Pass.FORWARD), (Role.COMBINE, Pass.BACKWARD)  # what products take in, forward or backward
+    is_eight_bit = recipe.eight_bit_dispatch and framework.precision == Precision.FP8
+    return replace(
+        exchange,
+        hides=Hides.OTHER_MICRO_BATCH if recipe.exchanges_hide_under else Hides.NOTHING,
+        nodes=None if recipe.nodes_per_token is None else recipe.nodes_per_token.value,
+        times=EIGHT_BIT_SHARE if is_eight_bit and (exchange.role, exchange.runs_in) in towards else 1.0,
+    )
 
 
 def _on_one_rank(unit: RankUnit, experts: ExpertRows, ep: int, rows: float) -> RankUnit:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from costmodels.ledger import SoftwareBytes
 from costmodels.overlap import Overlap
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class FrameworkFacts:
     overlaps_reduction: bool
     overlaps_gather: bool
     sends_block: bool
+    exchanges_hide_under: tuple[ScheduleName, ...]
     partition: Literal["even", "weighted"]
     head_weight: float  # of its elements, where stages are filled by weight
     plain_reserve: float  # of the allocator's reserve, what is left where no axis mixes the lifetimes of tensors
