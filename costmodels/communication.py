@@ -193,7 +193,7 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind
     def spanned(domain_devices: int | None) -> int:
         if domain_devices is None or num_devices <= domain_devices:
             return 1
-        return num_domains_spanned(group, domain_devices)
+        return num_domains_spanned(group, cluster.used_devices(domain_devices))
 
     num_nodes = spanned(cluster.profile.node.num_devices)
     if kind is CollectiveKind.SEND_RECV:  # between neighbours, however many there are in a row

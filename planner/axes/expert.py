@@ -137,7 +137,7 @@ def _as_run(exchange: Collective, framework: Framework) -> Collective:
     is_eight_bit = recipe.eight_bit_dispatch and framework.precision == Precision.FP8
     return replace(
         exchange,
-        hides=Hides.OTHER_MICRO_BATCH if recipe.exchanges_hide_under else Hides.NOTHING,
+        hides=Hides.OTHER_MICRO_BATCH if recipe.hides_exchanges else Hides.NOTHING,
         nodes=None if recipe.nodes_per_token is None else recipe.nodes_per_token.value,
         times=EIGHT_BIT_SHARE if is_eight_bit and (exchange.role, exchange.runs_in) in towards else 1.0,
     )

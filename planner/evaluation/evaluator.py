@@ -19,7 +19,7 @@ from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
-from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s
+from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s, without_pipeline
 from planner.evaluation.host import HostMemory, fullest_node, host_states
 from planner.evaluation.once_a_step import Passes, once_a_step_s
 from planner.evaluation.rank_memory import RankMemoryModel
@@ -249,6 +249,8 @@ class Evaluator:
     def _schedule(self) -> ActionLists:
         """Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called."""
         layout, pp = self.layout, self.layout.mesh.pp
+        if pp == 1 and self._hides_exchanges:
+            return without_pipeline(layout.num_microbatches)
         name = ScheduleName.ONE_F_ONE_B if pp == 1 else layout.schedule
         return name.rules.actions(pp, layout.virtual_stages, layout.num_microbatches)
 
@@ -283,8 +285,12 @@ class Evaluator:
             forward_s=tuple(sum(row.forward_s[a:b]) for row, a, b in stages),
             backward_s=tuple(sum(row.backward_s[a:b]) for row, a, b in stages),
             weight_s=tuple(sum(row.weight_s[a:b]) for row, a, b in stages),
-            exchanges=self._exchanges(starts) if bool(self._rows.hides_exchanges[0]) else (),
+            exchanges=self._exchanges(starts) if self._hides_exchanges else (),
         )
+
+    @property
+    def _hides_exchanges(self) -> bool:
+        return bool(self._rows.hides_exchanges[0])
 
     def _exchanges(self, starts: tuple[int, ...]) -> tuple[StageExchanges, ...]:
         stages = [[self._kinds[unit] for unit in units] for units in self._units_of_stages(starts)]
@@ -300,7 +306,7 @@ class Evaluator:
         layout = self.layout
         pp, m, rules = layout.mesh.pp, layout.num_microbatches, layout.schedule.rules
         if pp == 1:
-            return m * (times.forward_s[0] + times.backward_s[0])
+            return m * (times.forward_s[0] + times.backward_s[0]) + self._unhidden_s(times)[0]
 
         def run(num_microbatches: int) -> float:
             schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
@@ -393,6 +399,8 @@ class Evaluator:
         """
         layout = self.layout
         pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
+        if pp == 1 and self._hides_exchanges:  # the next micro-batch's forward pass runs beside a backward pass
+            return [min(m, 2) * kept[0]]
         if rules.has_one_stage:
             return [number * num_bytes for number, num_bytes in zip(rules.in_flight(pp, m), kept, strict=True)]
         schedule = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))

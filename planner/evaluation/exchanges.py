@@ -14,7 +14,7 @@ Sources: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1 (Dual
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from costmodels.overlap import Overlap, exposed_s
@@ -53,6 +53,12 @@ def stage_exchanges(times: UnitTimes, kinds: Sequence[int], overlap: Overlap) ->
 def unhidden_s(schedule: ActionLists, stages: Sequence[StageExchanges]) -> ActionSeconds:
     """For every action the seconds of its exchanges besides those that are left where all is hidden."""
     return tuple(_of_rank(actions, stages) for actions in schedule)
+
+
+def without_pipeline(num_microbatches: int) -> ActionLists:
+    """One rank that runs each backward pass beside the next micro-batch's forward pass."""
+    beside = [(Action(FORWARD, 0, i + 1), Action(BACKWARD, 0, i)) for i in range(num_microbatches - 1)]
+    return ((Action(FORWARD, 0, 0), *chain.from_iterable(beside), Action(BACKWARD, 0, num_microbatches - 1)),)
 
 
 def _of_rank(actions: Sequence[Action], stages: Sequence[StageExchanges]) -> tuple[float, ...]:

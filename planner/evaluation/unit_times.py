@@ -54,7 +54,9 @@ class _BesideKey(NamedTuple):
 
 def _hides_exchanges(table: CostTable, key: _BesideKey) -> bool:
     """What ZeRO gathers or reduces in every micro-batch hides behind the same compute, and there is one of that."""
-    beside = key.schedule in table.framework.exchanges_hide_under and key.pp > 1 and key.ep > 1
+    framework = table.framework
+    under = key.schedule in framework.exchanges_hide_under
+    beside = key.ep > 1 and (under if key.pp > 1 else framework.exchanges_hide_without_pipeline)
     return beside and not ZERO_STAGES[key.zero_stage].shards_gradients
 
 

@@ -92,6 +92,7 @@ class FrameworkFacts:
     overlaps_gather: bool
     sends_block: bool
     exchanges_hide_under: tuple[ScheduleName, ...]
+    exchanges_hide_without_pipeline: bool
     partition: Literal["even", "weighted"]
     head_weight: float  # of its elements, where stages are filled by weight
     plain_reserve: float  # of the allocator's reserve, what is left where no axis mixes the lifetimes of tensors
