@@ -119,8 +119,7 @@ LAYOUTS = (
         "layout TP 2, PP 8, EP 8",
         assumed="global batch of 256 sequences, 7 virtual stages, nothing recomputed",
         why="The 49.3 % are with folding: experts have no tensor parallelism there (ETP 1), so that the 8 ranks of EP "
-        "share a node. Here EP lies over ranks of the same tensor-parallel place, so its 8 ranks span two nodes, and "
-        "both tensor-parallel ranks send whole rows.",
+        "share a node. Here EP lies over ranks of the same tensor-parallel place, so its 8 ranks span two nodes.",
     ),
     Published(
         title="Mixtral 8x7B, 64 H100",
@@ -187,8 +186,8 @@ def page(layouts: list[Published]) -> Iterator[str]:
     """The page, line by line."""
     yield "# Published expert layouts\n"
     yield "Made by `python -m benchmarks.published_expert_layouts`; every figure but the measured ones is priced by the"
-    yield "code as it stands. *Pick*: the fastest layout that fits for the same model, batch, precision and devices, under"
-    yield "the same recipe. None of these runs had a part in any fit. DBRX published no layout."
+    yield "code as it stands. *Pick*: the fastest layout that fits for the same model, batch, precision and devices,"
+    yield "under the same recipe. None of these runs had a part in any fit. DBRX published no layout."
     for published in layouts:
         began = time.process_time()
         yield from _section(published)

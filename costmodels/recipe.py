@@ -150,6 +150,9 @@ class Recipe(_Value):
     # on the rank, and its exchanges beside that forward pass. Elsewhere, and where none follows, they are exposed.
     exchanges_hide_under: tuple[ScheduleName, ...] = ()
     exchanges_hide_without_pipeline: bool = False  # a rank's next forward pass runs beside a backward pass
+    # Under tensor parallelism each rank exchanges its part of the rows, which are gathered at the experts and summed
+    # behind them among tensor-parallel ranks; otherwise all of these exchange whole rows.
+    splits_exchanges: bool = False
     # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
     dispatches_once_a_node: bool = False
     nodes_per_token: Quantity | None = None  # the most nodes that hold experts of one token; None: any number

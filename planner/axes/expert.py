@@ -95,6 +95,8 @@ class ExpertAxis(Axis[ExpertKey]):
         rows = 1.0 if imbalance is None else imbalance.value
         copies = experts.rows_per_token * rows if framework.dispatches_once_a_node else None
         exchanges = tuple(_as_run(each, framework) for each in _exchanges(experts, own, copies))
+        if framework.recipe.splits_exchanges and own.tp > 1:
+            exchanges = _in_parts(exchanges, own, framework)
         unit = _on_one_rank(work.unit, experts, own.ep, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
@@ -128,6 +130,21 @@ def _exchanges(experts: ExpertRows, own: ExpertKey, copies: float | None) -> tup
     )
     forward = dispatch, replace(dispatch, role=Role.COMBINE, of=experts.combined)
     return (*forward, *(replace(each, runs_in=Pass.BACKWARD) for each in forward))
+
+
+def _in_parts(exchanges: tuple[Collective, ...], own: ExpertKey, framework: Framework) -> tuple[Collective, ...]:
+    """Each tensor-parallel rank sends a part; experts take whole rows, and what leaves them are partial sums."""
+    parts = tuple(replace(each, times=each.times / own.tp) for each in exchanges)
+    gathered = (Role.DISPATCH, Pass.FORWARD), (Role.COMBINE, Pass.BACKWARD)
+    among = Mesh(tp=own.tp).group(Group.TENSOR)
+    rate = framework.recipe.tensor_parallel_rate.value
+
+    def among_tensor_ranks(each: Collective) -> Collective:
+        is_gathered = (each.role, each.runs_in) in gathered
+        kind = CollectiveKind.ALL_GATHER if is_gathered else CollectiveKind.REDUCE_SCATTER
+        return replace(each, kind=kind, group=among, rate=rate, copies=None, nodes=None, is_buffered=False)
+
+    return (*parts, *map(among_tensor_ranks, exchanges))
 
 
 def _as_run(exchange: Collective, framework: Framework) -> Collective:

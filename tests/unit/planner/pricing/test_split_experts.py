@@ -1,13 +1,16 @@
 """Experts under tensor parallelism: columns and rows emerge, work and memory are divided, sums are reduced once."""
 
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from costmodels.vocabulary.choices import Partial, Replicate, Shard
-from costmodels.vocabulary.terms import Pass
+from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind, OpClass
+from planner.axes.expert import EXPERT, ExpertKey
 from planner.axes.lowered import RankUnit, StateKind
 from planner.axes.placement import UnitPlacement
 from planner.axes.tensor import TENSOR
@@ -129,3 +132,23 @@ def test_models_without_experts_have_the_placements_that_they_had() -> None:
     (block,) = (i for i, unit in enumerate(units) if unit.is_block)
     placement = decision_of(PricingTarget(graph, cluster_of(A100, 8), "bf16"), TensorSplit(8, False))[block]
     assert not any(isinstance(each, Partial) for each in placement.placements.values())
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_ranks_that_hold_the_same_rows_may_exchange_a_part_each(splits: bool) -> None:
+    """Then rows are gathered at the experts and summed behind them, forward and backward, inside a node."""
+    place, placement = placed("mixtral-8x7b", 4)
+    graph, own = graph_of("mixtral-8x7b", SEQ_LEN), target("mixtral-8x7b")
+    recipe = own.recipe.model_copy(update={"splits_exchanges": splits})
+    framework = replace(own, recipe=recipe).framework
+    whole = whole_work(graph, representatives(graph)[place])
+    split = TENSOR.work(whole, placement.split, placement, framework)
+    exchanged = EXPERT.work(split, ExpertKey(2, 4), placement, framework)
+    found = [each for each in exchanged.collectives if each.term is Term.EXPERT]
+    rows_bytes = SEQ_LEN * MODELS["mixtral-8x7b"][1] * MODELS["mixtral-8x7b"][2] * BF16
+    sizes = Counter((each.kind, each.num_bytes(exchanged.unit.tensors)) for each in found)
+    expected = {(CollectiveKind.ALL_TO_ALL, rows_bytes / (4 if splits else 1)): 4}
+    if splits:
+        expected |= {(CollectiveKind.ALL_GATHER, rows_bytes): 2, (CollectiveKind.REDUCE_SCATTER, rows_bytes): 2}
+    assert sizes == expected
+    assert {each.group.stride for each in found if each.kind is not CollectiveKind.ALL_TO_ALL} <= {1}
