@@ -100,11 +100,12 @@ LAYOUTS = (
         source="DeepSeek-AI, DeepSeek-V3 Technical Report (2024), arXiv 2412.19437, sections 1, 3.2 and 4.2",
         assumed="micro-batches of one sequence; the V-shaped variant of DualPipe; nothing recomputed (the report "
         "recomputes norms and up-projections of attention); no multi-token prediction",
-        why="Priced too fast by 15 %: grouped products run at the efficiency that the profile has for all sizes, and with 2,048 "
-        "columns an expert and 8-bit inputs theirs are small; multi-token prediction adds about a sixtieth. Exchanges are "
-        "hidden in the steady part of DualPipeV; what is left is compute that runs slower beside them, and both ends of the "
-        "step. Peak memory is that of a run that recomputes nothing: the report recomputes norms and attention's "
-        "up-projections and keeps inputs of products in 8 bits. Schedules that split backward passes cannot recompute here, "
+        why="Priced too fast by 15 %: grouped products run at the efficiency that the profile has for all "
+        "sizes, and with 2,048 columns an expert and 8-bit inputs theirs are small; multi-token "
+        "prediction adds about a sixtieth. Exchanges are hidden in the steady part of DualPipeV; what is "
+        "left is compute that runs slower beside them, and both ends of the step. Peak memory is that of "
+        "a run that recomputes nothing: the report recomputes norms and attention's up-projections and "
+        "keeps inputs of products in 8 bits. Schedules that split backward passes cannot recompute here, "
         "so the search takes another one with everything recomputed.",
         stage_layers=(1, *(2,) * 29, 1, 1),
     ),
@@ -118,13 +119,13 @@ LAYOUTS = (
         recipe="megatron-core-overlap",
         measured="49.3 % of 989.4 TFLOP/s",
         measured_s=_of_rate(0.493 * H100_DENSE_BF16),
-        source="Liu et al., MoE Parallel Folding (2025), arXiv 2504.14960 (best MFU of this model); "
-        "layout TP 2, PP 8, EP 8",
+        source="Liu et al., MoE Parallel Folding (2025), arXiv 2504.14960 (best MFU of this model); layout TP 2,"
+        " PP 8, EP 8",
         assumed="global batch of 256 sequences, 7 virtual stages, nothing recomputed",
-        why="The 49.3 % are with folding: experts have no tensor parallelism there (ETP 1), so that the 8 ranks of EP "
-        "share a node. Here EP lies over ranks of the same tensor-parallel place, so its 8 ranks span two nodes, rows are "
-        "gathered and summed over the tensor-parallel ranks besides, and 13 % of the step are exposed exchanges. The search "
-        "takes the same mesh.",
+        why="The 49.3 % are with folding: experts have no tensor parallelism there (ETP 1), so that the 8 "
+        "ranks of EP share a node. Here EP lies over ranks of the same tensor-parallel place, so its 8 "
+        "ranks span two nodes, rows are gathered and summed over the tensor-parallel ranks besides, and "
+        "13 % of the step are exposed exchanges. The search takes the same mesh.",
     ),
     Published(
         title="Mixtral 8x7B, 64 H100",
