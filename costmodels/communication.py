@@ -123,25 +123,29 @@ def collective_times_s(lines: Sequence[Line], num_bytes: FloatArray) -> FloatArr
 
 
 def dispatch_parts(
-    group: GroupPlacement, copies: float, cluster: ClusterSpec
+    group: GroupPlacement, spread: tuple[float, float | None], cluster: ClusterSpec
 ) -> tuple[tuple[GroupPlacement, float], ...]:
-    """The all-to-alls into which sending every token's ``copies`` rows falls where a node gets each token only once.
+    """The all-to-alls into which sending every token's rows falls where a node gets each token only once.
 
-    With the share of the rows' bytes that each counts; they run at the same time. Of n nodes
+    ``spread``: copies of a token, and the most nodes that its experts lie on (None: as many as there are). With the
+    share of the rows' bytes that each counts; they run at the same time. Of n nodes
 
         over NVLink     all rows, between the ranks of one node
-        between nodes   (n - 1) · (1 - (1 - 1/n)^copies) tokens of each rank, rather than (n - 1) / n of the rows
+        between nodes   (n - 1) · (1 - (1 - 1/n)^copies) tokens of each rank, rather than (n - 1) / n of the rows;
+                        or (n - 1) / n of the most nodes if that is less
 
     as if a token could choose an expert twice, which makes the second less by 0.1 % for 8 of 128. Source: DeepSeek-AI,
     "DeepSeek-V3 Technical Report" (2024), section 3.2.2.
     """
+    copies, most_nodes = spread
     num_nodes = num_domains_spanned(group, cluster.devices_per_node)
     if num_nodes == 1:
         return ((group, 1.0),)
     inside = GroupPlacement(max(1, group.num_ranks // num_nodes), group.stride)
     # Of an all-to-all (n - 1) / n leaves the node.
-    between = num_nodes * (1 - (1 - 1 / num_nodes) ** copies) / copies
-    return (inside, 1.0), (group, between)
+    nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** copies)
+    between = nodes if most_nodes is None else min(nodes, most_nodes)
+    return (inside, 1.0), (group, between / copies)
 
 
 def line_between(one: ClusterSpec, other: ClusterSpec, link: GroupLink | None, num_senders: int) -> Line:
@@ -189,7 +193,7 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind
     def spanned(domain_devices: int | None) -> int:
         if domain_devices is None or num_devices <= domain_devices:
             return 1
-        return num_domains_spanned(group, domain_devices)
+        return num_domains_spanned(group, cluster.used_devices(domain_devices))
 
     num_nodes = spanned(cluster.profile.node.num_devices)
     if kind is CollectiveKind.SEND_RECV:  # between neighbours, however many there are in a row

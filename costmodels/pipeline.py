@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists, Kind
 
+ActionSeconds = tuple[tuple[float, ...], ...]  # laid out as the schedule is
+
 
 class TimedAction(NamedTuple):
     """An action and when it runs."""
@@ -102,8 +104,17 @@ def simulate(
     them; ``sends_block``: the sender waits for its end. ValueError if the lists do not fit together or if the order of
     actions can never complete (deadlock; the message names the actions that wait).
     """
-    problem = _number(schedule, forward_s, backward_s, split_s or (backward_s, [0.0] * len(backward_s)))
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
+    return simulate_actions(
+        schedule, seconds_of_actions(schedule, forward_s, backward_s, split_s), sends, sends_block=sends_block
+    )
+
+
+def simulate_actions(
+    schedule: ActionLists, seconds: ActionSeconds, send_s: Sequence[float], *, sends_block: bool = False
+) -> Timeline:
+    """As ``simulate``, with the seconds of every action by itself: what runs beside another may take less."""
+    problem, sends = _number(schedule, seconds, len(send_s) + 1), send_s
     ways_s = _ways_s(problem, sends)
     producers, way_to = problem.producers, _way_to(problem, ways_s)
     held_s = _held_s(problem, ways_s) if sends_block else [0.0] * problem.num_keys
@@ -115,7 +126,7 @@ def simulate(
     free = [0.0] * len(schedule)  # when each rank can go on
     while ready:
         rank = ready.pop()
-        keys, seconds = problem.keys[rank], problem.seconds[rank]
+        keys, durations_s = problem.keys[rank], problem.seconds[rank]
         rank_starts, rank_ends = starts[rank], ends[rank]
         now = free[rank]
         for position in range(len(rank_ends), len(keys)):
@@ -130,7 +141,7 @@ def simulate(
                 arrived += way_to[key]
                 if arrived > now:
                     start = arrived
-            end = start + seconds[position]
+            end = start + durations_s[position]
             rank_starts.append(start)
             rank_ends.append(end)
             arrival[key] = end
@@ -158,30 +169,44 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """What of ``_Problem`` does not depend on times. ``places``: of each action's seconds, by kinds, then stages."""
+    """What of ``_Problem`` does not depend on times."""
 
     keys: tuple[tuple[int, ...], ...]
-    places: tuple[tuple[int, ...], ...]
     producers: list[int]
     rank_of_stage: tuple[int, ...]
     num_microbatches: int
 
 
-_KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-
-
-def _number(
+def seconds_of_actions(
     schedule: ActionLists,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    split_s: tuple[Sequence[float], Sequence[float]],
-) -> _Problem:
+    split_s: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> ActionSeconds:
+    """The seconds of every action from those of its stage, as ``simulate`` takes them; ValueError as there."""
     num_stages = len(forward_s)
     if len(backward_s) != num_stages:
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
+    input_s, weight_s = split_s or (backward_s, [0.0] * num_stages)
+    all_s = [*forward_s, *backward_s, *input_s, *weight_s]
+    return tuple(tuple([all_s[place] for place in places]) for places in _places(_Same(schedule), num_stages))
+
+
+_KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+
+@lru_cache(maxsize=64)
+def _places(same: _Same, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Place of each action's seconds among those of all kinds, each in all stages."""
+    unknown = next((s for _, s, _ in chain.from_iterable(same.schedule) if not 0 <= s < num_stages), None)
+    if unknown is not None:
+        raise ValueError(f"the schedule runs stage {unknown}, but times are given for {num_stages} stages")
+    first: dict[Kind, int] = {kind: place * num_stages for place, kind in enumerate(_KINDS)}
+    return tuple(tuple([first[k] + s for k, s, _ in actions]) for actions in same.schedule)
+
+
+def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _Problem:
     numbered = _numbered(_Same(schedule), num_stages)
-    all_s = [*forward_s, *backward_s, *split_s[0], *split_s[1]]
-    seconds = tuple(tuple([all_s[place] for place in places]) for places in numbered.places)
     return _Problem(numbered.keys, seconds, numbered.producers, numbered.rank_of_stage, numbered.num_microbatches)
 
 
@@ -192,8 +217,6 @@ def _numbered(same: _Same, num_stages: int) -> _Numbered:
     rank_of_stage = [-1] * num_stages
     for rank, actions in enumerate(schedule):
         for stage in {action.stage for action in actions}:
-            if not 0 <= stage < num_stages:
-                raise ValueError(f"the schedule runs stage {stage}, but times are given for {num_stages} stages")
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
@@ -201,11 +224,9 @@ def _numbered(same: _Same, num_stages: int) -> _Numbered:
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
     per_kind = num_stages * num_microbatches
     offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
-    first: dict[Kind, int] = {kind: place * num_stages for place, kind in enumerate(_KINDS)}
     keys = tuple(tuple([offset[k] + s * num_microbatches + i for k, s, i in actions]) for actions in schedule)
-    places = tuple(tuple([first[k] + s for k, s, _ in actions]) for actions in schedule)
     producers = _producers(num_stages, num_microbatches)
-    return _Numbered(keys, places, producers, tuple(rank_of_stage), num_microbatches)
+    return _Numbered(keys, producers, tuple(rank_of_stage), num_microbatches)
 
 
 def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:

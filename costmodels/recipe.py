@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from costmodels.vocabulary.choices import ContextMethod
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import Quantity
 
 OUR_RECIPE = "planner"
@@ -155,7 +156,24 @@ class Recipe(_Value):
     expert_imbalance: Quantity | None = None
     # None: the framework has no context parallelism, or none that is known; its layouts gather keys and values.
     context_methods: ContextMethods | None = None
+    # Schedules under which exchanges of a forward pass run beside the backward pass of another micro-batch that follows
+    # on the rank, and its exchanges beside that forward pass. Elsewhere, and where none follows, they are exposed.
+    exchanges_hide_under: tuple[ScheduleName, ...] = ()
+    exchanges_hide_without_pipeline: bool = False  # a rank's next forward pass runs beside a backward pass
+    # Under tensor parallelism each rank exchanges its part of the rows, which are gathered at the experts and summed
+    # behind them among tensor-parallel ranks; otherwise all of these exchange whole rows.
+    splits_exchanges: bool = False
+    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
+    dispatches_once_a_node: bool = False
+    nodes_per_token: Quantity | None = None  # the most nodes that hold experts of one token; None: any number
+    # Where the precision has 8 bits, rows are sent to their experts in 8 bits, and so are gradients of what these made.
+    eight_bit_dispatch: bool = False
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether exchanges of experts may run beside another micro-batch at all."""
+        return bool(self.exchanges_hide_under) or self.exchanges_hide_without_pipeline
 
     def issue_s(self, *, is_sharded: bool) -> float:
         """Seconds in which the host issues one kernel, of tensors that tensor parallelism splits or of whole ones."""

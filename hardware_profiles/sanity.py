@@ -78,7 +78,7 @@ def _texts_and_counts(profile: ClusterProfile) -> Iterator[str]:
                 yield f"{place}: holds {len(value):,} characters, more than {LONGEST_TEXT:,}"
             elif not value.strip() or not value.isprintable():
                 yield f"{place}: must be text without control characters, is {value[:60]!r}"
-        elif isinstance(value, int) and not 1 <= value <= LARGEST_COUNT:
+        elif isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= LARGEST_COUNT:
             yield f"{place}: must be between 1 and {LARGEST_COUNT:,}, is {value:,}"
 
 

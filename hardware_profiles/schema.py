@@ -103,6 +103,9 @@ class NodeProfile(_Value):
     """One host."""
 
     num_devices: Annotated[int, Field(ge=1), Weakest.LEAST]
+    # Jobs that do not fill their nodes take as many devices of each, and leave the others idle; otherwise they fill
+    # all but the last. Racks of 72 are used so: 64 of each is what degrees of powers of two divide.
+    is_used_evenly: Annotated[bool, Weakest.LEAST] = False
     cpu_cores: Annotated[int | None, Weakest.LEAST] = None
     num_numa_nodes: Annotated[int | None, Weakest.LEAST] = None
     ram_bytes: Annotated[Quantity | None, Weakest.LEAST] = None
@@ -193,6 +196,10 @@ class ClusterProfile(_Value):
     notes: tuple[str, ...] = ()  # what stood out when the cluster was measured, in words
 
 
+# To use as many devices of each node, a job takes at most so many times the nodes that it would fill.
+MOST_NODES_OVER_FEWEST = 1.25
+
+
 class ClusterSpec(_Value):
     """A cluster to plan for: a profile and how many of its devices.
 
@@ -205,8 +212,20 @@ class ClusterSpec(_Value):
 
     @property
     def devices_per_node(self) -> int:
-        """Devices of one node that are used."""
-        return min(self.profile.node.num_devices, self.num_devices)
+        """Devices of one node that are used; of a node that is full, where not all are alike in this."""
+        node = self.profile.node
+        fewest = -(-self.num_devices // node.num_devices)
+        most = fewest * MOST_NODES_OVER_FEWEST if node.is_used_evenly else fewest
+        evenly = (n for n in range(fewest, int(most) + 1) if node.is_used_evenly and self.num_devices % n == 0)
+        num_nodes = next(evenly, None)
+        return min(node.num_devices, self.num_devices) if num_nodes is None else self.num_devices // num_nodes
+
+    def used_devices(self, domain_devices: int) -> int:
+        """Of a domain of so many devices, whole nodes or a part of one, those that are used."""
+        node = self.profile.node.num_devices
+        if self.devices_per_node >= node or self.num_devices <= node or domain_devices % node:
+            return domain_devices
+        return domain_devices // node * self.devices_per_node
 
 
 class GroupLink(_Value):

@@ -17,14 +17,28 @@ from dataclasses import replace
 from math import gcd
 from typing import ClassVar, NamedTuple
 
+from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_degrees
 from planner.axes.framework import Framework
-from planner.axes.lowered import Collective, ExpertRows, Kernel, RankStates, RankUnit, RankWork, Role, StateKind, Work
+from planner.axes.lowered import (
+    Collective,
+    ExpertRows,
+    Hides,
+    Kernel,
+    RankStates,
+    RankUnit,
+    RankWork,
+    Role,
+    StateKind,
+    Work,
+)
 from planner.axes.placement import UnitPlacement
 from planner.table.keys import DataKey, WorkKey
+
+EIGHT_BIT_SHARE = 0.5  # bytes of an 8-bit number over those of a 16-bit one
 
 
 class ExpertKey(NamedTuple):
@@ -80,7 +94,9 @@ class ExpertAxis(Axis[ExpertKey]):
         imbalance = framework.recipe.expert_imbalance
         rows = 1.0 if imbalance is None else imbalance.value
         copies = experts.rows_per_token * rows if framework.dispatches_once_a_node else None
-        exchanges = _exchanges(experts, own, copies)
+        exchanges = tuple(_as_run(each, framework) for each in _exchanges(experts, own, copies))
+        if framework.recipe.splits_exchanges and own.tp > 1:
+            exchanges = _in_parts(exchanges, own, framework)
         unit = _on_one_rank(work.unit, experts, own.ep, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
@@ -114,6 +130,34 @@ def _exchanges(experts: ExpertRows, own: ExpertKey, copies: float | None) -> tup
     )
     forward = dispatch, replace(dispatch, role=Role.COMBINE, of=experts.combined)
     return (*forward, *(replace(each, runs_in=Pass.BACKWARD) for each in forward))
+
+
+def _in_parts(exchanges: tuple[Collective, ...], own: ExpertKey, framework: Framework) -> tuple[Collective, ...]:
+    """Each tensor-parallel rank sends a part; experts take whole rows, and what leaves them are partial sums."""
+    parts = tuple(replace(each, times=each.times / own.tp) for each in exchanges)
+    gathered = (Role.DISPATCH, Pass.FORWARD), (Role.COMBINE, Pass.BACKWARD)
+    among = Mesh(tp=own.tp).group(Group.TENSOR)
+    rate = framework.recipe.tensor_parallel_rate.value
+
+    def among_tensor_ranks(each: Collective) -> Collective:
+        is_gathered = (each.role, each.runs_in) in gathered
+        kind = CollectiveKind.ALL_GATHER if is_gathered else CollectiveKind.REDUCE_SCATTER
+        return replace(each, kind=kind, group=among, rate=rate, copies=None, nodes=None, is_buffered=False)
+
+    return (*parts, *map(among_tensor_ranks, exchanges))
+
+
+def _as_run(exchange: Collective, framework: Framework) -> Collective:
+    """Beside what it may run, to how many nodes, and in how many bits."""
+    recipe = framework.recipe
+    towards = (Role.DISPATCH, Pass.FORWARD), (Role.COMBINE, Pass.BACKWARD)  # what products take in, forward or backward
+    is_eight_bit = recipe.eight_bit_dispatch and framework.precision == Precision.FP8
+    return replace(
+        exchange,
+        hides=Hides.OTHER_MICRO_BATCH if recipe.hides_exchanges else Hides.NOTHING,
+        nodes=None if recipe.nodes_per_token is None else recipe.nodes_per_token.value,
+        times=EIGHT_BIT_SHARE if is_eight_bit and (exchange.role, exchange.runs_in) in towards else 1.0,
+    )
 
 
 def _on_one_rank(unit: RankUnit, experts: ExpertRows, ep: int, rows: float) -> RankUnit:

@@ -14,8 +14,12 @@ class Framework:
     recipe: Recipe
     precision: str
     attention: AttentionKernel
-    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
-    dispatches_once_a_node: bool = False
+    runs_once_a_node: bool = False  # a token goes to each node of its experts once, whatever the recipe says
+
+    @property
+    def dispatches_once_a_node(self) -> bool:
+        """Whether a token goes to each node of its experts once, and over NVLink to all of them there."""
+        return self.runs_once_a_node or self.recipe.dispatches_once_a_node
 
     @staticmethod
     def of(

@@ -46,6 +46,7 @@ class Hides(Enum):
     UNIT = auto()  # the pass of a unit that each micro-batch makes
     LAST_BACKWARD = auto()  # the backward pass of the last micro-batch
     FIRST_FORWARD = auto()  # the forward pass of the next step's first micro-batch
+    OTHER_MICRO_BATCH = auto()  # the opposite pass of another micro-batch, where the schedule has one beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class Collective:
     issued_by_host: bool = False  # counted when the host's time to issue a unit is
     is_buffered: bool = False  # what is sent lies beside what is received
     copies: float | None = None  # rows that a token is sent as, where a node gets only one of them
+    nodes: float | None = None  # then the most nodes that get it; None: any number
 
     def num_bytes(self, tensors: Mapping[int, Tensor]) -> float:
         """Bytes of one sequence, or of any number where it does not follow the batch."""

@@ -18,6 +18,7 @@ from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
+from planner.axes.partial_sums import partial_sums
 from planner.axes.traced import is_floating, kernel_of, tensors_of
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
@@ -41,6 +42,7 @@ class Alternative:
     placement: Placement  # as its users find it
     gradient_is_partial: bool
     share: float = 1.0  # of the work, on one rank
+    is_hooked: bool = False  # where a module ends: its output, or the output's gradient, is redistributed there
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def decision(alternatives: Alternatives, solution: PlacementSolution) -> UnitPla
         shares={each.node: way.share for each, way in inside},
         placements={each.node: way.placement for each, way in zip(operators, chosen, strict=True)},
         parameters={fqn: way.operands[place] for each, way in inside for place, fqn in each.parameters.items()},
-        module_outputs={each.ends_module: way.placement for each, way in inside if way.placement != way.native},
+        module_outputs={each.ends_module: way.placement for each, way in inside if way.is_hooked and each.ends_module},
         collectives=tuple(collectives),
         is_proved=solution.bound_ns >= solution.cost_ns,
     )
@@ -150,12 +152,13 @@ class _Ways:
         inside = set(unit.nodes)
         operands = {o for i in unit.nodes for o in graph.nodes[i].operands if isinstance(o, int)}
         self.entering_ids = sorted(operands - inside)
-        self._modules_of_users: dict[int, list[str]] = {}
+        self._users: dict[int, list[int]] = {}
         for i in unit.nodes:
             for operand in graph.nodes[i].operands:
                 if isinstance(operand, int):
-                    self._modules_of_users.setdefault(operand, []).append(graph.nodes[i].module)
+                    self._users.setdefault(operand, []).append(i)
         self._rules: dict[int, list[OpStrategy]] = {}
+        self._sums = partial_sums(graph, unit, self.rules, lambda node: bool(self._module_ended_by(node)))
 
     def entering(self, node: Node) -> Operator:
         """What an earlier unit made, placed as agreed between units; its gradient may be a partial sum."""
@@ -197,7 +200,7 @@ class _Ways:
         return tuple((() if way.placement == placement else None,) for way in source.alternatives)
 
     def rules(self, node: Node) -> list[OpStrategy]:
-        """Strategies of the operator's rule."""
+        """Strategies of the operator's rule; partial sums of experts stand apart."""
         if node.id not in self._rules:
             self._rules[node.id] = strategies(node, self.graph, self._degree)
         return self._rules[node.id]
@@ -207,12 +210,14 @@ class _Ways:
         of_rule = self._of_parameters(node, rule)
         share = rule.compute_fraction
         found: list[Alternative] = []
-        if node.op_class is OpClass.VIEW and has_gradient and rule.is_replicated:  # partial gradients pass through
+        reduces = node.id not in self._sums.gradients
+        passes = node.op_class is OpClass.VIEW or node.id in self._sums.gradients
+        if passes and has_gradient and rule.is_replicated:  # partial gradients pass through
             through = (True,) * len(rule.operands)
             found.append(Alternative(kernel, of_rule, rule.operands, through, rule.output, rule.output, True, share))
         for placement in self._redistributions(node, rule.output):
             forward = self.resharded(node, rule.output, placement)
-            for partial in (False, True) if has_gradient and placement == Replicate() else (False,):
+            for partial in (False, True) if has_gradient and placement == Replicate() and reduces else (False,):
                 back = self.of_partial_gradient(node, rule.output)
                 gradient = back if partial else self.returned(node, rule.output, placement)
                 collectives = (*of_rule, *forward, *gradient)
@@ -226,6 +231,7 @@ class _Ways:
                         placement,
                         partial,
                         share,
+                        is_hooked=placement != rule.output or (partial and node.id in self._sums.weighing),
                     )
                 )
         return found
@@ -247,7 +253,8 @@ class _Ways:
         if any(operand in self._fixed for operand in node.operands if isinstance(operand, str)):
             return [rule for rule in rules if self._respects_fixed(node, rule)]
         split = [rule for rule in rules if splits_weight(node, rule.operands)]
-        return split if split and node.op_class is OpClass.GEMM else rules
+        is_matrix_product = node.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)
+        return split if split and is_matrix_product else [*rules, *self._sums.strategies(node)]
 
     def _respects_fixed(self, node: Node, rule: OpStrategy) -> bool:
         return all(
@@ -260,14 +267,19 @@ class _Ways:
         """Placements the output can have for its users: as it is, or what a module hook makes of it."""
         if not self._module_ended_by(node) or not is_floating(node) or self._degree == 1:
             return [native]
-        # A partial sum is reduced where its module ends: what follows would each reduce it again.
+        # A partial sum is reduced where its module ends, unless it passes through all that follows: what does not
+        # let it pass would each reduce it again.
         options = dict.fromkeys((native, Replicate(), self._agreed(node)))
-        return [option for option in options if not isinstance(option, Partial)]
+        return [option for option in options if not isinstance(option, Partial) or self._passes_on(node)]
+
+    def _passes_on(self, node: Node) -> bool:
+        users = self._users.get(node.id, [])
+        return bool(users) and all(user in self._sums.values for user in users)
 
     def _module_ended_by(self, node: Node) -> str:
         """The innermost module whose output this node is: none of its users lies in that module."""
         module = node.module
-        users = self._modules_of_users.get(node.id, [])
+        users = [self.graph.nodes[user].module for user in self._users.get(node.id, [])]
         if module and not any(user == module or user.startswith(module + ".") for user in users):
             return module
         return ""

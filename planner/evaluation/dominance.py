@@ -1,6 +1,6 @@
 """Layouts that need not be looked at, for another that differs in one choice alone is never slower and never larger.
 
-The choice is the way of context parallelism. Under one mode of recomputation, row A of the table's work is never worse
+The choice is the way of context parallelism. Under every mode of recomputation that there may be, row A of the table's work is never worse
 than row B where for every kind of unit and device
 
     each pass of A takes no longer,                             T_A <= T_B
@@ -33,7 +33,7 @@ _MODES = tuple(Recompute)
 
 class _Row(NamedTuple):
     work: WorkKey
-    recompute: Recompute
+    recompute: Recompute | None
 
 
 def undominated(table: CostTable, layouts: Columns[Layout]) -> Columns[Layout]:
@@ -60,8 +60,17 @@ def _is_dominated(place: int, others: Sequence[int], measures: Array) -> bool:
 
 
 def _measures(table: CostTable, rows: Sequence[_Row]) -> Array:
-    """[rows, measures]: whatever of a row makes a layout slower or larger when it grows."""
-    places, modes = table.work_rows([row.work for row in rows]), [_MODES.index(row.recompute) for row in rows]
+    """[rows, measures]: whatever of a row makes a layout slower or larger when it grows.
+
+    Where each block has a mode of its own, a row must be better under every one.
+    """
+    each = [_measures_of(table, [row.work for row in rows], [row.recompute or mode for row in rows]) for mode in _MODES]
+    return np.concatenate(each, axis=1)
+
+
+def _measures_of(table: CostTable, work: Sequence[WorkKey], recompute: Sequence[Recompute]) -> Array:
+    """The same under one mode of each row."""
+    places, modes = table.work_rows(work), [_MODES.index(mode) for mode in recompute]
     # Not a number: on devices that no layout of the row is laid over.
     time_s = np.nan_to_num(table.time_s[:, places, modes])
 
@@ -73,7 +82,7 @@ def _measures(table: CostTable, rows: Sequence[_Row]) -> Array:
 
     free_forward = of(Time.COMPUTE_FORWARD) - of(Time.HIDING_FORWARD)
     free_backward = of(Time.COMPUTE_BACKWARD) + of(Time.RECOMPUTE) - of(Time.HIDING_BACKWARD)
-    may_split = np.array([row.recompute is Recompute.NONE for row in rows])[:, None]
+    may_split = np.array([mode is Recompute.NONE for mode in recompute])[:, None]
     later, twice = of(Time.WEIGHT_GRADIENT) * may_split, of(Time.SPLIT_EXTRA) * may_split
     times = (
         whole(Pass.FORWARD),
@@ -84,5 +93,5 @@ def _measures(table: CostTable, rows: Sequence[_Row]) -> Array:
         whole(Pass.BACKWARD) - later,
         twice,
     )
-    seconds = np.stack(times, axis=-1).swapaxes(0, 1).reshape(len(rows), -1)
-    return np.concatenate([seconds, table.num_bytes[places, modes].reshape(len(rows), -1)], axis=1)
+    seconds = np.stack(times, axis=-1).swapaxes(0, 1).reshape(len(work), -1)
+    return np.concatenate([seconds, table.num_bytes[places, modes].reshape(len(work), -1)], axis=1)

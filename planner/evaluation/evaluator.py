@@ -16,12 +16,13 @@ import numpy as np
 
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s
-from costmodels.pipeline import Timeline, simulate
+from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import PLACE, Data, Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
+from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s, without_pipeline
 from planner.evaluation.host import HostMemory, fullest_node, host_states
 from planner.evaluation.once_a_step import Collected, Passes, once_a_step_s
 from planner.evaluation.rank_memory import RankMemoryModel
@@ -38,17 +39,27 @@ _GATHER, _REDUCE, _ = range(len(Data))
 
 
 class StageTimes(NamedTuple):
-    """Seconds of each stage on one micro-batch; ``weight_s`` is the part of ``backward_s`` that can wait."""
+    """Seconds of each stage on one micro-batch; ``weight_s`` is the part of ``backward_s`` that can wait.
+
+    ``exchanges``: those that may hide beside other micro-batches, with all hidden in the seconds here; () if none may.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
+    exchanges: tuple[StageExchanges, ...] = ()
 
     def run(self, schedule: ActionLists, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
         """The schedule simulated."""
         input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
         split_s = input_s, self.weight_s
-        return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, sends_block=sends_block)
+        if not self.exchanges:
+            return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, sends_block=sends_block)
+        sends = [send_s] * (len(self.forward_s) - 1) if isinstance(send_s, float | int) else send_s
+        hidden_s = seconds_of_actions(schedule, self.forward_s, self.backward_s, split_s)
+        pairs = zip(hidden_s, unhidden_s(schedule, self.exchanges), strict=True)
+        seconds = tuple(tuple(a + b for a, b in zip(*rank, strict=True)) for rank in pairs)
+        return simulate_actions(schedule, seconds, sends, sends_block=sends_block)
 
 
 @dataclass(frozen=True)
@@ -210,7 +221,8 @@ class Evaluator:
         makespan = self._makespan_s(times, self.send_s, exact=exact)
         send_on_path = makespan - self._makespan_s(times, 0.0, exact=False) if exact else 0.0
         m = self.layout.num_microbatches
-        busy = [m * seconds for seconds in self._work_of_ranks(times)]
+        unhidden = self._unhidden_s(times)
+        busy = [m * seconds + more for seconds, more in zip(self._work_of_ranks(times), unhidden, strict=True)]
         slowest = max(range(len(busy)), key=lambda r: busy[r])
         once = self.once_a_step(starts)
         data_once = max(data for data, _ in once)
@@ -221,6 +233,7 @@ class Evaluator:
         overflow_s = m * self._overflow_s(memory)
         breakdown = self._terms_s(slowest, starts)
         breakdown[Term.COMPUTE] += overflow_s
+        breakdown[Term.EXPERT] += unhidden[slowest]
         breakdown[Term.DATA] += data_once
         breakdown[Term.SEND] += sending
         breakdown[Term.BUBBLE] += idle - sending
@@ -245,11 +258,22 @@ class Evaluator:
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
+        blocks = self.table.framework.sends_block
+        return self._stage_times(starts).run(self._schedule(), self.send_s, sends_block=blocks)
+
+    def _schedule(self) -> ActionLists:
+        """Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called."""
         layout, pp = self.layout, self.layout.mesh.pp
-        # Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called.
+        if pp == 1 and self._hides_exchanges:
+            return without_pipeline(layout.num_microbatches)
         name = ScheduleName.ONE_F_ONE_B if pp == 1 else layout.schedule
-        schedule = name.rules.actions(pp, layout.virtual_stages, layout.num_microbatches)
-        return self._stage_times(starts).run(schedule, self.send_s, sends_block=self.table.framework.sends_block)
+        return name.rules.actions(pp, layout.virtual_stages, layout.num_microbatches)
+
+    def _unhidden_s(self, times: StageTimes) -> list[float]:
+        """Seconds of each rank's exchanges in all micro-batches, besides what is left of them if all are hidden."""
+        if not times.exchanges:
+            return [0.0] * self.layout.mesh.pp
+        return [sum(actions) for actions in unhidden_s(self._schedule(), times.exchanges)]
 
     def exposed_s(self, starts: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Communication that compute does not hide within the forward and the backward pass of each stage."""
@@ -275,6 +299,18 @@ class Evaluator:
             forward_s=tuple(sum(row.forward_s[a:b]) for row, a, b in stages),
             backward_s=tuple(sum(row.backward_s[a:b]) for row, a, b in stages),
             weight_s=tuple(sum(row.weight_s[a:b]) for row, a, b in stages),
+            exchanges=self._exchanges(starts) if self._hides_exchanges else (),
+        )
+
+    @property
+    def _hides_exchanges(self) -> bool:
+        return bool(self._rows.hides_exchanges[0])
+
+    def _exchanges(self, starts: tuple[int, ...]) -> tuple[StageExchanges, ...]:
+        stages = [[(self._modes[u], self._kinds[u]) for u in units] for units in self._units_of_stages(starts)]
+        ranks = [self._ranks[self._rank_of(stage)] for stage in range(len(stages))]
+        return tuple(
+            stage_exchanges(rank.times, units, rank.facts.overlap) for rank, units in zip(ranks, stages, strict=True)
         )
 
     def _rank_of(self, stage: int) -> int:
@@ -284,7 +320,7 @@ class Evaluator:
         layout = self.layout
         pp, m, rules = layout.mesh.pp, layout.num_microbatches, layout.schedule.rules
         if pp == 1:
-            return m * (times.forward_s[0] + times.backward_s[0])
+            return m * (times.forward_s[0] + times.backward_s[0]) + self._unhidden_s(times)[0]
 
         def run(num_microbatches: int) -> float:
             schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
@@ -293,7 +329,7 @@ class Evaluator:
 
         # In the steady state the busiest rank works without a pause; with unequal stages it takes long to get there.
         each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
-        steady_s = each * max(self._work_of_ranks(times)) * (1 - 1e-9)
+        steady_s = each * max(self._work_of_ranks(times)) * (1 - 1e-9)  # at least: with all exchanges hidden
         while not exact and seen + 1 < rounds:
             near, far = run(rules.shortened(pp, m, seen)), run(rules.shortened(pp, m, seen + 1))
             if far - near >= steady_s:
@@ -473,6 +509,8 @@ class Evaluator:
         layout, held = self.layout, self.memory_model.held
         pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
         kept = {stage: sum(held(unit, Holding.KEPT) for unit in units) for stage, units in stages.items()}
+        if pp == 1 and self._hides_exchanges:  # the next micro-batch's forward pass runs beside a backward pass
+            return min(m, 2) * sum(kept.values())
         if rules.has_one_stage:
             return rules.in_flight(pp, m)[rank] * sum(kept.values())
         # More, or less, from the first to the second half of a split backward pass.

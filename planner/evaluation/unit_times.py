@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
 
 MODES = {mode: place for place, mode in enumerate(Recompute)}
 """Where each mode of recomputation stands on its axis of the cost table's arrays."""
+_EXCHANGES = [PLACE[Time.EXPERT_FORWARD], PLACE[Time.EXPERT_BACKWARD]]
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 
@@ -50,6 +51,21 @@ def _mixes_lifetimes(key: _LifetimesKey) -> bool:
     return key.pp * key.tp * key.cp * key.ep > 1
 
 
+class _BesideKey(NamedTuple):
+    schedule: ScheduleName
+    pp: int
+    ep: int
+    zero_stage: int
+
+
+def _hides_exchanges(table: CostTable, key: _BesideKey) -> bool:
+    """What ZeRO gathers or reduces in every micro-batch hides behind the same compute, and there is one of that."""
+    framework = table.framework
+    under = key.schedule in framework.exchanges_hide_under
+    beside = key.ep > 1 and (under if key.pp > 1 else framework.exchanges_hide_without_pipeline)
+    return beside and not ZERO_STAGES[key.zero_stage].shards_gradients
+
+
 @dataclass(frozen=True)
 class LayoutRows:
     """For each of many layouts the table's rows with its prices, and the choices that say how to add them up.
@@ -67,6 +83,7 @@ class LayoutRows:
     splits_backward: NDArray[np.bool]
     num_shards: Array
     ep: Array
+    hides_exchanges: NDArray[np.bool]  # of experts, beside passes of other micro-batches
     mixes_lifetimes: NDArray[np.bool]  # tensors that come and go have several lifetimes: pipeline, splits or gathers
 
     @staticmethod
@@ -87,6 +104,7 @@ class LayoutRows:
             splits_backward=layouts.each(_ScheduleKey, lambda key: key.schedule.rules.splits_backward).astype(bool),
             num_shards=layouts.numbers("num_shards"),
             ep=layouts.numbers("ep"),
+            hides_exchanges=layouts.each(_BesideKey, partial(_hides_exchanges, table)).astype(bool),
             mixes_lifetimes=layouts.each(_LifetimesKey, _mixes_lifetimes).astype(bool),
         )
 
@@ -107,6 +125,7 @@ class LayoutRows:
             splits_backward=np.array([layout.schedule.rules.splits_backward]),
             num_shards=np.array([layout.mesh.num_shards], dtype=np.float64),
             ep=np.array([layout.mesh.ep], dtype=np.float64),
+            hides_exchanges=np.array([_hides_exchanges(table, key_of(_BesideKey, layout))]),
             mixes_lifetimes=np.array([_mixes_lifetimes(key_of(_LifetimesKey, layout))]),
         )
 
@@ -122,11 +141,14 @@ class UnitTimes:
     ``time_s``: by ``Time``, where COMPUTE_BACKWARD holds besides what the layout adds to it: adding up gradients, and
     kernels that run twice in split backward passes. ``data_s``: communication of data parallelism that stays exposed,
     forward and backward. ``weight_s``: part of the backward pass that a schedule which splits it runs later.
+    ``exchanges_s``: forward and backward, exchanges of experts that may run beside another micro-batch, nothing hidden;
+    ``time_s`` has what is left of them where all are hidden.
     """
 
     time_s: Array
     data_s: Array
     weight_s: Array
+    exchanges_s: Array
 
     def term_s(self, term: Term, run: Pass) -> Array:
         """One term of one pass, [layouts, kinds]."""
@@ -191,7 +213,10 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
         exposed_s(in_backward, _free_backward_s(time_s), overlap),
     ]
     weight_s = time_s[..., PLACE[Time.WEIGHT_GRADIENT]] + accumulation + twice
-    return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s)
+    hidden = time_s[..., _EXCHANGES] * rows.hides_exchanges[:, None, None]
+    if rows.hides_exchanges.any():
+        time_s[..., _EXCHANGES] -= hidden * max(0.0, 1 - overlap.slowdown)
+    return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s, hidden)
 
 
 def _free_forward_s(time_s: Array) -> Array:

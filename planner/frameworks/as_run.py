@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodels.recipe import Recipe
+from costmodels.recipe import Recipe, load_recipe
+
+EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
 
 
 def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
@@ -17,6 +19,10 @@ def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
         update["overlaps_reduction"] = overlap["grad-reduce"]
     if "param-gather" in overlap:
         update["overlaps_gather"] = overlap["param-gather"]
+    if "ep-comm" in overlap:
+        overlapped = load_recipe(EXCHANGES_OVERLAP)
+        update["exchanges_hide_under"] = overlapped.exchanges_hide_under if overlap["ep-comm"] else ()
+        update["exchanges_hide_without_pipeline"] = overlap["ep-comm"]
     if overlap.get("tp-comm") is False:
         update["tensor_overlap"] = recipe.tensor_overlap.model_copy(update={"value": 0.0})
     return recipe.model_copy(update=update)

@@ -70,6 +70,9 @@ FRAMEWORKS = (
         overlap_options=_MEGATRON_OPTIONS,
     ),
     Framework(("megatron-core",), _MEGATRON_CORE, overlap_options=_MEGATRON_OPTIONS),
+    # Options of single runs that change much: named as frameworks, so that --framework takes them.
+    Framework(("megatron-core-expert-overlap",), (Generation("megatron-core-expert-overlap"),)),
+    Framework(("dualpipe",), (Generation("dualpipe"),), borrows="of DeepSeek's trainer no kernel was ever calibrated"),
     Framework(("nemo", "megatron-bridge"), (Generation("nemo"),)),
     Framework(("megatron-deepspeed", "gpt-neox"), (Generation("megatron-deepspeed"),)),
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed"),)),

@@ -17,7 +17,7 @@ ELEMENTWISE = (
         saved=saved_rules.nothing,
         placements=placement_rules.elementwise,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.LINEAR_IN_ALL),
     ),
     Operator(
         names=named("rsub neg copy alias eq ne lt le gt ge logical_and logical_or logical_not"),
@@ -49,7 +49,7 @@ ELEMENTWISE = (
         saved=saved_rules.nothing,
         placements=placement_rules.elementwise,
         kept_as=REPEATED,
-        traits=traits(Trait.CAST),
+        traits=traits(Trait.CAST, Trait.LINEAR),
     ),
     Operator(
         names=named("gelu silu leaky_relu elu softplus hardswish mish hardtanh erf log sin cos abs square clamp"),
@@ -73,7 +73,7 @@ ELEMENTWISE = (
         saved=saved_rules.factors_of_product,
         placements=placement_rules.elementwise,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.LINEAR_IN_EACH),
     ),
     Operator(
         names=named("div"),
@@ -81,7 +81,7 @@ ELEMENTWISE = (
         saved=saved_rules.divisor,
         placements=placement_rules.elementwise,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.LINEAR),
     ),
     Operator(
         names=named("pow"),

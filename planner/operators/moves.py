@@ -30,6 +30,14 @@ VIEWS = (
         traits=traits(Trait.KEEPS_ORDER),
     ),
     Operator(
+        names=named("view_as reshape_as"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=placement_rules.view,
+        kept_as=REPEATED,
+        traits=traits(Trait.KEEPS_ORDER),
+    ),
+    Operator(
         names=named("unflatten squeeze unsqueeze"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
@@ -187,7 +195,7 @@ ROWS = (
         saved=saved_rules.indices,
         placements=None,
         kept_as=REPEATED,
-        traits=traits(Trait.MOVES_ROWS),
+        traits=traits(Trait.MOVES_ROWS, Trait.LINEAR),
     ),
     Operator(
         names=named("gather"),

@@ -131,6 +131,21 @@ def _matrix_product(
     return found
 
 
+def grouped_mm(applied: Applied, degree: int) -> list[OpStrategy]:
+    """Rows [rows, k] in groups, each times its own of [groups, k, n]: columns or rows of every group's matrix."""
+    operands = applied.operands
+    if len(operands) < 2 or len(operands[0].shape) != 2 or len(operands[1].shape) != 3:
+        return []
+    matrices, ends = operands[1].shape, (Replicate(),) * (len(operands) - 2)
+    whole = (False,) * (len(operands) - 1)
+    found: list[OpStrategy] = []
+    if _splits(matrices, 2, degree):  # columns: the rows' gradient is a partial sum
+        found.append(OpStrategy((Replicate(), Shard(2), *ends), Shard(1), 1 / degree, (True, *whole)))
+    if _splits(matrices, 1, degree):  # rows: the output is a partial sum
+        found.append(OpStrategy((Shard(1), Shard(1), *ends), Partial(), 1 / degree, (False, *whole)))
+    return found
+
+
 def attention(applied: Applied, degree: int) -> list[OpStrategy]:
     """q, k, v [b, heads, s, d]: split heads, query and key-value heads alike."""
     operands = applied.operands

@@ -79,7 +79,7 @@ PRODUCTS = (
         names=named("_grouped_mm grouped_mm grouped_mm_fallback"),
         work=_GROUPED,
         saved=saved_rules.factors_of_product,
-        placements=None,
+        placements=placement_rules.grouped_mm,
         kept_as=named("aten._grouped_mm transformers.grouped_mm_fallback"),
         traits=_EIGHT_BIT,
     ),

@@ -39,6 +39,10 @@ class Trait(StrEnum):
     KEEPS_ORDER = "keeps_order"  # returns its elements in their order: copies nothing where they already lie so
     PERMUTES_DIMS = "permutes_dims"
     FOLLOWS_AS_VIEW = "follows_as_view"  # a view whose operands DTensor redistributes; of other views it refuses
+    # What it makes of partial sums
+    LINEAR = "linear"  # of one as its first operand, another one
+    LINEAR_IN_EACH = "linear_in_each"  # of one as any of its operands, the others being whole
+    LINEAR_IN_ALL = "linear_in_all"  # of partial sums alone
     # What its results say of values, where a trace has none
     SHAPE_ALONE = "shape_alone"  # of its operands it takes shape, dtype and device: no gradient, nothing of the batch
     CUTS_GRADIENT = "cuts_gradient"

@@ -11,7 +11,15 @@ _TWO_KERNELS = replace(ONE_PASS, num_kernels=2)  # log-softmax, then the loss
 
 REDUCTIONS = (
     Operator(
-        names=named("sum mean"),
+        names=named("sum"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=placement_rules.reduction,
+        kept_as=REPEATED,
+        traits=traits(Trait.LINEAR),
+    ),
+    Operator(
+        names=named("mean"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=placement_rules.reduction,

@@ -95,6 +95,8 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         overlaps_reduction=recipe.overlaps_reduction,
         overlaps_gather=recipe.overlaps_gather,
         sends_block=recipe.sends_block,
+        exchanges_hide_under=recipe.exchanges_hide_under,
+        exchanges_hide_without_pipeline=recipe.exchanges_hide_without_pipeline,
         partition=recipe.partition,
         head_weight=1.0 if recipe.head_weight is None else recipe.head_weight.value,
         plain_reserve=1.0 if plain is None else plain.value,

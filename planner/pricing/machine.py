@@ -65,7 +65,7 @@ class Machine:
         if collective.copies is None:
             seconds = collective_times_s(self.lines(collective.kind, collective.group), moved)
         else:
-            parts = dispatch_parts(collective.group, collective.copies, self.cluster)
+            parts = dispatch_parts(collective.group, (collective.copies, collective.nodes), self.cluster)
             ways = [collective_times_s(self.lines(collective.kind, ranks), share * moved) for ranks, share in parts]
             seconds = np.maximum.reduce(ways)
         return (1 - collective.hidden_share) * collective.repeats * seconds

@@ -22,7 +22,7 @@ class PricingTarget:
     precision: str
     recipe: Recipe = field(default_factory=load_recipe)
     attention: AttentionKernel | None = None  # None: the recipe's flash kernel
-    # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
+    # A token goes to each node of its experts once, whatever the recipe says of that.
     dispatches_once_a_node: bool = False
 
     @property

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from costmodels.ledger import SoftwareBytes
 from costmodels.overlap import Overlap
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class FrameworkFacts:
     overlaps_reduction: bool
     overlaps_gather: bool
     sends_block: bool
+    exchanges_hide_under: tuple[ScheduleName, ...]
+    exchanges_hide_without_pipeline: bool
     partition: Literal["even", "weighted"]
     head_weight: float  # of its elements, where stages are filled by weight
     plain_reserve: float  # of the allocator's reserve, what is left where no axis mixes the lifetimes of tensors

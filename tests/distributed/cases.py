@@ -131,6 +131,7 @@ CASES = {
     "dp4-zero3-routed": Case("routed", _DP4, 3),
     "tp2-dp2-routed": Case("routed", _DP2_TP2, 1),
     "tp2-dp2-mixture": Case("mixture", _DP2_TP2, 1, micro_batch_size=4),
+    "tp4-sp-mixture": Case("mixture", _TP4, sequence_parallel=True, micro_batch_size=4),
     "pp2-dp2-mixture": Case("mixture", _PP2_DP2, 1, micro_batch_size=4),
     "pp2-dp2-routed": Case("routed", _PP2_DP2, 1),
     "pp2-dp2-interleaved": Case("llama", _PP2_DP2, 3, _INTERLEAVED, 2, micro_batch_size=2),

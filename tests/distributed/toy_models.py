@@ -183,10 +183,15 @@ def _routed_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
 
 
 def _mixture_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
-    """Attention as in Llama, and of every expert's matrices a part on each rank."""
+    """Attention as in Llama, and of every expert's matrices a part on each rank; reduced once for each token."""
     entries = [entry for entry in _llama_placements(sequence_parallel) if ".mlp." not in entry.module]
     split = {"gate": "shard(2)", "up": "shard(2)", "down": "shard(1)"}
-    return (*entries, ModulePlacement(module="layers.*.mlp.experts", parameters=split, output="replicate"))
+    return (
+        *entries,
+        ModulePlacement(module="layers.*.mlp.experts", parameters=split),
+        ModulePlacement(module="layers.*.mlp.router", output="replicate"),
+        ModulePlacement(module="layers.*.mlp", output="shard(1)" if sequence_parallel else "replicate"),
+    )
 
 
 def _layers(prefix: str) -> tuple[str, ...]:

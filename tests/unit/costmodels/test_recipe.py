@@ -18,6 +18,7 @@ from costmodels.recipe import (
 from tests.recipes import FROZEN, STUDY_RECIPES, values_of
 
 NAMES = list_recipes()
+MEGATRON_CORE = ("megatron-core", "megatron-core-overlap", "nemo")
 
 
 def states_of(trainable: float, frozen: float = 0.0, **choices: object) -> StateBytes:
@@ -83,7 +84,9 @@ def test_nanotron_keeps_the_bytes_that_were_measured(dp: int, zero_stage: int, b
 def test_a_recipe_resolves_to_the_values_that_were_frozen(name: str) -> None:
     """Frozen when every recipe still stated every fact itself."""
     frozen = FROZEN[name]
-    added = {"head_weight": 0.96} if frozen["partition"] == "weighted" else {}
+    added: dict[str, object] = {"head_weight": 0.96} if frozen["partition"] == "weighted" else {}
+    added |= {"exchanges_hide_under": [], "dispatches_once_a_node": False, "eight_bit_dispatch": False}
+    added |= {"exchanges_hide_without_pipeline": False, "splits_exchanges": name in MEGATRON_CORE}
     assert values_of(load_recipe(STUDY_RECIPES.get(name, name))) == {**frozen, **added}
 
 

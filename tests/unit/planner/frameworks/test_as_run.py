@@ -27,3 +27,13 @@ def test_each_overlap_is_taken_as_said() -> None:
 )  # fmt: skip
 def test_the_stage_that_takes_effect(recipe: str, asked: int, num_ranks: int, pp: int, effective: int) -> None:
     assert effective_zero_stage(load_recipe(recipe), asked, num_ranks=num_ranks, pp=pp) == effective
+
+
+def test_a_run_says_whether_exchanges_of_experts_are_overlapped() -> None:
+    base, hiding = load_recipe("nemo"), load_recipe("megatron-core-expert-overlap")
+    overlapped, exposed = (with_overlap(base, {"ep-comm": told}) for told in (True, False))
+    assert not base.hides_exchanges
+    assert overlapped.exchanges_hide_under == hiding.exchanges_hide_under != ()
+    assert overlapped.exchanges_hide_without_pipeline
+    assert not exposed.hides_exchanges
+    assert not with_overlap(hiding, {"ep-comm": False}).hides_exchanges

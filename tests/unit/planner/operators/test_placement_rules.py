@@ -24,13 +24,14 @@ from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.graph.node_operators import has_placement_rule, strategies
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
+from planner.operators.partial_sums import passing
 from planner.operators.placement_rules import OpStrategy, leading_dims
-from planner.operators.registry import op_name
+from planner.operators.registry import op_name, operator_of
 from tests.fake_world import fake_world
 from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
 
 SEQ_LEN = 64
-MODELS = ("gpt-tiny", "llama-tiny", *(f"hf {name}" for name in HF_CONFIGS))
+MODELS = ("gpt-tiny", "llama-tiny", "moe-tiny", *(f"hf {name}" for name in HF_CONFIGS))
 
 
 @cache
@@ -97,7 +98,7 @@ def call(node: Node, tensors: list[DTensor | None]) -> list[DTensor]:
         kind = str(argument.type)
         if argument.name in node.attributes:
             arguments[argument.name] = torch_value(node.attributes[argument.name])
-        elif "List[Tensor]" in kind:
+        elif kind.startswith("List") and "Tensor" in kind:
             arguments[argument.name], left = left, []
         elif "Tensor" in kind and left:
             arguments[argument.name] = left.pop(0)
@@ -164,6 +165,25 @@ def test_every_strategy_is_what_dtensor_does(model: str, degree: int, folder: Pa
                     raise AssertionError(f"{node.op} {known} {dict(node.attributes)} by {strategy}") from error
                 num_checked += 1
     assert num_checked > 40
+
+
+def test_partial_sums_pass_where_dtensor_lets_them(folder: Path) -> None:
+    traced = graph("moe-tiny", folder)
+    checked: set[str] = set()
+    with fake_mesh(2) as mesh:
+        for node in distinct_nodes(traced):
+            known = shapes_and_dtypes(traced, node)
+            floating = [spec is not None and "float" in spec[1] for spec in known]
+            for strategy in passing(operator_of(node.op), floating) if any(floating) else []:
+                pairs = zip(known, strategy.operands, strict=True)
+                tensors = [None if spec is None else local_tensor(*spec, placement, mesh) for spec, placement in pairs]
+                counter = CommDebugMode()
+                with counter:
+                    outputs = call(node, tensors)
+                check_forward(node, strategy, outputs, counter)
+                check_backward(node, strategy, tensors, outputs[0], mesh)
+                checked.add(op_name(node.op))
+    assert {"mul", "div", "to", "index", "index_select", "sum", "add"} <= checked
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import pytest
 
-from costmodels.communication import collective_time_s
+from costmodels.communication import collective_time_s, dispatch_parts
+from costmodels.recipe import load_recipe
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
@@ -15,6 +16,7 @@ from costmodels.vocabulary.terms import Data, Element, Holding, Term, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import Quantity
 from planner.axes.expert import EXPERT, ExpertKey
+from planner.axes.framework import Framework
 from planner.axes.traced import representatives, whole_work
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.states import state_bytes
@@ -105,6 +107,30 @@ def test_exchange_over_nodes_is_slower() -> None:
     """Of 16 ranks on two nodes half of the rows leave the node."""
     inside, across = (block(ep)[Time.EXPERT_FORWARD] for ep in (8, 16))
     assert across > 2 * inside
+
+
+def test_a_router_may_keep_a_token_to_few_nodes() -> None:
+    """Of 8 nodes 8 random experts lie on 8 (1 - (7/8)^8) = 5.25; a limit of 4 leaves 4 of 8 rows, of 6 nothing new."""
+    cluster, group = cluster_of(A100, 64), GroupPlacement(64, 1)
+    shares = [dispatch_parts(group, (8.0, most), cluster)[1][1] for most in (None, 4.0, 6.0)]
+    assert shares == pytest.approx([1 - (7 / 8) ** 8, 0.5, 1 - (7 / 8) ** 8])
+
+
+@pytest.mark.parametrize(("precision", "share"), [("fp8", 0.75), ("bf16", 1.0)])
+def test_rows_may_travel_to_products_in_eight_bits(precision: str, share: float) -> None:
+    """Half of what is sent, in either pass, goes to products that take 8 bits; what they make comes back in 16."""
+    recipe = load_recipe("dualpipe").model_copy(update={"dispatches_once_a_node": False})
+    plain = recipe.model_copy(update={"eight_bit_dispatch": False})
+    target = target_of()
+    unit = whole_work(target.graph, representatives(target.graph)[BLOCK])
+    sent = [
+        sum(
+            each.num_bytes(unit.unit.tensors)
+            for each in EXPERT.work(unit, ExpertKey(8, 1), decision_of(target)[BLOCK], framework).collectives
+        )
+        for framework in (Framework.of(recipe, precision), Framework.of(plain, precision))
+    ]
+    assert sent[0] == pytest.approx(share * sent[1])
 
 
 def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:

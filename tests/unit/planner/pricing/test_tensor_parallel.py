@@ -279,7 +279,15 @@ EXTRA = {("gpt-tiny", True): {"gather": -1, "reduce": 1}, ("hf gpt2", True): {"g
 @pytest.mark.parametrize(
     ("name", "degree"),
     # By 4, the two key-value heads of the Llama-like ones stay whole.
-    [("gpt-tiny", 2), ("llama-tiny", 2), ("llama-tiny", 4), ("hf gpt2", 2), ("hf llama", 2), ("hf qwen3", 4)],
+    [
+        ("gpt-tiny", 2),
+        ("llama-tiny", 2),
+        ("llama-tiny", 4),
+        ("moe-tiny", 2),
+        ("hf gpt2", 2),
+        ("hf llama", 2),
+        ("hf qwen3", 4),
+    ],
 )
 def test_the_collectives_that_are_priced_are_those_that_run(
     name: str, degree: int, sequence_parallel: bool, folder: Path
