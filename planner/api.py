@@ -13,9 +13,18 @@ from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided
+from planner.problem import EVEN_RISK, Problem, decided
 from planner.report.timeline import StepTimeline, step_timeline
-from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, target_of, training_of
+from planner.request import (
+    Request,
+    check_memory_risk,
+    check_offload,
+    check_precision,
+    load_cluster,
+    load_graph,
+    target_of,
+    training_of,
+)
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
@@ -40,6 +49,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     TimeLimitError: nothing was found in time.
     """
     notes: list[str] = []
+    check_memory_risk(request.memory_risk)
     cluster = load_cluster(request.hardware, request.num_devices, notes)
     check_precision(cluster, request.precision)
     check_offload(cluster, request.pins.offload)
@@ -47,20 +57,23 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     notes += graph.warnings
     training = training_of(request, cluster.num_devices, graph.seq_len, notes)
     target = target_of(graph, cluster, training.precision, request.framework, notes)
-    problem = Problem.build(target, training, request.pins)
+    problem = Problem.build(target, training, request.pins, request.memory_risk)
     outcome = problem.solved(time_limit_s=request.time_limit_s, progress=progress)
     if outcome.best is None:
         raise no_plan(problem, outcome)
     baseline = problem.solved_baseline()
     outcome = problem.preferred(outcome, baseline, request.prefer)
-    plan = plan_of(problem, outcome, baseline, request.num_runners_up)
+    left_s = None if request.time_limit_s is None else max(0.0, request.time_limit_s - outcome.elapsed_s)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up, problem.roomier(outcome, left_s))
     return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
 
 
-def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int) -> Plan:
-    """The plan of the best layout, with the runners-up and the plain FSDP baseline beside it."""
+def plan_of(
+    problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int, roomier: Evaluated | None = None
+) -> Plan:
+    """The plan of the best layout; beside it the runners-up, plain FSDP, and a plan that leaves more memory free."""
     assert outcome.best is not None
-    best = problem.exactly(outcome.best)
+    target, best = problem.target, problem.exactly(outcome.best)
     runners = [found for found in outcome.ranking if found.layout != best.layout][:num_runners_up]
     reference = problem.closest_baseline(baseline)
     is_proved = outcome.is_exhausted and problem.placements_are_proved
@@ -74,10 +87,12 @@ def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_u
                 gap=(best.step_time_s - bound) / best.step_time_s,
                 num_candidates=outcome.num_candidates,
                 elapsed_s=outcome.elapsed_s,
+                memory_risk=problem.memory_risk,
                 error_between_layouts=problem.table.framework.error_between_layouts,
                 preferred_within=0.0 if fastest is best else tie_share(problem.table),
-                baseline=None if reference is None else to_plan.candidate("plain FSDP", reference),
-                runners_up=tuple(to_plan.candidate(f"#{i + 2}", found) for i, found in enumerate(runners)),
+                baseline=None if reference is None else to_plan.candidate("plain FSDP", reference, target),
+                runners_up=tuple(to_plan.candidate(f"#{i + 2}", found, target) for i, found in enumerate(runners)),
+                roomier=None if roomier is None else to_plan.candidate("with room", roomier, target),
             )
         }
     )
@@ -103,16 +118,24 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     pinned = problem.space.pins.describe()
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
     cluster = problem.target.cluster
+    text = binding_text(cluster, closest, space_text, problem.memory_risk)
+    risk = problem.least_risk_that_fits
+    if risk is not None:
+        hint = (
+            f"give --memory-risk {risk:g}: a plan fits with {1 - risk:.0%}, as published runs differed from predictions"
+        )
+        return InfeasibleError(text, hint=hint)
     asked = Attempt(cluster, problem.space.training, problem.space.pins)
-    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt))
-    return InfeasibleError(binding_text(cluster, closest, space_text), hint=change)
+    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt, problem.memory_risk))
+    return InfeasibleError(text, hint=change)
 
 
-def something_fits(target: PricingTarget, attempt: Attempt) -> bool:
-    """Whether any layout fits of the model of ``target``, as its framework runs it."""
+def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float = EVEN_RISK) -> bool:
+    """Whether any layout fits but for this risk, of the model of ``target``, as its framework runs it."""
     try:
         check_offload(attempt.cluster, attempt.pins.offload)
-        return Problem.build(replace(target, cluster=attempt.cluster), attempt.training, attempt.pins).has_any_fit
+        within = replace(target, cluster=attempt.cluster)
+        return Problem.build(within, attempt.training, attempt.pins, memory_risk).has_any_fit
     except (HardwareError, InputError):
         return False
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from costmodels.vocabulary.choices import Placement, Preference
+from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
@@ -28,6 +30,17 @@ from planner.space.search_space import SearchSpace, build_space
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
 
+# The risk of not fitting at which predictions of memory are taken at their word.
+EVEN_RISK = 0.5
+# Risks that are tried where nothing fits at a smaller one.
+RISKS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, EVEN_RISK)
+# A plan that leaves a tenth of what it may take of every device has room.
+ROOMY = 0.9
+
+
+class _MeshKey(NamedTuple):
+    mesh: Mesh
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -39,9 +52,10 @@ class Problem:
     decisions: Decisions
     table: CostTable
     solver: StageSolver
+    memory_risk: float = EVEN_RISK  # that a plan does not fit after all
 
     @staticmethod
-    def build(target: PricingTarget, training: Training, pins: Pins) -> Problem:
+    def build(target: PricingTarget, training: Training, pins: Pins, memory_risk: float = EVEN_RISK) -> Problem:
         """Places the operators for every degree, enumerates the space and prices it."""
         cluster = target.cluster
         decisions = decided_for_degrees(target, pins, CpSatSolver())
@@ -52,7 +66,41 @@ class Problem:
             pipelines = over_groups(space.layouts, cluster.mixed.groups)
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
         table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]))
-        return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
+        return Problem(target, space, baseline, decisions, table, DynamicProgramSolver()).at_risk(memory_risk)
+
+    def at_risk(self, memory_risk: float) -> Problem:
+        """The same problem, whose plans may need more memory than there is with this probability.
+
+        At 1/2 predictions are taken at their word, as they are where the recipe has no band of memory.
+        """
+        band = self.target.recipe.memory_band
+        factor = 1.0 if band is None else band.factor(memory_risk)
+        table = replace(self.table, cluster=self.table.cluster.with_memory_factor(factor))
+        return replace(self, table=table, memory_risk=memory_risk)
+
+    @property
+    def least_risk_that_fits(self) -> float | None:
+        """The least risk, of ``RISKS`` above this problem's, at which any layout fits; None where none does at 1/2."""
+        higher = [risk for risk in RISKS if risk > self.memory_risk]
+        if not higher or not self.at_risk(higher[-1]).has_any_fit:
+            return None
+        return next((risk for risk in higher[:-1] if self.at_risk(risk).has_any_fit), higher[-1])
+
+    def roomier(self, outcome: Outcome, time_limit_s: float | None = None) -> Evaluated | None:
+        """The fastest layout known whose ranks take at most ``ROOMY`` of what they may.
+
+        Known are the layouts that were visited and the best over the mesh of the plan, which is a search of few
+        layouts: others may be faster. None where the plan itself takes no more, and where none is known.
+        """
+        found = outcome.best
+        if found is None or _memory_share(found) <= ROOMY:
+            return None
+        cluster = self.table.cluster
+        table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
+        over_mesh = self.space.layouts.where(_MeshKey, lambda key: key.mesh == found.layout.mesh)
+        best = search(table, over_mesh, self.solver, time_limit_s=time_limit_s).best
+        known = [each for each in outcome.ranking if _memory_share(each) <= ROOMY]
+        return min([*known, *([] if best is None else [best])], key=lambda each: each.step_time_s, default=None)
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
         """``outcome`` with a simpler layout about as fast as its best, if there is one; never slower than FSDP."""
@@ -96,6 +144,12 @@ class Problem:
         if baseline.best is not None:
             return baseline.best
         return None if baseline.closest is None else Evaluator(self.table, baseline.closest).evaluate((0,))
+
+
+def _memory_share(found: Evaluated) -> float:
+    """Of the fullest rank, what it takes of what it may."""
+    pairs = zip(found.ledgers, found.capacity_bytes, strict=True)
+    return max(ledger.total_bytes / room for ledger, room in pairs)
 
 
 def decided_for_degrees(target: PricingTarget, pins: Pins, solver: CpSatSolver) -> dict[TensorSplit, Decision]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import attention_kernel
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
@@ -43,6 +44,7 @@ class Request:
     num_runners_up: int = 5
     prefer: Preference = Preference.SIMPLE
     framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
+    memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -56,6 +58,16 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
     return cluster
+
+
+def check_memory_risk(risk: float) -> None:
+    """InputError where it is no risk that a plan can be made for."""
+    if not 0 < risk <= MOST_RISK:
+        raise InputError(
+            f"the memory risk must be above 0 and at most {MOST_RISK}, got {risk:g}",
+            hint=f"give --memory-risk {DEFAULT_RISK:g} for a plan that fits with {1 - DEFAULT_RISK:.0%}, or "
+            f"--memory-risk {MOST_RISK:g} to take predictions at their word",
+        )
 
 
 def check_precision(cluster: ClusterSpec, precision: Precision) -> None:

@@ -62,6 +62,10 @@ def search(  # over 6 arguments: one for each option of the command line
     ] = Preference.SIMPLE,
     framework: Framework = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
+    memory_risk: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
+    ] = None,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds; the best plan so far is kept.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", rich_help_panel=_PINS)] = None,
@@ -101,7 +105,7 @@ def search(  # over 6 arguments: one for each option of the command line
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
     from planner.frameworks.registry import OUR_FRAMEWORK
     from planner.layout.layout import Pins
-    from planner.request import Request
+    from planner.request import DEFAULT_RISK, Request
 
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
@@ -111,6 +115,7 @@ def search(  # over 6 arguments: one for each option of the command line
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
+        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
     )  # fmt: skip
     check_folder(output)
     answer = _find(request)
