@@ -1,14 +1,15 @@
 """How much slower a job of n devices runs than its devices do on average: the slowest of them sets the pace.
 
 Devices of one kind are not equally fast: clocks follow temperature and silicon, hosts differ. Every step ends with a
-collective over all of them, so the step takes what the slowest takes. With ln(slowdown) of a device normal with standard
-deviation s, the expected slowest of n is s · e(n) away from the middle, and against a job of n_0 devices
+collective over all of them, so the step takes what the slowest takes. With ln(slowdown) of a device normal with
+standard deviation s, the expected slowest of n is s · e(n) away from the middle, and against a job of n_0 devices
 
     slowdown(n) = exp(s · (e(n) - e(n_0)))  for n > n_0, and 1 for fewer
     e(n) = Phi^-1((n - a) / (n - 2a + 1)),  a = 0.375
 
 n_0 is the size of jobs that the profile's rates and the recipes were fitted to: their slowest device is in these
-numbers already. Example: e(64) = 2.38, e(512) = 3.03, so with s = 0.05 a job of 512 takes exp(0.05 · 0.65), 3.3 % longer.
+numbers already. Example: e(512) = 3.03 and e(16,384) = 3.96, so with s = 0.026 and n_0 = 512 compute of a job of 16,384
+devices takes exp(0.026 · 0.93), 2.4 % longer.
 
 Source of e(n), the expected largest of n standard normal values: G. Blom, "Statistical Estimates and Transformed
 Beta-Variables", 1958.

@@ -55,7 +55,7 @@ def find_plan(request: Request, progress: Progress | None = None) -> Answer:
     check_offload(cluster, request.pins.offload)
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
-    training = training_of(request, cluster.num_devices, graph.seq_len, notes)
+    training = training_of(request, cluster, graph, notes)
     target = target_of(graph, cluster, training.precision, request.framework, notes)
     problem = Problem.build(target, training, request.pins, request.memory_risk)
     outcome = problem.solved(time_limit_s=request.time_limit_s, progress=progress)

@@ -50,7 +50,8 @@ def search(  # over 6 arguments: one for each option of the command line
     hardware: Hardware = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per optimiser step; default: 4 Mi tokens.")
+        int | None,
+        typer.Option(min=1, help="Sequences per optimiser step; default: 0.5 to 16 Mi tokens, by the model's size."),
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
     optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,

@@ -12,7 +12,7 @@ from costmodels.communication import line_between
 from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
-from costmodels.vocabulary.terms import Data, Holding, Time
+from costmodels.vocabulary.terms import PLACE, Data, Holding, Term, Time
 from costmodels.vocabulary.workload import CollectiveKind
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.traced import representatives
@@ -26,6 +26,9 @@ from planner.pricing.target import PricingTarget
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import DataKey, SendKey, StateKey, WorkKey
+
+# What the slowest device makes slower: every time but those of communication.
+_COMPUTE = [PLACE[time] for time in Time if time.term in (Term.COMPUTE, Term.RECOMPUTE, None)]
 
 
 class _GroupsKey(NamedTuple):
@@ -88,7 +91,9 @@ def _work(
     num_bytes = np.zeros((len(keys), len(Recompute), num_kinds, len(Holding)))
     for place, cluster in enumerate(clusters):
         needed = keys if place == 0 else over_groups
-        prices = work_rows(graph, decisions, needed, Machine(cluster), target.framework)
+        machine = Machine(cluster)
+        prices = work_rows(graph, decisions, needed, machine, target.framework)
+        prices.time_s[..., _COMPUTE] *= machine.straggler_slowdown(target.cluster.num_devices)
         time_s[place, _places(keys, needed)] = prices.time_s
         if place == 0:
             num_bytes[:] = prices.num_bytes
