@@ -31,6 +31,7 @@ from benchmarks.published.runs import Run, read_runs
 from benchmarks.published.summary import Row
 from costmodels.stragglers import expected_largest
 from hardware_profiles.catalog import list_profiles
+from hardware_profiles.schema import DeviceProfile
 
 WEAK_SCALING = Path(__file__).resolve().parent / "data" / "scaling" / "weak_scaling.csv"
 LEAST_FACTOR = 2.0  # between the numbers of devices of a pair
@@ -74,7 +75,7 @@ def main() -> int:
     return 0
 
 
-def without_stragglers() -> dict[str, object]:
+def without_stragglers() -> dict[str, DeviceProfile]:
     """Every shipped device as if all of its kind were alike."""
     alike = {"slowdown_spread": None, "slowdown_beyond_devices": None}
     return {profile.device.name: profile.device.model_copy(update=alike) for profile in list_profiles()}
@@ -82,7 +83,7 @@ def without_stragglers() -> dict[str, object]:
 
 def pairs_of(runs: Sequence[Run], rows: Sequence[Row]) -> list[Pair]:
     """Every two priced runs that differ in data-parallel ranks, and so in devices and sequences, alone."""
-    groups: dict[object, list[tuple[int, float]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
     for run, row in zip(runs, rows, strict=True):
         if row.error is None:
             continue
@@ -97,9 +98,9 @@ def pairs_of(runs: Sequence[Run], rows: Sequence[Row]) -> list[Pair]:
         groups[alike].append((hardware.num_devices, -log(1 + row.error)))
     return [
         pair
-        for (source, *_), found in groups.items()
+        for alike, found in groups.items()
         for one, other in combinations(sorted(found), 2)
-        if (pair := pair_between(source, one, other)) is not None
+        if (pair := pair_between(str(alike[0]), one, other)) is not None
     ]
 
 
