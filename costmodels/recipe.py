@@ -4,8 +4,8 @@ A recipe says which kernels run, what stays in memory per parameter and what is 
 links are is the hardware profile's. ``planner search`` prices for our own executor, the recipe ``planner``.
 
 A recipe's file may name another with ``extends`` and then says only in what it differs: a fact that it states replaces
-the other's, null takes an optional one away, and whatever it does not state is as there. Name, description and error
-band are always its own.
+the other's, null takes an optional one away, and whatever it does not state is as there. Name, description and the two
+bands are always its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from costmodels.memory_band import MemoryBand
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import Quantity
@@ -169,6 +170,7 @@ class Recipe(_Value):
     # Where the precision has 8 bits, rows are sent to their experts in 8 bits, and so are gradients of what these made.
     eight_bit_dispatch: bool = False
     error_band: ErrorBand | None = None  # None: predictions of this framework were never held against runs
+    memory_band: MemoryBand | None = None  # the same of peak memory
 
     @property
     def hides_exchanges(self) -> bool:
@@ -196,7 +198,7 @@ def attention_kernel(name: str) -> AttentionKernel:
 
 
 # What a recipe never takes over from the one that it extends.
-OWN_FACTS = ("name", "description", "error_band")
+OWN_FACTS = ("name", "description", "error_band", "memory_band")
 
 
 @lru_cache(maxsize=32)

@@ -25,6 +25,7 @@ LONGEST_TEXT = 2000  # characters: a source is a sentence or two
 LARGEST_COUNT = 1_000_000  # of devices, cores, links or sources of anything in one cluster
 LARGEST_FACTOR = 1000.0  # of oversubscription; a residual spread of e is already no prediction
 MOST_USD_PER_HOUR, MOST_WATTS, MOST_FAILURES_PER_YEAR = 1e4, 1e5, 1e4  # of one device
+MOST_SLOWDOWN_SPREAD = 1.0  # of a logarithm: one device in six would be 2.7 times as slow as the middle one
 # No source can be read later than today. A clock that is behind the profiles shipped with this version is wrong itself.
 SHIPPED = datetime.date(2026, 11, 21)
 REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
@@ -121,10 +122,15 @@ def _device(device: DeviceProfile) -> Iterator[str]:
         yield f"device.kernel_launch_s: {device.kernel_launch_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
     yield from _peaks(device)
     yield from _efficiencies(device)
+    if (device.slowdown_spread is None) != (device.slowdown_beyond_devices is None):
+        yield "device.slowdown_spread: stands where, and only where, device.slowdown_beyond_devices does"
+    if device.slowdown_beyond_devices is not None and device.slowdown_beyond_devices.value < 1:
+        yield f"device.slowdown_beyond_devices: must be at least 1, is {device.slowdown_beyond_devices.value:g}"
     for place, quantity, most in (
         ("usd_per_hour", device.usd_per_hour, MOST_USD_PER_HOUR),
         ("watts", device.watts, MOST_WATTS),
         ("failures_per_device_year", device.failures_per_device_year, MOST_FAILURES_PER_YEAR),
+        ("slowdown_spread", device.slowdown_spread, MOST_SLOWDOWN_SPREAD),
     ):
         yield from _at_most(f"device.{place}", quantity.value if quantity else 0.0, most)
 

@@ -96,6 +96,10 @@ class DeviceProfile(_Value):
     watts: Annotated[Quantity | None, Weakest.MEAN] = None
     # Interruptions of a job, over all causes, per device of it.
     failures_per_device_year: Annotated[Quantity | None, Weakest.MEAN] = None
+    # How unlike devices of this kind are: the standard deviation of the logarithm of their slowdowns, which the slowest
+    # of a job makes felt, in jobs of more devices than those that the rates of this profile hold for; None: not known.
+    slowdown_spread: Annotated[Quantity | None, Weakest.MOST] = None
+    slowdown_beyond_devices: Annotated[Quantity | None, Weakest.LEAST] = None
     detected_names: Annotated[tuple[str, ...], Weakest.LEFT_OUT] = ()  # what the driver calls this device
 
 

@@ -14,9 +14,18 @@ from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided, placement_solver, solved_by
+from planner.problem import EVEN_RISK, Problem, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
-from planner.request import Request, check_offload, check_precision, load_cluster, load_graph, target_of, training_of
+from planner.request import (
+    Request,
+    check_memory_risk,
+    check_offload,
+    check_precision,
+    load_cluster,
+    load_graph,
+    target_of,
+    training_of,
+)
 from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
 from planner.table.keys import TensorSplit
@@ -43,15 +52,16 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     """
     deadline = deadline or Deadline.answering_within(request.time_limit_s)
     notes: list[str] = []
+    check_memory_risk(request.memory_risk)
     cluster = load_cluster(request.hardware, request.num_devices, notes)
     check_precision(cluster, request.precision)
     check_offload(cluster, request.pins.offload)
     graph = load_graph(request.model, request.seq_len, request.precision)
     notes += graph.warnings
-    training = training_of(request, cluster.num_devices, graph.seq_len, notes)
+    training = training_of(request, cluster, graph, notes)
     target = target_of(graph, cluster, training.precision, request.framework, notes)
     try:
-        solved = solved_by(deadline, target, training, request.pins, progress)
+        solved = solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
     except OutOfTimeError:
         raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
     problem, outcome = solved.problem, solved.outcome
@@ -60,14 +70,25 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     deadline.settle()
     baseline = problem.solved_baseline()
     outcome = problem.preferred(outcome, baseline, request.prefer)
-    plan = plan_of(problem, outcome, baseline, request.num_runners_up, deadline)
+    roomier = problem.roomier(outcome, deadline)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline.elapsed_s)
     return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
 
 
-def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_up: int, deadline: Deadline) -> Plan:
-    """The plan of the best layout, with the runners-up and the plain FSDP baseline beside it."""
+def plan_of(
+    problem: Problem,
+    outcome: Outcome,
+    baseline: Outcome,
+    num_runners_up: int,
+    roomier: Evaluated | None,
+    elapsed_s: float,
+) -> Plan:
+    """The plan of the best layout; beside it the runners-up, plain FSDP, and a plan that leaves more memory free.
+
+    ``elapsed_s``: seconds that the answer took so far.
+    """
     assert outcome.best is not None
-    best = problem.exactly(outcome.best)
+    target, best = problem.target, problem.exactly(outcome.best)
     runners = [found for found in outcome.ranking if found.layout != best.layout][:num_runners_up]
     reference = problem.closest_baseline(baseline)
     is_proved = outcome.is_exhausted and problem.placements_are_proved
@@ -80,11 +101,13 @@ def plan_of(problem: Problem, outcome: Outcome, baseline: Outcome, num_runners_u
                 bound_step_time_s=bound,
                 gap=(best.step_time_s - bound) / best.step_time_s,
                 num_candidates=outcome.num_candidates,
-                elapsed_s=deadline.elapsed_s,
+                elapsed_s=elapsed_s,
+                memory_risk=problem.memory_risk,
                 error_between_layouts=problem.table.framework.error_between_layouts,
                 preferred_within=0.0 if fastest is best else tie_share(problem.table),
-                baseline=None if reference is None else to_plan.candidate("plain FSDP", reference),
-                runners_up=tuple(to_plan.candidate(f"#{i + 2}", found) for i, found in enumerate(runners)),
+                baseline=None if reference is None else to_plan.candidate("plain FSDP", reference, target),
+                runners_up=tuple(to_plan.candidate(f"#{i + 2}", found, target) for i, found in enumerate(runners)),
+                roomier=None if roomier is None else to_plan.candidate("with room", roomier, target),
             )
         }
     )
@@ -110,16 +133,24 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     pinned = problem.space.pins.describe()
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
     cluster = problem.target.cluster
+    text = binding_text(cluster, closest, space_text, problem.memory_risk)
+    risk = problem.least_risk_that_fits
+    if risk is not None:
+        hint = (
+            f"give --memory-risk {risk:g}: a plan fits with {1 - risk:.0%}, as published runs differed from predictions"
+        )
+        return InfeasibleError(text, hint=hint)
     asked = Attempt(cluster, problem.space.training, problem.space.pins)
-    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt))
-    return InfeasibleError(binding_text(cluster, closest, space_text), hint=change)
+    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt, problem.memory_risk))
+    return InfeasibleError(text, hint=change)
 
 
-def something_fits(target: PricingTarget, attempt: Attempt) -> bool:
-    """Whether any layout fits of the model of ``target``, as its framework runs it."""
+def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float = EVEN_RISK) -> bool:
+    """Whether any layout fits but for this risk, of the model of ``target``, as its framework runs it."""
     try:
         check_offload(attempt.cluster, attempt.pins.offload)
-        return Problem.build(replace(target, cluster=attempt.cluster), attempt.training, attempt.pins).has_any_fit
+        within = replace(target, cluster=attempt.cluster)
+        return Problem.build(within, attempt.training, attempt.pins, memory_risk).has_any_fit
     except (HardwareError, InputError):
         return False
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from costmodels.vocabulary.choices import Placement, Preference
+from costmodels.vocabulary.mesh import Mesh
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.dominance import undominated
@@ -34,6 +36,16 @@ from planner.table.keys import TensorSplit
 
 # A search solves a few dozen programs, of some hundred bytes each.
 MOST_KNOWN_PLACEMENTS = 4096
+# The risk of not fitting at which predictions of memory are taken at their word.
+EVEN_RISK = 0.5
+# Risks that are tried where nothing fits at a smaller one.
+RISKS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, EVEN_RISK)
+# A plan that leaves a tenth of what it may take of every device has room.
+ROOMY = 0.9
+
+
+class _MeshKey(NamedTuple):
+    mesh: Mesh
 
 
 @dataclass(frozen=True)
@@ -46,16 +58,13 @@ class Problem:
     decisions: Decisions
     table: CostTable
     solver: StageSolver
+    memory_risk: float = EVEN_RISK  # that a plan does not fit after all
 
     @staticmethod
-    def build(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline | None = None) -> Problem:
-        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best.
-
-        OutOfTimeError where the deadline is over before that.
-        """
-        deadline = deadline or Deadline.never()
-        decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline)
-        return Problem.of(target, training, pins, decisions, deadline)
+    def build(target: PricingTarget, training: Training, pins: Pins, memory_risk: float = EVEN_RISK) -> Problem:
+        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best."""
+        decisions = decided_for_degrees(target, pins, placement_solver())
+        return Problem.of(target, training, pins, decisions, Deadline.never()).at_risk(memory_risk)
 
     @staticmethod
     def of(
@@ -67,9 +76,9 @@ class Problem:
         *,
         is_typical: bool = False,
     ) -> Problem:
-        """The same where placements are decided, with the degrees that there are placements for.
+        """The same where placements are decided, with the degrees that there are placements for, at an even risk.
 
-        ``is_typical``: of the typical layouts alone.
+        ``is_typical``: of the typical layouts alone. OutOfTimeError where the deadline is over before that.
         """
         limits = limits_of(target, decisions)
         whole = (training, pins, limits)
@@ -82,6 +91,42 @@ class Problem:
         table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]), deadline)
         space = replace(space, layouts=undominated(table, space.layouts))
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
+
+    def at_risk(self, memory_risk: float) -> Problem:
+        """The same problem, whose plans may need more memory than there is with this probability.
+
+        At 1/2 predictions are taken at their word, as they are where the recipe has no band of memory.
+        """
+        band = self.target.recipe.memory_band
+        factor = 1.0 if band is None else band.factor(memory_risk)
+        table = replace(self.table, cluster=self.table.cluster.with_memory_factor(factor))
+        return replace(self, table=table, memory_risk=memory_risk)
+
+    @property
+    def least_risk_that_fits(self) -> float | None:
+        """The least risk, of ``RISKS`` above this problem's, at which any layout fits; None where none does at 1/2."""
+        higher = [risk for risk in RISKS if risk > self.memory_risk]
+        if not higher or not self.at_risk(higher[-1]).has_any_fit:
+            return None
+        return next((risk for risk in higher[:-1] if self.at_risk(risk).has_any_fit), higher[-1])
+
+    def roomier(self, outcome: Outcome, deadline: Deadline) -> Evaluated | None:
+        """The fastest layout known whose ranks take at most ``ROOMY`` of what they may.
+
+        Known are the layouts that were visited and the best over the mesh of the plan, which is a search of few
+        layouts: others may be faster. None where the plan itself takes no more, and where none is known.
+        """
+        found = outcome.best
+        if found is None or _memory_share(found) <= ROOMY:
+            return None
+        known = [each for each in outcome.ranking if _memory_share(each) <= ROOMY]
+        if not deadline.is_over():
+            cluster = self.table.cluster
+            table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
+            over_mesh = self.space.layouts.where(_MeshKey, lambda key: key.mesh == found.layout.mesh)
+            best = search(table, over_mesh, self.solver, deadline=deadline).best
+            known += [] if best is None else [best]
+        return min(known, key=lambda each: each.step_time_s, default=None)
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
         """``outcome`` with a simpler layout about as fast as its best, if there is one; never slower than FSDP."""
@@ -143,7 +188,12 @@ class Solved:
 
 
 def solved_by(
-    deadline: Deadline, target: PricingTarget, training: Training, pins: Pins, progress: Progress | None = None
+    deadline: Deadline,
+    target: PricingTarget,
+    training: Training,
+    pins: Pins,
+    memory_risk: float = EVEN_RISK,
+    progress: Progress | None = None,
 ) -> Solved:
     """The fastest layout that fits, or the best that was found by the deadline.
 
@@ -155,11 +205,13 @@ def solved_by(
     try:
         solver = placement_solver(deadline)
         placed = decided_for_degrees(target, replace(pins, tp=_usual_tensor_degree(target, pins)), solver, deadline)
-        first = _first(target, training, pins, placed, deadline)
+        first = _first(
+            Problem.of(target, training, pins, placed, deadline, is_typical=True).at_risk(memory_risk), deadline
+        )
         if first is not None:
             deadline.promise()
         placed = decided_for_degrees(target, pins, solver, deadline, placed)
-        problem = Problem.of(target, training, pins, placed, deadline)
+        problem = Problem.of(target, training, pins, placed, deadline).at_risk(memory_risk)
         outcome = problem.solved(deadline, progress)
         if outcome.best is not None:
             deadline.settle()
@@ -176,15 +228,12 @@ def solved_by(
     return Solved(problem, _with(first.outcome, outcome))
 
 
-def _first(
-    target: PricingTarget, training: Training, pins: Pins, decisions: Decisions, deadline: Deadline
-) -> Solved | None:
+def _first(problem: Problem, deadline: Deadline) -> Solved | None:
     """The best of a few typical layouts, with a bound that holds for all; None where none of them fits."""
-    problem = Problem.of(target, training, pins, decisions, deadline, is_typical=True)
     outcome = probes(problem.table, problem.space.layouts, deadline)
     if outcome.best is None:
         return None
-    return Solved(problem, replace(outcome, bound_s=ideal_step_s(target, training)))
+    return Solved(problem, replace(outcome, bound_s=ideal_step_s(problem.target, problem.space.training)))
 
 
 def _with(first: Outcome, outcome: Outcome) -> Outcome:
@@ -204,6 +253,12 @@ def _usual_tensor_degree(target: PricingTarget, pins: Pins) -> int:
         return pins.tp
     cluster = target.cluster
     return max(d for d in divisors(cluster.num_devices) if d <= min(8, cluster.devices_per_node))
+
+
+def _memory_share(found: Evaluated) -> float:
+    """Of the fullest rank, what it takes of what it may."""
+    pairs = zip(found.ledgers, found.capacity_bytes, strict=True)
+    return max(ledger.total_bytes / room for ledger, room in pairs)
 
 
 def decided_for_degrees(

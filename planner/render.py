@@ -28,6 +28,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
+def probability(value: float) -> str:
+    """In per cent, whole up to 99."""
+    return "above 99 %" if value > 0.995 else "below 1 %" if value < 0.005 else f"{value * 100:.0f} %"
+
+
 def count(value: float) -> str:
     """A large number with three significant digits: 8.03 B."""
     for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -74,6 +79,8 @@ def _headline(plan: Plan) -> Text:
             f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
             f"(MFU {p.mfu:.1%}), {_fullest(p)} on the fullest GPU"
         )
+        if p.fit_probability is not None:
+            text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
     return text
@@ -226,6 +233,8 @@ def _candidates(plan: Plan) -> Table:
     rows = list(search.runners_up)
     if search.baseline is not None:
         rows.append(search.baseline)
+    if search.roomier is not None:
+        rows.append(search.roomier)
     for row in rows:
         loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
         memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")
@@ -271,4 +280,18 @@ def _proof(plan: Plan) -> Text:
             f"{seconds(search.bound_step_time_s)} (gap {search.gap:.1%})"
         )
     text.append(f" (searched in {seconds(search.elapsed_s)})")
+    text.append(_room(plan))
     return text
+
+
+def _room(plan: Plan) -> str:
+    """What it costs to leave a tenth of the memory that a plan may take."""
+    search, prediction = plan.search, plan.prediction
+    if search is None or prediction is None or search.roomier is None:
+        return ""
+    roomier = search.roomier
+    fits = "" if roomier.fit_probability is None else f" and fits with {probability(roomier.fit_probability)}"
+    return (
+        f"\nThe fastest plan found that leaves a tenth of the memory that a plan may take here loses "
+        f"{roomier.step_time_s / prediction.step_time_s - 1:.1%}{fits} (the row {roomier.label})"
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
+from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import attention_kernel
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
@@ -23,8 +25,11 @@ from planner.pricing.target import PricingTarget
 
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
-# Tokens of a default global batch: GPT-3 (2020) used 3.2 M, Llama 3 started with 4 M.
-DEFAULT_BATCH_TOKENS = 4 * 2**20
+# Tokens of a default global batch, for models up to so many parameters: what was trained with. Brown et al. 2020
+# (GPT-3), table 2.1: 0.5 M up to 0.8 B, 1 M for 1.3 and 2.7 B, 2 M for 6.7 and 13 B, 3.2 M for 175 B; Touvron et al.
+# 2023 (Llama 2): 4 M for 34 and 70 B; Grattafiori et al. 2024 (Llama 3), section 3.4.1: up to 16 M for 405 B. Larger
+# batches train less per token (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training").
+BATCH_TOKENS = ((1e9, 2**19), (4e9, 2**20), (2e10, 2**21), (2e11, 2**22), (inf, 2**24))
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Request:
     num_runners_up: int = 5
     prefer: Preference = Preference.SIMPLE
     framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
+    memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -56,6 +62,16 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
     return cluster
+
+
+def check_memory_risk(risk: float) -> None:
+    """InputError where it is no risk that a plan can be made for."""
+    if not 0 < risk <= MOST_RISK:
+        raise InputError(
+            f"the memory risk must be above 0 and at most {MOST_RISK}, got {risk:g}",
+            hint=f"give --memory-risk {DEFAULT_RISK:g} for a plan that fits with {1 - DEFAULT_RISK:.0%}, or "
+            f"--memory-risk {MOST_RISK:g} to take predictions at their word",
+        )
 
 
 def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
@@ -93,15 +109,42 @@ def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGr
     return traced_graph(TraceRequest(source, TRACED_BATCH_SIZE, seq_len, precision), default_folder())
 
 
-def training_of(request: Request, num_devices: int, seq_len: int, notes: list[str]) -> Training:
-    """The training as asked; the default global batch is said in ``notes``."""
-    batch = request.global_batch_size
+def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_node: int) -> tuple[int, str]:
+    """Sequences of a step where none are asked for, and what to say of them.
+
+    As many tokens as models of that size are trained with (``BATCH_TOKENS``). Where that is a sequence for every
+    device, the nearest multiple of their number, so that any degree of data parallelism divides it; otherwise a
+    multiple of the nodes, of which each needs a sequence at least for its devices to share. Devices that do not fill
+    their nodes need one each.
+    """
+    tokens = next(tokens for most, tokens in BATCH_TOKENS if num_params <= most)
+    wanted = max(1, -(-tokens // seq_len))
+    sharing = devices_per_node if wanted < num_devices and num_devices % devices_per_node == 0 else 1
+    users = num_devices // sharing
+    batch = max(1, round(wanted / users)) * users
+    said = f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)"
+    if wanted < users:
+        whose = f"{users} nodes" if sharing > 1 else f"{users} GPUs"
+        said += (
+            f", for each of {whose} to have one; models of {num_params / 1e9:.3g} B parameters are trained with about "
+            f"{tokens:,}"
+        )
+    return batch, said
+
+
+def training_of(request: Request, cluster: ClusterSpec, graph: ModelGraph, notes: list[str]) -> Training:
+    """The training as asked. ``notes`` then say the default global batch, and where GPUs do not divide a batch."""
+    batch, seq_len, num_devices = request.global_batch_size, graph.seq_len, cluster.num_devices
     if batch is None:
-        # The smallest multiple of the number of devices with at least the default number of tokens.
-        batch = -(-DEFAULT_BATCH_TOKENS // (seq_len * num_devices)) * num_devices
-        notes.append(f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)")
+        batch, said = default_batch(graph.num_params, seq_len, num_devices, cluster.devices_per_node)
+        notes.append(said)
     if batch < 1:
         raise InputError(f"the global batch must be at least 1 sequence, got {batch}", hint="give --global-batch B")
+    if batch % num_devices:
+        notes.append(
+            f"{num_devices} GPUs do not divide {batch} sequences: data parallelism over all of them, plain FSDP among "
+            "it, is left out"
+        )
     return Training(batch, seq_len, request.precision, request.optimizer)
 
 

@@ -12,7 +12,8 @@ FROZEN: dict[str, dict[str, object]] = json.loads((ROOT / "fixtures" / "resolved
 STUDY_RECIPES = {
     path.stem: str(path) for path in sorted((ROOT.parent / "benchmarks" / "data" / "recipes").glob("*.json"))
 }
-UNFROZEN = ("description", "schema_version", "error_band.source", "context_methods.source")  # texts, and the file's own
+# Texts, the file's own, and what no recipe had then.
+UNFROZEN = ("description", "schema_version", "error_band.source", "context_methods.source", "memory_band")
 
 
 def values_of(model: BaseModel, place: str = "") -> dict[str, object]:
@@ -20,10 +21,12 @@ def values_of(model: BaseModel, place: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for name in type(model).model_fields:
         value, where = getattr(model, name), f"{place}.{name}" if place else name
+        if where in UNFROZEN:
+            continue
         if isinstance(value, Quantity):
             found[where] = value.value
         elif isinstance(value, BaseModel):
             found |= values_of(value, where)
-        elif value is not None and where not in UNFROZEN:
+        elif value is not None:
             found[where] = list(value) if isinstance(value, tuple) else value
     return found

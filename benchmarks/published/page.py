@@ -14,6 +14,7 @@ from benchmarks.published.frameworks import recipe_called, study_recipe_names
 from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.summary import Row, Summary
+from costmodels.memory_band import DEFAULT_RISK
 from costmodels.recipe import list_recipes
 from hardware_profiles.sanity import quantities
 
@@ -34,8 +35,11 @@ NOT_MODELLED = """## What is not modelled
 - Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
   micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
-- Stragglers, and contention with other jobs; efficiency at scale is the profile's alone. That of the layout study's 256
-  GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
+- Contention with other jobs; how a network slows down with scale is the profile's alone. That of the layout study's
+  256 GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
+- Which devices are slow. Beyond 512 devices compute is that of the slowest to be expected among them, with one spread
+  for all GPUs (`costmodels/stragglers.py`, `benchmarks/results/straggler_fit_published-runs_*.md`). The spread is the
+  median over nine sources, between 0 and 0.29; a cluster whose slow hosts were taken out lost nothing with scale.
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
 - All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
@@ -70,6 +74,7 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         _summary(sections.summary),
         f"![measured against predicted step time]({chart.name})\n",
         _bands({row.recipe for row in priced}),
+        _memory_bands({row.recipe for row in priced}),
         _unfitted(priced),
         _unseen(sections.unseen),
         _pairs(sections.pairs),
@@ -131,6 +136,28 @@ def _bands(names: set[str]) -> str:
         band = recipe_called(name).error_band
         if band is not None:
             lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.coverage:.0%} | {band.num_runs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _memory_bands(names: set[str]) -> str:
+    """What the recipes say of measured over predicted peak memory."""
+    lines = [
+        "## Memory: the probability of fitting\n",
+        "The spread of ln(measured / predicted) peak memory, above and below the prediction, and what a device must",
+        "have over what is predicted for a plan to fit with 95 % (`python -m benchmarks.memory_band --write`; sources",
+        "and their shares within the factor when they are left out stand in",
+        "`benchmarks/results/memory_band_published-runs_*.md`). `planner search` takes no more than that part of a",
+        "device by prediction (`--memory-risk`).\n",
+        "| recipe | spread above | below | factor | runs | sources |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("planner", *sorted(names - {"planner"})):
+        band = recipe_called(name).memory_band
+        if band is not None:
+            lines.append(
+                f"| {name} | {band.spread_above:.3f} | {band.spread_below:.3f} | {band.factor(DEFAULT_RISK):.3f} | "
+                f"{band.num_runs} | {band.num_sources} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -66,6 +66,8 @@ def device_of(measurement: ClusterMeasurement, nearest: ClusterProfile) -> Devic
         sm_count=first.sm_count,
         usd_per_hour=nearest.device.usd_per_hour if is_known else None,
         watts=nearest.device.watts if is_known else None,
+        slowdown_spread=nearest.device.slowdown_spread if is_known else None,
+        slowdown_beyond_devices=nearest.device.slowdown_beyond_devices if is_known else None,
         detected_names=() if is_cpu else (first.device_name,),
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
+from costmodels.memory_band import evenly_many
 from costmodels.recipe import ErrorBand, Recipe
 from hardware_profiles.schema import Fit, Quantity
 
@@ -26,7 +27,6 @@ PULL = 0.4  # total log error that moving a parameter by a factor of e must save
 FACTORS = (5.0, 2.5, 1.5, 1.25, 1.1, 1.05, 1.02)
 TELLING = 1.3  # runs that get no worse when a parameter changes by this factor, up or down, do not tell it
 COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
-SPREAD = 101  # quantiles that stand for one source in a band
 SIGNIFICANT_DIGITS = 4
 # A collective goes through Python, autograd and the communication library: the host is taken to need as long for it as
 # for two kernels, since step times do not tell the two apart.
@@ -153,7 +153,7 @@ def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: 
 
     Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
     """
-    every = sorted(ratio for of_source in ratios for ratio in _spread(of_source))
+    every = sorted(ratio for of_source in ratios for ratio in evenly_many(of_source))
     tail = (1 - COVERAGE) / 2
     low, high = (every[round(share * (len(every) - 1))] for share in (tail, 1 - tail))
     return ErrorBand(
@@ -164,9 +164,3 @@ def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: 
         source=source,
         between_layouts=None if between_layouts is None else round(between_layouts, 3),
     )
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    """As many values of each source: its quantiles in even steps."""
-    ordered = sorted(values)
-    return [ordered[round(k / (SPREAD - 1) * (len(ordered) - 1))] for k in range(SPREAD)]

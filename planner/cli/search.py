@@ -53,7 +53,8 @@ def search(  # over 6 arguments: one for each option of the command line
     hardware: Hardware = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per optimiser step; default: 4 Mi tokens.")
+        int | None,
+        typer.Option(min=1, help="Sequences per optimiser step; default: 0.5 to 16 Mi tokens, by the model's size."),
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
     optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,
@@ -65,6 +66,10 @@ def search(  # over 6 arguments: one for each option of the command line
     ] = Preference.SIMPLE,
     framework: Framework = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
+    memory_risk: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
+    ] = None,
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="Seconds after start-up; the best plan so far is kept.")
     ] = None,
@@ -110,7 +115,7 @@ def search(  # over 6 arguments: one for each option of the command line
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
     from planner.frameworks.registry import OUR_FRAMEWORK
     from planner.layout.layout import Pins
-    from planner.request import Request
+    from planner.request import DEFAULT_RISK, Request
 
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
@@ -121,6 +126,7 @@ def search(  # over 6 arguments: one for each option of the command line
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
+        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
     )  # fmt: skip
     check_folder(output)
     import_module("planner.api")  # a part of the start-up, for which no limit counts

@@ -75,7 +75,7 @@ class Evaluated:
     step_time_s: float
     breakdown: Mapping[Term, float]  # seconds on the rank that works longest; they sum to the step time
     memory: tuple[RankMemory, ...]  # per pipeline rank
-    capacity_bytes: tuple[float, ...]  # of one device of each pipeline rank
+    capacity_bytes: tuple[float, ...]  # that a plan may take of one device of each pipeline rank
     host: HostMemory | None = None  # of the fullest node, where states are offloaded
 
     @property
@@ -91,7 +91,7 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within its device, and every node within its host memory."""
+        """Whether every rank stays within what it may take of its device, and every node within its host memory."""
         return self.fits_devices and (self.host is None or self.host.share <= 1)
 
     @property
@@ -194,7 +194,7 @@ class Evaluator:
 
     @property
     def capacity_bytes(self) -> tuple[float, ...]:
-        """Memory of one device of each pipeline rank."""
+        """What a plan may take of one device of each pipeline rank."""
         return tuple(rank.facts.memory_bytes for rank in self._ranks)
 
     # -- the price ------------------------------------------------------------------------------
@@ -253,7 +253,8 @@ class Evaluator:
         per_byte = self.table.framework.overflow_s_per_byte
         if per_byte is None:
             return 0.0
-        over = max(rank.peak.total_bytes - room for rank, room in zip(memory, self.capacity_bytes, strict=True))
+        whole = [room * self.table.cluster.memory_factor for room in self.capacity_bytes]
+        over = max(rank.peak.total_bytes - room for rank, room in zip(memory, whole, strict=True))
         return max(0.0, over) * per_byte
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:

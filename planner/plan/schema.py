@@ -145,6 +145,8 @@ class PredictionSection(_Value):
     step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to
     step_time_high_s: float | None = None
     step_time_coverage: float | None = None  # share of those runs inside the band
+    # That the fullest rank fits, by what published runs needed over what was predicted; None: never compared.
+    fit_probability: float | None = None
 
 
 class Candidate(_Value):
@@ -164,6 +166,7 @@ class Candidate(_Value):
     step_time_s: float
     peak_memory_bytes: int
     fits: bool
+    fit_probability: float | None = None
 
 
 class SearchSection(_Value):
@@ -174,10 +177,13 @@ class SearchSection(_Value):
     gap: float
     num_candidates: int
     elapsed_s: float
+    memory_risk: float = 0.5  # that a plan was allowed of not fitting; 0.5: predictions are taken at their word
     error_between_layouts: float | None = None  # of predicted ratios of two layouts' times, on published runs
     preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
+    # Where the plan takes more than nine tenths of the memory it may: the fastest found that does not.
+    roomier: Candidate | None = None
 
 
 class Plan(_Value):

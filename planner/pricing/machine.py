@@ -10,6 +10,7 @@ import numpy as np
 from costmodels.communication import Line, collective_lines, collective_times_s, dispatch_parts
 from costmodels.compute import Roofline, roofline
 from costmodels.overlap import Overlap
+from costmodels.stragglers import straggler_slowdown
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.lowered import Collective
@@ -32,6 +33,14 @@ class Machine:
     def has_several_nodes(self) -> bool:
         """Whether the job spans nodes."""
         return self.cluster.num_devices > self.cluster.devices_per_node
+
+    def straggler_slowdown(self, num_devices: int) -> float:
+        """Compute of the slowest device of a job of so many, over that of a job that the profile's rates hold for."""
+        device = self.cluster.profile.device
+        spread, beyond = device.slowdown_spread, device.slowdown_beyond_devices
+        if spread is None or beyond is None:
+            return 1.0
+        return straggler_slowdown(num_devices, int(beyond.value), spread.value)
 
     @property
     def launch_queue(self) -> float:

@@ -12,7 +12,7 @@ from costmodels.communication import line_between
 from costmodels.memory import Division, KeptStates, state_bytes
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
-from costmodels.vocabulary.terms import Data, Holding, Time
+from costmodels.vocabulary.terms import PLACE, Data, Holding, Term, Time
 from costmodels.vocabulary.workload import CollectiveKind
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.traced import representatives
@@ -27,6 +27,9 @@ from planner.pricing.target import PricingTarget
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import DataKey, SendKey, StateKey, WorkKey
+
+# What the slowest device makes slower: every time but those of communication.
+_COMPUTE = [PLACE[time] for time in Time if time.term in (Term.COMPUTE, Term.RECOMPUTE, None)]
 
 
 class _GroupsKey(NamedTuple):
@@ -79,7 +82,7 @@ def build_table(
         data_s=_data(target, decisions, data, over_groups.by(DataKey)[0]),
         elements=element_rows(target.graph, decisions, splits),
         state_bytes=np.array([_state_row(key, target, training) for key in states]),
-        sends=tuple(np.array(_send_lines(key, target.cluster)).reshape(-1, 2) for key in sends),
+        sends=tuple(np.array(_send_lines(key, target)).reshape(-1, 2) for key in sends),
     )
 
 
@@ -99,7 +102,9 @@ def _work(
     num_bytes = np.zeros((len(keys), len(Recompute), num_kinds, len(Holding)))
     for place, cluster in enumerate(clusters):
         needed = keys if place == 0 else over_groups
-        prices = work_rows(graph, decisions, needed, Machine(cluster), target.framework)
+        machine = target.machine_on(cluster)
+        prices = work_rows(graph, decisions, needed, machine, target.framework)
+        prices.time_s[..., _COMPUTE] *= machine.straggler_slowdown(target.cluster.num_devices)
         time_s[place, _places(keys, needed)] = prices.time_s
         if place == 0:
             num_bytes[:] = prices.num_bytes
@@ -113,7 +118,9 @@ def _data(
     found = np.full((len(clusters), len(keys), len(representatives(graph)), len(Data)), np.nan)
     for place, cluster in enumerate(clusters):
         needed = keys if place == 0 else over_groups
-        found[place, _places(keys, needed)] = data_rows(graph, decisions, needed, Machine(cluster), target.framework)
+        found[place, _places(keys, needed)] = data_rows(
+            graph, decisions, needed, target.machine_on(cluster), target.framework
+        )
     return found
 
 
@@ -144,13 +151,13 @@ def _states(trainable: float, frozen: float, kept: KeptStates, division: Divisio
     return [found.parameters, found.gradients, found.optimizer, found.moments]
 
 
-def _send_lines(key: SendKey, cluster: ClusterSpec) -> list[tuple[float, float]]:
+def _send_lines(key: SendKey, target: PricingTarget) -> list[tuple[float, float]]:
     """Latency and seconds per byte from each pipeline rank to the next."""
-    pp, mixed = key.pp, cluster.mixed
+    pp, cluster, mixed = key.pp, target.cluster, target.cluster.mixed
     if pp == 1:
         return []
     if not key.groups or mixed is None:
-        return [_send_line(pp, cluster)] * (pp - 1)
+        return [_send_line(pp, target.machine)] * (pp - 1)
     each = cluster.num_devices // pp
     clusters = {group.name: group.cluster for group in mixed.groups}
     lines: list[tuple[float, float]] = []
@@ -159,13 +166,12 @@ def _send_lines(key: SendKey, cluster: ClusterSpec) -> list[tuple[float, float]]
             before = key.groups[place - 1]
             lines.append(line_between(clusters[before], clusters[name], mixed.link(before, name), each))
         num_ranks = clusters[name].num_devices // each
-        lines += [_send_line(num_ranks, clusters[name])] * (num_ranks - 1) if num_ranks > 1 else []
+        lines += [_send_line(num_ranks, target.machine_on(clusters[name]))] * (num_ranks - 1) if num_ranks > 1 else []
     return lines
 
 
-def _send_line(pp: int, cluster: ClusterSpec) -> tuple[float, float]:
-    """From one of ``pp`` pipeline ranks that fill ``cluster`` to the next."""
-    (line,) = Machine(cluster).lines(
-        CollectiveKind.SEND_RECV, Mesh(pp=pp, dp_replicate=cluster.num_devices // pp).group(Group.PIPELINE)
-    )
+def _send_line(pp: int, machine: Machine) -> tuple[float, float]:
+    """From one of ``pp`` pipeline ranks that fill a cluster to the next."""
+    mesh = Mesh(pp=pp, dp_replicate=machine.cluster.num_devices // pp)
+    (line,) = machine.lines(CollectiveKind.SEND_RECV, mesh.group(Group.PIPELINE))
     return line

@@ -39,7 +39,11 @@ class PricingTarget:
     @cached_property
     def machine(self) -> Machine:
         """The cluster, as prices ask it."""
-        return Machine(self.cluster)
+        return self.machine_on(self.cluster)
+
+    def machine_on(self, cluster: ClusterSpec) -> Machine:
+        """The cluster, or a group of unlike devices of it, as prices ask it."""
+        return Machine(cluster)
 
     @cached_property
     def framework(self) -> Framework:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -51,7 +51,7 @@ class DeviceFacts:
 
     name: str
     num_devices: int
-    memory_bytes: float
+    memory_bytes: float  # what a plan may take of it by prediction
     overlap: Overlap
     update: Line  # an optimiser step on the device, by elements
 
@@ -79,10 +79,17 @@ class ClusterFacts:
     devices: tuple[DeviceFacts, ...]  # the first: all, as the weakest; then each group of unlike devices
     software: SoftwareBytes
     hosts: tuple[HostFacts, ...] = ()  # for each place that states can be offloaded to
+    memory_factor: float = 1.0  # a device's whole memory over what a plan may take of it
 
     def place_of(self, group: str) -> int:
         """Place in ``devices``, and on the arrays' axis of devices, of a group of unlike devices."""
         return next(place for place, device in enumerate(self.devices) if place > 0 and device.name == group)
+
+    def with_memory_factor(self, factor: float) -> ClusterFacts:
+        """The same cluster, of whose memory a plan may take the ``factor``-th part; what it was before is forgotten."""
+        changed = self.memory_factor / factor
+        devices = tuple(replace(device, memory_bytes=device.memory_bytes * changed) for device in self.devices)
+        return replace(self, devices=devices, memory_factor=factor)
 
     def host(self, offload: Offload) -> HostFacts:
         """The node for states that are offloaded so; ValueError where that has no price."""

@@ -35,7 +35,7 @@ Fits = Callable[[Attempt], bool]  # whether any layout fits
 MOST_PARTS = 3
 
 
-def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str) -> str:
+def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str, memory_risk: float) -> str:
     """What binds, with its values. ``space_text``: the layouts of which ``closest`` needs least."""
     need, room = max(zip(closest.ledgers, closest.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
     host = closest.host
@@ -43,12 +43,24 @@ def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str) -> s
     if host is None or host.share < need.total_bytes / room:
         return (
             f"nothing fits: memory binds. {even} {need.total_bytes / GIB:.1f} GiB on its worst GPU, and "
-            f"{cluster.profile.device.name} has {room / GIB:.1f} GiB. {_parts_text(need.rows)}"
+            f"{_room_text(cluster, room, memory_risk)}. {_parts_text(need.rows)}"
         )
     name, needed, capacity, rows = _scarcest(host)
     return (
         f"nothing fits: {name} binds. {even} {needed / GIB:.1f} GiB of it on its fullest node, and a node of "
         f"{cluster.profile.name} has {capacity / GIB:.1f} GiB. {_parts_text(rows)}"
+    )
+
+
+def _room_text(cluster: ClusterSpec, room: float, memory_risk: float) -> str:
+    """``H100 has 79.2 GiB``, and what a plan may take of that."""
+    device = cluster.profile.device
+    whole = device.memory_bytes.value
+    if room >= whole:
+        return f"{device.name} has {room / GIB:.1f} GiB"
+    return (
+        f"of the {whole / GIB:.1f} GiB of {device.name} a plan may take {room / GIB:.1f} by prediction, to fit with "
+        f"{1 - memory_risk:.0%} (--memory-risk {memory_risk:g})"
     )
 
 

@@ -202,7 +202,9 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         mfu=flops_per_s / mean_peak_flops_per_s(cluster, training.precision.value),
         peak_memory_bytes=tuple(round(ledger.total_bytes) for ledger in found.ledgers),
         memory_capacity_bytes=round(cluster.profile.device.memory_bytes.value),
-        memory_capacities_bytes=tuple(map(round, found.capacity_bytes)) if found.layout.groups else (),
+        memory_capacities_bytes=tuple(map(round, rank_memory_bytes(found.layout, cluster)))
+        if found.layout.groups
+        else (),
         memory_breakdown_bytes=tuple(term_bytes(ledger) for ledger in found.ledgers),
         memory_phases_bytes=tuple(
             {phase: term_bytes(ledger) for phase, ledger in rank.phases} for rank in found.memory
@@ -218,6 +220,7 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         step_time_low_s=None if band is None else time * band.low,
         step_time_high_s=None if band is None else time * band.high,
         step_time_coverage=None if band is None else band.coverage,
+        fit_probability=fit_probability(found, target),
     )
 
 
@@ -246,7 +249,26 @@ def term_bytes(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
     return {name: round(num_bytes) for name, num_bytes in ledger.rows if round(num_bytes) > 0}
 
 
-def candidate(label: str, found: Evaluated) -> Candidate:
+def rank_memory_bytes(layout: Layout, cluster: ClusterSpec) -> tuple[float, ...]:
+    """The whole memory of one device of each pipeline rank."""
+    groups = {group.name: group.cluster for group in (() if cluster.mixed is None else cluster.mixed.groups)}
+    clusters = [cluster if name is None else groups[name] for name in group_of_ranks(layout, cluster)]
+    return tuple(each.profile.device.memory_bytes.value for each in clusters)
+
+
+def fit_probability(found: Evaluated, target: PricingTarget) -> float | None:
+    """That the fullest rank fits into its device; None where predictions of memory were never held against runs.
+
+    All ranks are one prediction: where it is off, it is off on all of them.
+    """
+    band = target.recipe.memory_band
+    if band is None:
+        return None
+    needs = zip(found.ledgers, rank_memory_bytes(found.layout, target.cluster), strict=True)
+    return min(band.fit_probability(ledger.total_bytes, whole) for ledger, whole in needs)
+
+
+def candidate(label: str, found: Evaluated, target: PricingTarget) -> Candidate:
     """A row of the table beside the plan."""
     layout = found.layout
     return Candidate(
@@ -264,6 +286,7 @@ def candidate(label: str, found: Evaluated) -> Candidate:
         step_time_s=found.step_time_s,
         peak_memory_bytes=round(found.peak_memory_bytes),
         fits=found.fits,
+        fit_probability=fit_probability(found, target),
     )
 
 

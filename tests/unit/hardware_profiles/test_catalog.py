@@ -155,6 +155,8 @@ def test_a_value_that_is_no_quantity_is_refused(value: str, document: dict[str, 
     [
         (("kernel_launch_s",), 6.5, "device.kernel_launch_s"),
         (("memory_bandwidth_bytes_per_s",), 0, "device.memory_bandwidth_bytes_per_s: must be above 0"),
+        (("slowdown_spread",), 2.6, "device.slowdown_spread: must be at most 1, is 2.6"),
+        (("slowdown_beyond_devices",), 0.5, "device.slowdown_beyond_devices: must be at least 1, is 0.5"),
     ],
 )
 def test_slips_of_the_unit_are_refused(
@@ -162,6 +164,13 @@ def test_slips_of_the_unit_are_refused(
 ):
     document["device"][where[0]]["value"] = value
     assert words in refusal(document)
+
+
+def test_a_spread_of_slowdowns_without_its_reference_is_refused(
+    document: dict[str, Any], refusal: Callable[[object], str]
+):
+    document["device"]["slowdown_beyond_devices"] = None
+    assert "device.slowdown_spread: stands where, and only where" in refusal(document)
 
 
 def test_a_folder_is_not_a_profile(tmp_path: Path):

@@ -7,7 +7,7 @@ from planner.api import find_plan
 from planner.errors import InfeasibleError, InputError
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
-from planner.request import Request
+from planner.request import Request, default_batch
 
 A100 = "dgx-a100-80gb"
 
@@ -26,9 +26,9 @@ def test_what_is_assumed_is_said() -> None:
     answer = find_plan(Request("llama-tiny", 6))
     assert answer.plan.hardware == "dgx-h100-80gb"
     training = answer.plan.training
-    # The smallest multiple of the GPUs with at least 4 Mi tokens.
+    # The multiple of the GPUs that is nearest to 0.5 Mi tokens.
     assert training.global_batch_size % 6 == 0
-    assert 0 <= training.global_batch_size * 64 - 4 * 2**20 < 6 * 64
+    assert abs(training.global_batch_size * 64 - 2**19) <= 3 * 64
     assert [note.partition(":")[0] for note in answer.notes] == [
         "no --hardware given",
         "no --global-batch given",
@@ -150,3 +150,45 @@ def test_more_gpus_are_named_with_the_batch_that_they_need() -> None:
     assert options[3:] == ["--global-batch", str(num_devices)]
     enough = Request("llama3-70b", num_devices, hardware=A100, seq_len=2048, global_batch_size=num_devices)
     assert plan_of(enough).prediction is not None
+
+
+@pytest.mark.parametrize(
+    ("num_params", "seq_len", "num_devices", "batch"),
+    [
+        (124e6, 1024, 8, 512),  # 0.5 Mi tokens
+        (2.7e9, 2048, 64, 512),  # 1 Mi
+        (8.03e9, 8192, 64, 256),  # 2 Mi
+        (70e9, 8192, 512, 512),  # 4 Mi
+        (405e9, 8192, 16384, 2048),  # 16 Mi: what Meta trained it with on as many
+        (70e9, 8192, 1024, 512),  # fewer than GPUs, four for each node
+        (70e9, 8192, 131072, 16384),  # one for each node, more than the 512 of 4 Mi
+        (70e9, 8192, 500, 500),  # the nearest multiple of 500, not the next
+        (70e9, 8192, 1009, 1009),  # no whole nodes: one for each GPU
+        (8e9, 10**7, 8, 1),  # a sequence longer than the batch, which the node shares
+    ],
+)
+def test_a_default_batch_is_what_models_of_that_size_are_trained_with(
+    num_params: float, seq_len: int, num_devices: int, batch: int
+) -> None:
+    found, said = default_batch(int(num_params), seq_len, num_devices, 8)
+    assert found == batch
+    assert said.startswith(
+        f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)"
+    )
+
+
+def test_a_batch_that_is_larger_for_the_gpus_sake_is_said_to_be() -> None:
+    _, said = default_batch(70_000_000_000, 8192, 131072, 8)
+    assert said.endswith(
+        "for each of 16384 nodes to have one; models of 70 B parameters are trained with about 4,194,304"
+    )
+    _, said = default_batch(70_000_000_000, 8192, 512, 8)
+    assert "to have one" not in said
+
+
+def test_a_batch_that_the_gpus_do_not_divide_is_said_to_leave_out_plain_fsdp() -> None:
+    answer = find_plan(Request("llama-tiny", 4, hardware=A100, global_batch_size=6, seq_len=32))
+    (note,) = answer.notes
+    assert note.startswith("4 GPUs do not divide 6 sequences")
+    assert answer.plan.search is not None
+    assert answer.plan.search.baseline is None

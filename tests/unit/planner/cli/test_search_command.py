@@ -58,7 +58,7 @@ def test_search_shows_a_table_and_talks_on_stderr(run: Run) -> None:
     for part in ("Where the time goes", "Peak memory by pipeline rank", "plain FSDP", "OPTIMAL"):
         assert part in out, part
     assert "no --hardware given: planning for dgx-h100-80gb" in err
-    assert "no --global-batch given: 65536 sequences of 64 tokens" in err
+    assert "no --global-batch given: 8192 sequences of 64 tokens" in err
     assert "note" not in out
 
 
@@ -395,3 +395,15 @@ def test_an_unknown_framework_is_refused_with_those_that_are_known(run: Run) -> 
     assert code == 2
     assert "no framework 'megatron-cor' is known" in err
     assert "megatron-core" in err
+
+
+def test_the_risk_of_memory_is_kept_in_the_plan_and_refused_out_of_range(run: Run) -> None:
+    code, out, _ = run(*TINY, "--memory-risk", "0.2", "--json")
+    assert code == 0
+    search = Plan.model_validate_json(out).search
+    assert search is not None
+    assert search.memory_risk == 0.2
+    code, out, err = run(*TINY, "--memory-risk", "0.7")
+    assert (code, out) == (2, "")
+    assert "above 0 and at most 0.5, got 0.7" in err
+    assert "--memory-risk 0.05" in err
