@@ -1,0 +1,169 @@
+"""Whether a plan that is said to be the best can be beaten by a small change, priced as ``planner estimate`` does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.judging.choice import Choice, Facts, is_legal, obeys, read_choice, written
+from benchmarks.judging.edits import Edit, borders, edits, recomputation
+from benchmarks.judging.estimate import Document, Price, document_of, estimate
+from benchmarks.judging.graphs import Graphs
+from benchmarks.judging.placed import Placed
+from benchmarks.judging.questions import (
+    MACHINES,
+    PRESETS,
+    SMALL_MACHINES,
+    Question,
+    Shape,
+    ask,
+    drawn,
+)
+from planner.plan.schema import Plan
+
+TOLERANCE = 1e-3  # what is faster by no more than this share refutes nothing
+# Neighbours that are slower by no more than this share, or faster and too large, have their own borders moved as well.
+NEAR = 0.03
+MOST_SECOND = 6  # of such neighbours
+SAME = 1e-9  # the search's and the estimate's price of one plan
+
+# For the sample in the tests: traced in a second each, and searched about as fast.
+SMALL_SHAPES = (
+    Shape("llama", 5, 2048, 128_000, 2048),
+    Shape("gpt", 6, 1024, 32_000, 1024),
+    Shape("moe", 4, 1024, 32_000, 512),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the changes of one plan came to."""
+
+    plan_s: float
+    estimated_s: float | None  # the plan itself, priced again
+    num_edits: Counter[str]  # of each kind, priced
+    num_refused: Counter[str]  # of each kind: ``estimate`` would not price them, so they say nothing
+    reasons: Counter[str]  # why
+    refutations: tuple[tuple[Edit, float], ...] = field(default=())  # and their step times, fastest first
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the search and the estimate name the same price."""
+        return self.estimated_s is not None and abs(self.estimated_s / self.plan_s - 1) <= SAME
+
+    @property
+    def best_gain(self) -> float:
+        """How much faster the fastest refutation is, as a share of the plan's step."""
+        return 1 - self.refutations[0][1] / self.plan_s if self.refutations else 0.0
+
+
+def question_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False) -> Question:
+    """The question of this index: the same on every machine."""
+    draw = random.Random(f"{seed}-{index}")
+    options = drawn(draw, SMALL_MACHINES if is_small else MACHINES, 8 if is_small else 32)
+    machine = options.machine
+    if is_small:
+        shape = SMALL_SHAPES[index % len(SMALL_SHAPES)]
+        name, model = shape.name, graphs.shape(shape, machine.precision)
+    else:
+        name = draw.choice(PRESETS)
+        seq_len = draw.choice((None, None, 512, 2048, 4096, 16384)) if not name.endswith("tiny") else None
+        model = graphs.preset(name, seq_len, machine.precision)
+    return Question(
+        name=name,
+        model=str(model),
+        num_devices=options.num_devices,
+        hardware=machine.hardware,
+        seq_len=graphs.read(model).seq_len,
+        global_batch_size=options.global_batch_size,
+        precision=machine.precision,
+        optimizer=options.optimizer,
+        pins=options.pins,
+    )
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """Prices changes of the plans for one question."""
+
+    question: Question
+    facts: Facts
+    placed: Placed
+    folder: Path
+
+    @staticmethod
+    def of(question: Question, graphs: Graphs, folder: Path) -> Auditor:
+        """For ``question``; ``folder`` takes the files of edited plans."""
+        placed = Placed(question, graphs)
+        cluster = placed.cluster
+        facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
+        return Auditor(question, facts, placed, folder)
+
+    def price(self, choice: Choice, document: Document) -> Price:
+        """Of ``document`` with ``choice`` in it."""
+        edited = written(choice, document, self.facts, self.placed.section)
+        if edited is None:
+            return Price(None, fits=False, refused="no weight is split by this tensor-parallel degree")
+        return estimate(edited, self.question.hardware, self.folder)
+
+    def verdict(self, plan: Plan) -> Verdict:
+        """What every small change of ``plan`` comes to."""
+        assert plan.prediction is not None
+        document = document_of(plan, self.question.model)
+        original, plan_s = read_choice(document, self.facts), plan.prediction.step_time_s
+        counted, refused, reasons = (Counter[str]() for _ in range(3))
+        priced: list[tuple[Edit, Price]] = []
+
+        def priced_all(changes: Iterable[Edit]) -> None:
+            for edit in changes:
+                price = self.price(edit.choice, document)
+                (counted if price.step_time_s is not None else refused)[edit.kind] += 1
+                if price.step_time_s is None:
+                    reasons[price.refused.split(":")[0] + ":" + price.refused.split(":")[-1]] += 1
+                priced.append((edit, price))
+
+        first = [edit for edit in edits(original, self.facts) if obeys(edit.choice, self.question.pins)]
+        priced_all(first)
+        seen = {original, *(edit.choice for edit in first)}
+        priced_all(list(self._second(priced, plan_s, seen)))
+        limit_s = plan_s * (1 - TOLERANCE)
+        better = [(e, p.step_time_s) for e, p in priced if p.step_time_s and p.fits and p.step_time_s < limit_s]
+        return Verdict(
+            plan_s=plan_s,
+            estimated_s=estimate(document, self.question.hardware, self.folder).step_time_s,
+            num_edits=counted,
+            num_refused=refused,
+            reasons=reasons,
+            refutations=tuple(sorted(better, key=lambda pair: pair[1])),
+        )
+
+    def _second(self, priced: list[tuple[Edit, Price]], plan_s: float, seen: set[Choice]) -> Iterator[Edit]:
+        """Borders, and blocks recomputed, of neighbours that come near the plan or are faster and do not fit."""
+        near = [
+            (price.step_time_s, edit)
+            for edit, price in priced
+            if price.step_time_s is not None
+            and edit.choice.pp > 1
+            and not edit.kind.startswith("recompute of")
+            and (price.step_time_s < plan_s or (price.fits and price.step_time_s < plan_s * (1 + NEAR)))
+        ]
+        for _, edit in sorted(near, key=lambda pair: pair[0])[:MOST_SECOND]:
+            moved = [*borders(edit.choice, self.facts)]
+            moved += [each for each in recomputation(edit.choice, self.facts) if each.kind != "recompute of a block"]
+            for each in moved:
+                if each.choice in seen or not is_legal(each.choice, self.facts):
+                    continue
+                if obeys(each.choice, self.question.pins):
+                    seen.add(each.choice)
+                    yield Edit(f"{edit.kind}, then {each.kind}", f"{edit.text}; {each.text}", each.choice)
+
+
+def audited(question: Question, graphs: Graphs, folder: Path) -> tuple[str, str, Verdict | None]:
+    """The search's status, its reason where there is no plan, and what changes of an OPTIMAL one come to."""
+    reply = ask(question)
+    if reply.plan is None or reply.status != "OPTIMAL":
+        return reply.status, reply.reason, None
+    return reply.status, reply.reason, Auditor.of(question, graphs, folder).verdict(reply.plan)
