@@ -134,7 +134,9 @@ def obeys(choice: Choice, pins: Pins) -> bool:
     }  # fmt: skip
     if any(getattr(pins, name) not in (None, value) for name, value in pinned.items()):
         return False
-    if pins.schedule is not None and pins.schedule is not choice.schedule and choice.pp > 1:
+    # Without a pipeline all plain schedules are the same.
+    runs_as_pinned = choice.pp == 1 and (pins.schedule is None or pins.schedule.rules.has_one_stage)
+    if pins.schedule not in (None, choice.schedule) and not runs_as_pinned:
         return False
     if pins.zero is not None and pins.zero != choice.zero_stage and choice.dp_shard * choice.cp > 1:
         return False

@@ -1,0 +1,186 @@
+"""The best plan of a small instance by trying all: each simulated, with the memory ledger of every rank.
+
+The price is the planner's own definition (``Evaluator``), what is priced is ``enumeration``'s. One thing is skipped: a
+layout whose ranks together have more work than its ranks could do in the time of a plan that is known already. The work
+is read off one simulated step of the layout; no cut changes how much of it there is.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from benchmarks.judging.choice import Choice, Facts, obeys
+from benchmarks.judging.edits import even_cuts
+from benchmarks.judging.enumeration import cuts, layouts, num_cuts
+from benchmarks.judging.graphs import Graphs
+from benchmarks.judging.placed import Placed
+from benchmarks.judging.questions import Drawn, Machine, Question, Reply, Shape, drawn, random_shape
+from costmodels.vocabulary.choices import Precision, Recompute
+from costmodels.vocabulary.mesh import Mesh
+from planner.evaluation.evaluator import Evaluator
+from planner.layout.layout import Layout, Training
+from planner.pricing.table_builder import build_table
+from planner.table.keys import TensorSplit
+
+TOLERANCE = 1e-3
+SLACK = 1e-9  # of sums of floats
+MOST_PRICED = 40_000  # steps simulated of one instance; of a larger one the best so far is still a plan
+
+MACHINES = (
+    Machine("rtx-4090-x8", (2, 3, 4, 6, 8)),
+    Machine("dgx-1-v100-16gb", (2, 4, 6), Precision.FP16),
+    Machine("dgx-a100-80gb", (2, 4, 5, 8)),
+    Machine("a100-pcie-40gb-x8", (3, 4, 8)),
+    Machine("l40s-x8", (2, 4, 6)),
+    Machine("dgx-a100-40gb:2,dgx-h100-80gb:2", (None,)),
+    Machine("rtx-3090-x8:2,rtx-4090-x8:4", (None,)),
+)
+SMALL_MACHINES = (
+    Machine("rtx-4090-x8", (2, 3, 4)),
+    Machine("dgx-1-v100-16gb", (2, 4), Precision.FP16),
+    Machine("rtx-3090-x8:2,rtx-4090-x8:2", (None,)),
+)
+SMALL_SHAPES = (
+    Shape("llama", 3, 2048, 128_000, 2048),
+    Shape("gpt", 4, 2048, 32_000, 2048),
+    Shape("moe", 3, 1024, 32_000, 512),
+)
+
+
+class Best(NamedTuple):
+    """The fastest plan that fits, by enumeration; without one nothing fits."""
+
+    step_time_s: float | None
+    choice: Choice | None
+    num_layouts: int
+    num_priced: int
+    num_unpriced: int  # layouts that the evaluation cannot simulate
+    is_whole: bool  # every layout that can be was tried
+
+
+def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False) -> Question:
+    """The small question of this index."""
+    draw = random.Random(f"oracle-{seed}-{index}")
+    options: Drawn = drawn(draw, SMALL_MACHINES if is_small else MACHINES, 4 if is_small else 8)
+    shape = SMALL_SHAPES[index % len(SMALL_SHAPES)] if is_small else random_shape(draw, (3, 4, 5, 6))
+    precision = options.machine.precision
+    return Question(
+        name=shape.name,
+        model=str(graphs.shape(shape, precision)),
+        num_devices=options.num_devices,
+        hardware=options.machine.hardware,
+        seq_len=shape.seq_len,
+        global_batch_size=options.global_batch_size,
+        precision=precision,
+        optimizer=options.optimizer,
+        pins=options.pins,
+    )
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Of one question."""
+
+    question: Question
+    facts: Facts
+    placed: Placed
+
+    @staticmethod
+    def of(question: Question, graphs: Graphs) -> Oracle:
+        """For ``question``."""
+        placed = Placed(question, graphs)
+        cluster = placed.cluster
+        facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
+        return Oracle(question, facts, placed)
+
+    def choices(self) -> list[Choice]:
+        """Every layout that obeys the pins and whose operators can be placed."""
+        mixed = self.placed.cluster.mixed
+        groups = [] if mixed is None else [(group.name, group.cluster.num_devices) for group in mixed.groups]
+        return [
+            choice
+            for choice in layouts(self.facts, groups)
+            if obeys(choice, self.question.pins) and self.placed.decision(choice.tp, choice.sequence_parallel)
+        ]
+
+    def best(self) -> Best:
+        """The fastest plan that fits."""
+        choices = self.choices()
+        known: tuple[float, Choice] | None = None
+        num_priced = 0
+        listed = self._by_work(choices)
+        num_unpriced = len(choices) - len(listed)
+        for floor_s, choice, evaluator in listed:
+            if known is not None and floor_s >= known[0]:
+                break
+            if num_priced + num_cuts(choice, self.facts) > MOST_PRICED:
+                return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=False)
+            for starts in cuts(choice, self.facts):
+                num_priced += 1
+                found = evaluator.evaluate(starts, exact=True)
+                if found.fits and (known is None or found.step_time_s < known[0]):
+                    known = found.step_time_s, choice._replace(starts=starts)
+        return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=True)
+
+    def price(self, choice: Choice) -> float:
+        """Step time of one plan, by the same definition."""
+        ((_, _, evaluator),) = self._by_work([choice])
+        return evaluator.evaluate(choice.starts, exact=True).step_time_s
+
+    def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, Evaluator]]:
+        """Layouts by the time below which their ranks cannot do the work of a step, however it is cut."""
+        listed = tuple(self._layout(choice) for choice in choices)
+        decisions = {
+            split: decision
+            for split in {TensorSplit(choice.tp, choice.sequence_parallel) for choice in choices}
+            if (decision := self.placed.decision(split.tp, split.sequence_parallel)) is not None
+        }
+        if not listed:
+            return []
+        question = self.question
+        training = Training(question.global_batch_size, question.seq_len, question.precision, question.optimizer)
+        table = build_table(self.placed.target, training, decisions, listed)
+        found: list[tuple[float, Choice, Evaluator]] = []
+        for choice, layout in zip(choices, listed, strict=True):
+            evaluator = Evaluator(table, layout)
+            try:
+                work_s = sum(evaluator.timeline(even_cuts(choice.num_stages, self.facts)[0]).busy_s)
+            except ValueError:  # such as several stages a rank over unlike devices
+                continue
+            # Unlike devices take unlike time for the same work, which a cut then changes.
+            floor_s = 0.0 if choice.groups else work_s / choice.pp * (1 - SLACK)
+            found.append((floor_s, choice, evaluator))
+        return sorted(found, key=lambda each: each[0])
+
+    def _layout(self, choice: Choice) -> Layout:
+        recomputed = set(choice.modes) - {Recompute.NONE}
+        return Layout(
+            mesh=Mesh(choice.pp, choice.dp_replicate, choice.dp_shard, choice.cp, choice.tp, choice.ep),
+            zero_stage=choice.zero_stage,
+            micro_batch_size=choice.micro_batch_size,
+            num_microbatches=self.facts.num_microbatches(choice),
+            schedule=choice.schedule,
+            virtual_stages=choice.virtual_stages,
+            recompute=next(iter(recomputed), Recompute.NONE),
+            sequence_parallel=choice.sequence_parallel,
+            groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None)),
+        )
+
+
+def disagreement(reply: Reply, best: Best) -> str:
+    """How the search's reply and the oracle's best differ; "" where both can be true."""
+    plan, oracle_s = reply.plan, best.step_time_s
+    if plan is None:
+        return f"{reply.status}, but a plan fits" if oracle_s is not None else ""
+    assert plan.prediction is not None
+    assert plan.search is not None
+    step_s = plan.prediction.step_time_s
+    if reply.status == "OPTIMAL" and oracle_s is not None and oracle_s < step_s * (1 - TOLERANCE):
+        return f"OPTIMAL is refuted by {1 - oracle_s / step_s:.2%}"
+    if oracle_s is not None and plan.search.bound_step_time_s > oracle_s * (1 + TOLERANCE):
+        return f"the bound is above a plan that fits by {plan.search.bound_step_time_s / oracle_s - 1:.2%}"
+    if best.is_whole and (oracle_s is None or step_s < oracle_s * (1 - TOLERANCE)):
+        return "the search's plan is not in the oracle's space"
+    return ""
