@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.judging.choice import Choice, Facts, is_legal, obeys, read_choice, written
@@ -21,6 +22,7 @@ from benchmarks.judging.questions import (
     Shape,
     ask,
     drawn,
+    pins_of_a_pipeline,
 )
 from planner.plan.schema import Plan
 
@@ -64,10 +66,11 @@ def question_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False
     """The question of this index: the same on every machine."""
     draw = random.Random(f"{seed}-{index}")
     options = drawn(draw, SMALL_MACHINES if is_small else MACHINES, 8 if is_small else 32)
-    machine = options.machine
+    machine, pins, count = options.machine, options.pins, options.world_size
     if is_small:
         shape = SMALL_SHAPES[index % len(SMALL_SHAPES)]
         name, model = shape.name, graphs.shape(shape, machine.precision)
+        pins = pins_of_a_pipeline(draw, count) if index % 2 else pins
     else:
         name = draw.choice(PRESETS)
         seq_len = draw.choice((None, None, 512, 2048, 4096, 16384)) if not name.endswith("tiny") else None
@@ -81,7 +84,7 @@ def question_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False
         global_batch_size=options.global_batch_size,
         precision=machine.precision,
         optimizer=options.optimizer,
-        pins=options.pins,
+        pins=pins,
     )
 
 
@@ -93,14 +96,15 @@ class Auditor:
     facts: Facts
     placed: Placed
     folder: Path
+    most: int | None = None  # so many changes alone, of all kinds in turn; None: all, and those of near neighbours
 
     @staticmethod
-    def of(question: Question, graphs: Graphs, folder: Path) -> Auditor:
+    def of(question: Question, graphs: Graphs, folder: Path, most: int | None = None) -> Auditor:
         """For ``question``; ``folder`` takes the files of edited plans."""
         placed = Placed(question, graphs)
         cluster = placed.cluster
         facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
-        return Auditor(question, facts, placed, folder)
+        return Auditor(question, facts, placed, folder, most)
 
     def price(self, choice: Choice, document: Document) -> Price:
         """Of ``document`` with ``choice`` in it."""
@@ -126,9 +130,10 @@ class Auditor:
                 priced.append((edit, price))
 
         first = [edit for edit in edits(original, self.facts) if obeys(edit.choice, self.question.pins)]
-        priced_all(first)
-        seen = {original, *(edit.choice for edit in first)}
-        priced_all(list(self._second(priced, plan_s, seen)))
+        priced_all(first if self.most is None else _in_turn(first, self.most))
+        if self.most is None:
+            seen = {original, *(edit.choice for edit in first)}
+            priced_all(list(self._second(priced, plan_s, seen)))
         limit_s = plan_s * (1 - TOLERANCE)
         better = [(e, p.step_time_s) for e, p in priced if p.step_time_s and p.fits and p.step_time_s < limit_s]
         return Verdict(
@@ -159,6 +164,17 @@ class Auditor:
                 if obeys(each.choice, self.question.pins):
                     seen.add(each.choice)
                     yield Edit(f"{edit.kind}, then {each.kind}", f"{edit.text}; {each.text}", each.choice)
+
+
+def _in_turn(found: list[Edit], most: int) -> list[Edit]:
+    """``most`` of ``found``: one of each kind in turn, evenly spread over those of its kind."""
+    by_kind: dict[str, list[Edit]] = {}
+    for edit in found:
+        by_kind.setdefault(edit.kind, []).append(edit)
+    for edits_of_kind in by_kind.values():
+        random.Random(len(found)).shuffle(edits_of_kind)
+    turns = [edit for turn in zip_longest(*by_kind.values()) for edit in turn if edit is not None]
+    return turns[:most]
 
 
 def audited(question: Question, graphs: Graphs, folder: Path) -> tuple[str, str, Verdict | None]:

@@ -138,7 +138,7 @@ def obeys(choice: Choice, pins: Pins) -> bool:
     runs_as_pinned = choice.pp == 1 and (pins.schedule is None or pins.schedule.rules.has_one_stage)
     if pins.schedule not in (None, choice.schedule) and not runs_as_pinned:
         return False
-    if pins.zero is not None and pins.zero != choice.zero_stage and choice.dp_shard * choice.cp > 1:
+    if pins.zero is not None and pins.zero != choice.zero_stage and choice.dp * choice.cp > 1:
         return False
     return pins.recompute is None or (
         set(choice.modes) <= {pins.recompute, Recompute.NONE}

@@ -12,6 +12,7 @@ from planner.errors import InputError
 from planner.plan.plan_file import plan_json, read_plan
 from planner.plan.schema import Plan, PredictionSection
 
+CRASHED = "estimate crashed"
 Document = dict[str, Any]  # plan.json as Python reads it
 
 
@@ -38,6 +39,8 @@ def estimate(document: Mapping[str, Any], hardware: str, folder: Path) -> Price:
         answer = price_plan(read_plan(file), hardware)
     except InputError as error:
         return Price(None, fits=False, refused=error.message)
+    except ValueError as error:  # no message to a user, so a mistake of ours
+        return Price(None, fits=False, refused=f"{CRASHED}: {error}")
     prediction = answer.plan.prediction
     assert prediction is not None
     return Price(prediction.step_time_s, fits(prediction, answer.notes))

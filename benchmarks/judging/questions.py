@@ -179,12 +179,17 @@ class Drawn(NamedTuple):
     optimizer: Optimizer
     pins: Pins
 
+    @property
+    def world_size(self) -> int:
+        """Devices."""
+        return self.num_devices or sum(int(part.rpartition(":")[2]) for part in self.machine.hardware.split(","))
+
 
 def drawn(draw: random.Random, machines: Sequence[Machine], most_microbatches: int) -> Drawn:
     """Everything of a question but its model. Half of the questions have no pin, the rest up to four."""
     machine = draw.choice(machines)
     num_devices = draw.choice(machine.counts)
-    count = num_devices or sum(int(part.rpartition(":")[2]) for part in machine.hardware.split(","))
+    count = Drawn(machine, num_devices, 1, Optimizer.ADAMW, NO_PINS).world_size
     factor = draw.choice([n for n in (1, 2, 3, 4, 6, 8, 12, 16, 32) if n <= most_microbatches])
     batch = max(1, count * factor // draw.choice((1, 1, 1, 2, 4)))
     optimizer = draw.choice((Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD))
@@ -204,6 +209,13 @@ def random_pins(draw: random.Random, num_devices: int) -> Pins:
     names = draw.sample(list(options), draw.choice((1, 1, 2, 2, 3, 4)))
     chosen = {name.strip(): draw.choice(options[name]) for name in names}
     return replace(NO_PINS, **chosen)
+
+
+def pins_of_a_pipeline(draw: random.Random, num_devices: int) -> Pins:
+    """A pipeline, with half of the time one more pin: small models seldom get one by themselves."""
+    pp = draw.choice([d for d in range(2, num_devices + 1) if num_devices % d == 0])
+    more = draw.choice(({}, {}, {}, {"zero": 1}, {"micro_batch": 1}, {"recompute": Recompute.FULL}))
+    return replace(NO_PINS, pp=pp, **more)
 
 
 def as_data(question: Question) -> dict[str, object]:
