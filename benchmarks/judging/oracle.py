@@ -11,18 +11,14 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.judging.choice import Choice, Facts, obeys
+from benchmarks.judging.choice import Choice, obeys
 from benchmarks.judging.edits import even_cuts
 from benchmarks.judging.enumeration import cuts, layouts, num_cuts
+from benchmarks.judging.evaluated import Evaluations
 from benchmarks.judging.graphs import Graphs
-from benchmarks.judging.placed import Placed
 from benchmarks.judging.questions import Drawn, Machine, Question, Reply, Shape, drawn, random_shape
-from costmodels.vocabulary.choices import Precision, Recompute
-from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.choices import Precision
 from planner.evaluation.evaluator import Evaluator
-from planner.layout.layout import Layout, Training
-from planner.pricing.table_builder import build_table
-from planner.table.keys import TensorSplit
 
 TOLERANCE = 1e-3
 SLACK = 1e-9  # of sums of floats
@@ -83,31 +79,26 @@ def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False
 class Oracle:
     """Of one question."""
 
-    question: Question
-    facts: Facts
-    placed: Placed
+    evaluations: Evaluations
 
     @staticmethod
     def of(question: Question, graphs: Graphs) -> Oracle:
         """For ``question``."""
-        placed = Placed(question, graphs)
-        cluster = placed.cluster
-        facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
-        return Oracle(question, facts, placed)
+        return Oracle(Evaluations.of(question, graphs))
 
     def choices(self) -> list[Choice]:
         """Every layout that obeys the pins and whose operators can be placed."""
-        mixed = self.placed.cluster.mixed
+        everything = self.evaluations
+        mixed = everything.placed.cluster.mixed
         groups = [] if mixed is None else [(group.name, group.cluster.num_devices) for group in mixed.groups]
-        return [
-            choice
-            for choice in layouts(self.facts, groups)
-            if obeys(choice, self.question.pins) and self.placed.decision(choice.tp, choice.sequence_parallel)
-        ]
+        pins = everything.question.pins
+        listed = layouts(everything.facts, groups)
+        return [choice for choice in listed if obeys(choice, pins) and everything.can_be_placed(choice)]
 
     def best(self) -> Best:
         """The fastest plan that fits."""
         choices = self.choices()
+        facts = self.evaluations.facts
         known: tuple[float, Choice] | None = None
         num_priced = 0
         listed = self._by_work(choices)
@@ -115,58 +106,29 @@ class Oracle:
         for floor_s, choice, evaluator in listed:
             if known is not None and floor_s >= known[0]:
                 break
-            if num_priced + num_cuts(choice, self.facts) > MOST_PRICED:
+            if num_priced + num_cuts(choice, facts) > MOST_PRICED:
                 return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=False)
-            for starts in cuts(choice, self.facts):
+            for starts in cuts(choice, facts):
                 num_priced += 1
                 found = evaluator.evaluate(starts, exact=True)
                 if found.fits and (known is None or found.step_time_s < known[0]):
                     known = found.step_time_s, choice._replace(starts=starts)
         return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=True)
 
-    def price(self, choice: Choice) -> float:
-        """Step time of one plan, by the same definition."""
-        ((_, _, evaluator),) = self._by_work([choice])
-        return evaluator.evaluate(choice.starts, exact=True).step_time_s
-
     def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, Evaluator]]:
         """Layouts by the time below which their ranks cannot do the work of a step, however it is cut."""
-        listed = tuple(self._layout(choice) for choice in choices)
-        decisions = {
-            split: decision
-            for split in {TensorSplit(choice.tp, choice.sequence_parallel) for choice in choices}
-            if (decision := self.placed.decision(split.tp, split.sequence_parallel)) is not None
-        }
-        if not listed:
-            return []
-        question = self.question
-        training = Training(question.global_batch_size, question.seq_len, question.precision, question.optimizer)
-        table = build_table(self.placed.target, training, decisions, listed)
+        self.evaluations.prepare(choices)
         found: list[tuple[float, Choice, Evaluator]] = []
-        for choice, layout in zip(choices, listed, strict=True):
-            evaluator = Evaluator(table, layout)
+        for choice in choices:
+            evaluator = self.evaluations.evaluator(choice)
             try:
-                work_s = sum(evaluator.timeline(even_cuts(choice.num_stages, self.facts)[0]).busy_s)
+                work_s = sum(evaluator.timeline(even_cuts(choice.num_stages, self.evaluations.facts)[0]).busy_s)
             except ValueError:  # such as several stages a rank over unlike devices
                 continue
             # Unlike devices take unlike time for the same work, which a cut then changes.
             floor_s = 0.0 if choice.groups else work_s / choice.pp * (1 - SLACK)
             found.append((floor_s, choice, evaluator))
         return sorted(found, key=lambda each: each[0])
-
-    def _layout(self, choice: Choice) -> Layout:
-        recomputed = set(choice.modes) - {Recompute.NONE}
-        return Layout(
-            mesh=Mesh(choice.pp, choice.dp_replicate, choice.dp_shard, choice.cp, choice.tp, choice.ep),
-            zero_stage=choice.zero_stage,
-            micro_batch_size=choice.micro_batch_size,
-            num_microbatches=self.facts.num_microbatches(choice),
-            schedule=choice.schedule,
-            virtual_stages=choice.virtual_stages,
-            recompute=next(iter(recomputed), Recompute.NONE),
-            sequence_parallel=choice.sequence_parallel,
-            groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None)),
-        )
 
 
 def disagreement(reply: Reply, best: Best) -> str:
