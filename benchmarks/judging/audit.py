@@ -129,7 +129,7 @@ class Auditor:
                     reasons[price.refused.split(":")[0] + ":" + price.refused.split(":")[-1]] += 1
                 priced.append((edit, price))
 
-        first = [edit for edit in edits(original, self.facts) if obeys(edit.choice, self.question.pins)]
+        first = [edit for edit in edits(original, self.facts) if obeys(edit.choice, self.question.pins, self.facts)]
         priced_all(first if self.most is None else _in_turn(first, self.most))
         if self.most is None:
             seen = {original, *(edit.choice for edit in first)}
@@ -161,7 +161,7 @@ class Auditor:
             for each in moved:
                 if each.choice in seen or not is_legal(each.choice, self.facts):
                     continue
-                if obeys(each.choice, self.question.pins):
+                if obeys(each.choice, self.question.pins, self.facts):
                     seen.add(each.choice)
                     yield Edit(f"{edit.kind}, then {each.kind}", f"{edit.text}; {each.text}", each.choice)
 

@@ -125,7 +125,7 @@ def is_legal(choice: Choice, facts: Facts) -> bool:
     return m > 0 and runs and sharded and split and experts and parallel and cut and choice.tp <= facts.devices_per_node
 
 
-def obeys(choice: Choice, pins: Pins) -> bool:
+def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
     """Whether ``choice`` is what the user pinned."""
     pinned: Mapping[str, object] = {
         "tp": choice.tp, "pp": choice.pp, "dp": choice.dp, "cp": choice.cp, "ep": choice.ep,
@@ -140,10 +140,7 @@ def obeys(choice: Choice, pins: Pins) -> bool:
         return False
     if pins.zero is not None and pins.zero != choice.zero_stage and choice.dp * choice.cp > 1:
         return False
-    return pins.recompute is None or (
-        set(choice.modes) <= {pins.recompute, Recompute.NONE}
-        and (pins.recompute is Recompute.NONE or pins.recompute in choice.modes)
-    )
+    return pins.recompute is None or choice.modes == facts.modes(pins.recompute)
 
 
 def read_choice(document: Document, facts: Facts) -> Choice:

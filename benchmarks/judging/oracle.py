@@ -91,9 +91,9 @@ class Oracle:
         everything = self.evaluations
         mixed = everything.placed.cluster.mixed
         groups = [] if mixed is None else [(group.name, group.cluster.num_devices) for group in mixed.groups]
-        pins = everything.question.pins
-        listed = layouts(everything.facts, groups)
-        return [choice for choice in listed if obeys(choice, pins) and everything.can_be_placed(choice)]
+        pins, facts = everything.question.pins, everything.facts
+        listed = layouts(facts, groups)
+        return [choice for choice in listed if obeys(choice, pins, facts) and everything.can_be_placed(choice)]
 
     def best(self) -> Best:
         """The fastest plan that fits."""
