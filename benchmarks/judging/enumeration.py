@@ -10,7 +10,7 @@ placing    sequence parallelism on or off; of unlike devices every order of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from math import comb
 
 from benchmarks.judging.choice import Choice, Facts, is_legal
@@ -21,21 +21,20 @@ Groups = Sequence[tuple[str, int]]  # name and number of devices of each group o
 
 
 def layouts(facts: Facts, groups: Groups = ()) -> Iterator[Choice]:
-    """Every choice but cuts and differences between blocks; each has some legal cut."""
+    """Every choice but cuts and recomputation; each has some legal cut, and recomputes nothing."""
     for pp, replicate, shard, cp, tp in ordered_factors(facts.num_devices, 5):
         for ep in factors_of(facts.num_experts):
             for micro in factors_of(facts.global_batch_size):
                 for zero in range(4):
                     for schedule, virtual in pipelines(pp, facts):
                         for flag in (False, True):
-                            for mode in Recompute:
-                                choice = Choice(
-                                    pp, replicate, shard, cp, tp, ep, zero, micro, schedule, virtual, flag,
-                                    starts=tuple(range(pp * virtual)), modes=facts.modes(mode),
-                                )  # fmt: skip
-                                if is_legal(choice, facts):
-                                    yield choice
-                                    yield from over_groups(choice, groups)
+                            choice = Choice(
+                                pp, replicate, shard, cp, tp, ep, zero, micro, schedule, virtual, flag,
+                                starts=tuple(range(pp * virtual)), modes=facts.modes(Recompute.NONE),
+                            )  # fmt: skip
+                            if is_legal(choice, facts):
+                                yield choice
+                                yield from over_groups(choice, groups)
 
 
 def ordered_factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -68,6 +67,19 @@ def over_groups(choice: Choice, groups: Groups) -> Iterator[Choice]:
         return
     for order in permutations(groups):
         yield choice._replace(groups=tuple(name for name, count in order for _ in range(count // each)))
+
+
+def recomputations(facts: Facts, *, mixes_blocks: bool) -> dict[tuple[int, int, int], list[tuple[Recompute, ...]]]:
+    """Every recomputation of every unit, by how many blocks are in each mode; or of all blocks alike."""
+    num_blocks = sum(block is not None for block in facts.blocks)
+    found: dict[tuple[int, int, int], list[tuple[Recompute, ...]]] = {}
+    for chosen in product(Recompute, repeat=num_blocks):
+        if mixes_blocks or len(set(chosen)) == 1:
+            counts = (chosen.count(Recompute.NONE), chosen.count(Recompute.SELECTIVE), chosen.count(Recompute.FULL))
+            of_blocks = iter(chosen)
+            modes = tuple(Recompute.NONE if block is None else next(of_blocks) for block in facts.blocks)
+            found.setdefault(counts, []).append(modes)
+    return found
 
 
 def cuts(choice: Choice, facts: Facts) -> Iterator[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from benchmarks.judging.choice import Choice, Facts
 from benchmarks.judging.graphs import Graphs
@@ -15,7 +16,11 @@ from costmodels.vocabulary.mesh import Mesh
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.layout import Layout, Training
 from planner.pricing.table_builder import build_table
+from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
+
+# Whether the evaluation prices blocks that recompute differently.
+MIXES_BLOCKS = hasattr(Evaluator, "with_modes")
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Evaluations:
     question: Question
     facts: Facts
     placed: Placed
+    _tables: dict[Layout, CostTable] = field(default_factory=dict[Layout, CostTable])
     _known: dict[Layout, Evaluator] = field(default_factory=dict[Layout, Evaluator])
 
     @staticmethod
@@ -49,21 +55,26 @@ class Evaluations:
         training = Training(question.global_batch_size, question.seq_len, question.precision, question.optimizer)
         if listed:
             table = build_table(self.placed.target, training, decisions, listed)
-            self._known.update({layout: Evaluator(table, layout) for layout in listed})
+            self._tables.update(dict.fromkeys(listed, table))
 
     def evaluator(self, choice: Choice) -> Evaluator:
-        """What simulates the layout of ``choice``, under any cut."""
+        """What simulates the layout of ``choice`` and what its blocks recompute, under any cut."""
         layout = self.layout(choice)
-        if layout not in self._known:
+        if layout not in self._tables:
             self.prepare([choice])
-        return self._known[layout]
+        if layout not in self._known:
+            self._known[layout] = Evaluator(self._tables[layout], layout)
+        found = self._known[layout]
+        return found if self.is_uniform(choice) else cast("Any", found).with_modes(choice.modes)
+
+    def is_uniform(self, choice: Choice) -> bool:
+        """Whether all blocks recompute alike."""
+        return any(choice.modes == self.facts.modes(mode) for mode in Recompute)
 
     def evaluate(self, choice: Choice) -> Evaluated | None:
         """The simulated step and the memory of every rank; None where there is no price."""
-        if len(set(choice.modes) - {Recompute.NONE}) > 1 or not self.can_be_placed(choice):
+        if not self.can_be_placed(choice) or not (MIXES_BLOCKS or self.is_uniform(choice)):
             return None
-        if choice.modes != self.facts.modes(self.layout(choice).recompute):
-            return None  # blocks that differ are not priced
         try:
             return self.evaluator(choice).evaluate(choice.starts, exact=True)
         except ValueError:  # such as several stages a rank over unlike devices
@@ -76,7 +87,7 @@ class Evaluations:
 
     def layout(self, choice: Choice) -> Layout:
         """Everything but the cut, in the planner's words."""
-        recomputed = set(choice.modes) - {Recompute.NONE}
+        mode = next((mode for mode in Recompute if choice.modes == self.facts.modes(mode)), None)
         return Layout(
             mesh=Mesh(choice.pp, choice.dp_replicate, choice.dp_shard, choice.cp, choice.tp, choice.ep),
             zero_stage=choice.zero_stage,
@@ -84,7 +95,7 @@ class Evaluations:
             num_microbatches=self.facts.num_microbatches(choice),
             schedule=choice.schedule,
             virtual_stages=choice.virtual_stages,
-            recompute=next(iter(recomputed), Recompute.NONE),
+            recompute=cast("Recompute", mode),  # None: each block has its own
             sequence_parallel=choice.sequence_parallel,
             groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None)),
         )

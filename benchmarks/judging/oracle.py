@@ -8,19 +8,20 @@ is read off one simulated step of the layout; no cut changes how much of it ther
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from benchmarks.judging.choice import Choice, obeys
+from benchmarks.judging.choice import Choice, is_legal, obeys
 from benchmarks.judging.edits import even_cuts
-from benchmarks.judging.enumeration import cuts, layouts, num_cuts
-from benchmarks.judging.evaluated import Evaluations
+from benchmarks.judging.enumeration import cuts, layouts, num_cuts, recomputations
+from benchmarks.judging.evaluated import MIXES_BLOCKS, Evaluations
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.questions import Drawn, Machine, Question, Reply, Shape, drawn, random_shape
-from costmodels.vocabulary.choices import Precision
-from planner.evaluation.evaluator import Evaluator
+from costmodels.vocabulary.choices import Precision, Recompute
 
 TOLERANCE = 1e-3
+Modes = tuple[Recompute, ...]  # of every unit
+
 SLACK = 1e-9  # of sums of floats
 MOST_PRICED = 40_000  # steps simulated of one instance; of a larger one the best so far is still a plan
 
@@ -87,48 +88,74 @@ class Oracle:
         return Oracle(Evaluations.of(question, graphs))
 
     def choices(self) -> list[Choice]:
-        """Every layout that obeys the pins and whose operators can be placed."""
+        """Every layout that obeys the pins and whose operators can be placed; what is recomputed is left open."""
         everything = self.evaluations
         mixed = everything.placed.cluster.mixed
         groups = [] if mixed is None else [(group.name, group.cluster.num_devices) for group in mixed.groups]
-        pins, facts = everything.question.pins, everything.facts
+        pins, facts = replace(everything.question.pins, recompute=None), everything.facts
         listed = layouts(facts, groups)
         return [choice for choice in listed if obeys(choice, pins, facts) and everything.can_be_placed(choice)]
 
     def best(self) -> Best:
         """The fastest plan that fits."""
+        facts, evaluations = self.evaluations.facts, self.evaluations
         choices = self.choices()
-        facts = self.evaluations.facts
+        listed = self._by_work(choices)
+        num_unpriced = len(choices) - len({choice for _, choice, _ in listed})
         known: tuple[float, Choice] | None = None
         num_priced = 0
-        listed = self._by_work(choices)
-        num_unpriced = len(choices) - len(listed)
-        for floor_s, choice, evaluator in listed:
+        for floor_s, choice, recomputed in listed:
             if known is not None and floor_s >= known[0]:
                 break
-            if num_priced + num_cuts(choice, facts) > MOST_PRICED:
+            if num_priced + num_cuts(choice, facts) * len(recomputed) > MOST_PRICED:
                 return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=False)
-            for starts in cuts(choice, facts):
-                num_priced += 1
-                found = evaluator.evaluate(starts, exact=True)
-                if found.fits and (known is None or found.step_time_s < known[0]):
-                    known = found.step_time_s, choice._replace(starts=starts)
+            for modes in recomputed:
+                evaluator = evaluations.evaluator(choice._replace(modes=modes))
+                for starts in cuts(choice, facts):
+                    num_priced += 1
+                    found = evaluator.evaluate(starts, exact=True)
+                    if found.fits and (known is None or found.step_time_s < known[0]):
+                        known = found.step_time_s, choice._replace(starts=starts, modes=modes)
         return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=True)
 
-    def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, Evaluator]]:
-        """Layouts by the time below which their ranks cannot do the work of a step, however it is cut."""
-        self.evaluations.prepare(choices)
-        found: list[tuple[float, Choice, Evaluator]] = []
+    def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, list[Modes]]]:
+        """Layouts with so many blocks in each mode, by the time below which no cut lets their ranks do the work."""
+        facts, evaluations = self.evaluations.facts, self.evaluations
+        by_counts = recomputations(facts, mixes_blocks=MIXES_BLOCKS)
+        kinds = [facts.modes(mode) for mode in Recompute]
+        kinds += [group[0] for group in by_counts.values() if group[0] not in kinds][:1]
+        evaluations.prepare([choice._replace(modes=modes) for choice in choices for modes in kinds])
+        found: list[tuple[float, Choice, list[Modes]]] = []
         for choice in choices:
-            evaluator = self.evaluations.evaluator(choice)
+            allowed = {counts: group for counts, group in by_counts.items() if self._is_allowed(choice, group[0])}
+            if not allowed:
+                continue
             try:
-                work_s = sum(evaluator.timeline(even_cuts(choice.num_stages, self.evaluations.facts)[0]).busy_s)
+                work_s = self._work_s(choice)
             except ValueError:  # such as several stages a rank over unlike devices
                 continue
-            # Unlike devices take unlike time for the same work, which a cut then changes.
-            floor_s = 0.0 if choice.groups else work_s / choice.pp * (1 - SLACK)
-            found.append((floor_s, choice, evaluator))
+            for counts, group in allowed.items():
+                total_s = sum(count * seconds for count, seconds in zip(counts, work_s, strict=True)) / sum(counts)
+                # Unlike devices take unlike time for the same work, which a cut then changes.
+                found.append((0.0 if choice.groups else total_s / choice.pp * (1 - SLACK), choice, group))
         return sorted(found, key=lambda each: each[0])
+
+    def _is_allowed(self, choice: Choice, modes: Modes) -> bool:
+        changed, facts = choice._replace(modes=modes), self.evaluations.facts
+        return is_legal(changed, facts) and obeys(changed, self.evaluations.question.pins, facts)
+
+    def _work_s(self, choice: Choice) -> list[float]:
+        """Work of all ranks with every block in each mode; where kinds of blocks differ, the least for each."""
+        facts = self.evaluations.facts
+        starts = even_cuts(choice.num_stages, facts)[0]
+        found: list[float] = []
+        for mode in Recompute:
+            changed = choice._replace(modes=facts.modes(mode))
+            # What cannot recompute has the work of what does not.
+            able = changed if is_legal(changed, facts) else choice
+            found.append(sum(self.evaluations.evaluator(able).timeline(starts).busy_s))
+        alike = len({unit.kind for unit in self.evaluations.placed.graph.units if unit.is_block}) == 1
+        return found if alike else [min(found)] * len(found)
 
 
 def disagreement(reply: Reply, best: Best) -> str:
