@@ -82,7 +82,10 @@ def main() -> int:
     """Exit code 0; 1 where another way found a plan that is faster by more than 0.1 % than one that says OPTIMAL."""
     options = _parser().parse_args()
     console = Console()
-    began = time.process_time()
+    began, settings = (
+        time.process_time(),
+        {"evaluations": options.evaluations, "seed": options.seed, "code": code_digest()},
+    )
     with tempfile.TemporaryDirectory(prefix="plan-quality-") as folder:
         graphs = Graphs(Path(folder))
         rows: list[dict[str, Any]] = []
@@ -95,7 +98,7 @@ def main() -> int:
     if groups:
         console.print(table_of_groups(groups))
     document = {
-        "settings": {"evaluations": options.evaluations, "seed": options.seed, "code": code_digest()},
+        "settings": settings,
         "cpu_s": round(time.process_time() - began, 1),
         "summary": summary(rows, groups),
         "searches": rows,

@@ -2,12 +2,14 @@
 
 The price is the planner's own definition (``Evaluator``), what is priced is ``enumeration``'s. One thing is skipped: a
 layout whose ranks together have more work than its ranks could do in the time of a plan that is known already. The work
-is read off one simulated step of the layout; no cut changes how much of it there is.
+is read off one simulated step of the layout; no cut changes how much of it there is. Of plans whose stages hold the
+same in another order, one is simulated where that one is too slow.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,7 +43,7 @@ SMALL_MACHINES = (
 )
 SMALL_SHAPES = (
     Shape("llama", 3, 2048, 128_000, 2048),
-    Shape("gpt", 4, 2048, 32_000, 2048),
+    Shape("gpt", 3, 2048, 32_000, 2048),
     Shape("moe", 3, 1024, 32_000, 512),
 )
 
@@ -76,6 +78,46 @@ def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False
     )
 
 
+class _Tried:
+    """Plans that were simulated, and the fastest of them that fits."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+        units = evaluations.placed.graph.units
+        self._kinds = [unit.kind for unit in units]
+        self.best: tuple[float | None, Choice | None] = (None, None)
+        self.num_priced = 0
+
+    def beats(self, seconds: float) -> bool:
+        """Whether a plan is known that takes no longer."""
+        return self.best[0] is not None and seconds >= self.best[0]
+
+    def price(self, choice: Choice, recomputed: Sequence[Modes], starts_of: Sequence[tuple[int, ...]]) -> None:
+        """``choice`` with every recomputation and every cut given.
+
+        Stages of as many units of each kind in each mode take the same time in whatever order these stand, so that
+        of such plans only one is simulated where that is too slow.
+        """
+        too_slow: set[object] = set()
+        for modes in recomputed:
+            evaluator = self._evaluations.evaluator(choice._replace(modes=modes))
+            for starts in starts_of:
+                alike = self._alike(starts, modes)
+                if alike in too_slow:
+                    continue
+                self.num_priced += 1
+                found = evaluator.evaluate(starts, exact=True)
+                if self.beats(found.step_time_s):
+                    too_slow.add(alike)
+                elif found.fits:
+                    self.best = found.step_time_s, choice._replace(starts=starts, modes=modes)
+
+    def _alike(self, starts: tuple[int, ...], modes: Modes) -> object:
+        pairs = list(zip(self._kinds, modes, strict=True))
+        ends = (*starts[1:], len(pairs))
+        return tuple(tuple(sorted(pairs[start:end])) for start, end in zip(starts, ends, strict=True))
+
+
 @dataclass(frozen=True)
 class Oracle:
     """Of one question."""
@@ -98,25 +140,22 @@ class Oracle:
 
     def best(self) -> Best:
         """The fastest plan that fits."""
-        facts, evaluations = self.evaluations.facts, self.evaluations
         choices = self.choices()
         listed = self._by_work(choices)
         num_unpriced = len(choices) - len({choice for _, choice, _ in listed})
-        known: tuple[float, Choice] | None = None
-        num_priced = 0
-        for floor_s, choice, recomputed in listed:
-            if known is not None and floor_s >= known[0]:
+        tried = _Tried(self.evaluations)
+        for floor_s, choice, recomputed in listed:  # even cuts first: what they take leaves little of the rest to try
+            if tried.beats(floor_s):
                 break
-            if num_priced + num_cuts(choice, facts) * len(recomputed) > MOST_PRICED:
-                return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=False)
-            for modes in recomputed:
-                evaluator = evaluations.evaluator(choice._replace(modes=modes))
-                for starts in cuts(choice, facts):
-                    num_priced += 1
-                    found = evaluator.evaluate(starts, exact=True)
-                    if found.fits and (known is None or found.step_time_s < known[0]):
-                        known = found.step_time_s, choice._replace(starts=starts, modes=modes)
-        return Best(*(known or (None, None)), len(choices), num_priced, num_unpriced, is_whole=True)
+            tried.price(choice, recomputed[:1], even_cuts(choice.num_stages, self.evaluations.facts))
+        for floor_s, choice, recomputed in listed:
+            if tried.beats(floor_s):
+                break
+            more = num_cuts(choice, self.evaluations.facts) * len(recomputed)
+            if tried.num_priced + more > MOST_PRICED:
+                return Best(*tried.best, len(choices), tried.num_priced, num_unpriced, is_whole=False)
+            tried.price(choice, recomputed, list(cuts(choice, self.evaluations.facts)))
+        return Best(*tried.best, len(choices), tried.num_priced, num_unpriced, is_whole=True)
 
     def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, list[Modes]]]:
         """Layouts with so many blocks in each mode, by the time below which no cut lets their ranks do the work."""
