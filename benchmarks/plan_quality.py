@@ -1,6 +1,7 @@
 """Our plans against other ways to a plan, and our picks against what was measured.
 
-``python -m benchmarks.plan_quality [--cases N] [--evaluations N]`` prints tables and writes ``results/``.
+``python -m benchmarks.plan_quality [--cases N] [--evaluations N]`` prints tables and writes
+``benchmarks/results/plan_quality.json``.
 
 For each of some searches: plain FSDP, the rule of hand of Megatron-LM, simulated annealing and an evolutionary search
 over the same choices (degrees, sizes, schedules, cuts, recomputation) by the same price, each with a fixed number of
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ from benchmarks.judging.rivals import (
 )
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import read_runs
+from benchmarks.published.runs import Rejected, Run, read_runs
 from benchmarks.published.summary import MIN_GROUP_ROWS, Row
 from costmodels.vocabulary.choices import Precision
 from planner.json_file import write_text
@@ -92,8 +93,15 @@ def main() -> int:
         for index, case in enumerate(CASES[: options.cases]):
             rows.append(compared(question_of(case, graphs), graphs, index, options.evaluations, options.seed))
             console.print(f"{rows[-1]['text']}: {rows[-1]['status']} {rows[-1]['step_time_s']}", highlight=False)
-    runs_file = options.runs or shipped(RUNS)
-    groups = [] if runs_file is None else picks(price_rows(read_runs(runs_file), RunPricer()))
+    output = options.output or RESULTS / "plan_quality.json"
+    kept = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    if options.cases == 0:
+        rows = kept.get("searches", [])
+        settings = kept.get("settings", settings)
+    groups = kept.get("groups", [])
+    runs_file = None if options.no_runs else options.runs or shipped(RUNS)
+    if runs_file is not None:
+        groups = picks(price_rows(_in_groups(read_runs(runs_file)), RunPricer()))
     console.print(table_of(rows))
     if groups:
         console.print(table_of_groups(groups))
@@ -105,8 +113,13 @@ def main() -> int:
         "groups": groups,
     }
     console.print(document["summary"])
-    write_text(options.output or RESULTS / "plan_quality.json", json.dumps(document, indent=1) + "\n")
+    write_text(output, json.dumps(document, indent=1) + "\n")
     return int(any(row["status"] == "OPTIMAL" and row["least_ratio"] < 1 - 1e-3 for row in rows))
+
+
+def _in_groups(runs: Iterable[Run | Rejected]) -> list[Run | Rejected]:
+    """Those of ``runs`` that differ from others in layout alone."""
+    return [run for run in runs if isinstance(run, Run) and run.group]
 
 
 def question_of(case: Case, graphs: Graphs) -> Question:
@@ -240,7 +253,8 @@ def table_of_groups(groups: Sequence[dict[str, Any]]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="of the searches, the first so many")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many searches; 0: those known")
+    parser.add_argument("--no-runs", action="store_true", help="leave the published runs as they are known")
     parser.add_argument("--evaluations", type=int, default=300, help="of annealing, and of evolution, a search")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, help="table of published runs, columns as in shared/data")

@@ -1,4 +1,4 @@
-"""No small change of a plan that says OPTIMAL fits and is faster: ``benchmarks.perturbation_audit`` on a sample."""
+"""No small change of a plan fits and is faster than the search says any is: a sample of the perturbation audit."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 
 
 @pytest.mark.parametrize("index", range(20))
-def test_no_small_change_of_an_optimal_plan_is_better(index: int, graphs: Graphs, tmp_path: Path) -> None:
+def test_no_small_change_beats_what_the_search_says(index: int, graphs: Graphs, tmp_path: Path) -> None:
     question = question_of(SEED, index, graphs, is_small=True)
     reply = ask(question)
-    if reply.plan is None or reply.status != "OPTIMAL":
+    if reply.plan is None:
         pytest.skip(f"{question}: {reply.status}, which this audit says nothing of")
     verdict = Auditor.of(question, graphs, tmp_path, MOST_EDITS).verdict(reply.plan)
     assert verdict.agrees, f"{question}: the search says {verdict.plan_s} s, the estimate {verdict.estimated_s} s"
     assert sum(verdict.num_edits.values()) > 0
     best = [f"{edit.kind} {edit.text}: {edit.choice}" for edit, _ in verdict.refutations[:1]]
-    assert not best, f"{question}: {verdict.best_gain:.2%} faster"
+    assert not best, f"{question}: {verdict.best_gain:.2%} faster than said"
