@@ -4,7 +4,8 @@ Plain FSDP     everything sharded over all devices, ZeRO 3; the largest micro-ba
 Megatron       tensor parallelism up to the devices of a node, then pipelines across nodes, no more of both than the
                model needs to fit, data parallelism over the rest (Narayanan et al., "Efficient Large-Scale Language
                Model Training on GPU Clusters Using Megatron-LM", 2021, takeaways 1 and 2 of section 3); even stages,
-               ZeRO 1, sequence parallelism; micro-batch, recomputation and interleaving as is fastest
+               ZeRO 1, sequence parallelism; micro-batch, recomputation and interleaving as is fastest. The rule is
+               of dense models: it does not divide experts
 Annealing      Kirkpatrick et al., "Optimization by Simulated Annealing" (1983): from a plan to a random neighbour;
                one that is slower by d (as a share) is taken with probability exp(-d / t), t falling geometrically
 Evolution      Real et al., "Regularized Evolution for Image Classifier Architecture Search" (2019): the best of a
