@@ -8,10 +8,14 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from benchmarks.judging.estimate import Document
+from costmodels.vocabulary import choices as vocabulary
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Pins
+
+# Ways of context parallelism, by their names in a plan; the first stands where there is none.
+METHODS: tuple[str, ...] = tuple(map(str, getattr(vocabulary, "ContextMethod", ()))) or ("all-gather",)
 
 # (tp, pp, sequence parallel) -> the section ``placements`` of a plan; None where operators cannot be placed so.
 Placements = Callable[[int, int, bool], "dict[str, Any] | None"]
@@ -34,6 +38,7 @@ class Choice(NamedTuple):
     starts: tuple[int, ...]
     modes: tuple[Recompute, ...]
     groups: tuple[str | None, ...] = ()  # of each pipeline rank, where devices differ; empty: all count as alike
+    cp_method: str = METHODS[0]
 
     @property
     def dp(self) -> int:
@@ -56,8 +61,8 @@ class Choice(NamedTuple):
         words += [f"ZeRO {self.zero_stage}", f"micro-batch {self.micro_batch_size}"]
         if self.pp > 1:
             words += [f"{self.schedule.value} x{self.virtual_stages}", f"cut {','.join(map(str, self.starts))}"]
-        if self.sequence_parallel:
-            words.append("SP")
+        words += ["SP"] if self.sequence_parallel else []
+        words += [f"cp by {self.cp_method}"] if self.cp > 1 else []
         counts = {mode: self.modes.count(mode) for mode in (Recompute.SELECTIVE, Recompute.FULL) if mode in self.modes}
         words += [f"{count} blocks {mode.value}" for mode, count in counts.items()]
         if self.groups:
@@ -120,7 +125,7 @@ def is_legal(choice: Choice, facts: Facts) -> bool:
     sharded = inside > 1 if choice.zero_stage else choice.dp_shard == 1
     split = facts.seq_len % (choice.cp * (choice.tp if choice.sequence_parallel else 1)) == 0
     experts = inside % choice.ep == 0 and facts.num_experts % choice.ep == 0
-    parallel = choice.tp > 1 or not choice.sequence_parallel
+    parallel = (choice.tp > 1 or not choice.sequence_parallel) and (choice.cp > 1 or choice.cp_method == METHODS[0])
     cut = len(choice.starts) == choice.num_stages and _is_cut(choice.starts, facts.num_units)
     return m > 0 and runs and sharded and split and experts and parallel and cut and choice.tp <= facts.devices_per_node
 
@@ -133,6 +138,8 @@ def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
         "sequence_parallel": choice.sequence_parallel, "virtual_stages": choice.virtual_stages,
     }  # fmt: skip
     if any(getattr(pins, name) not in (None, value) for name, value in pinned.items()):
+        return False
+    if choice.cp > 1 and getattr(pins, "cp_method", None) not in (None, choice.cp_method):
         return False
     # Without a pipeline all plain schedules are the same.
     runs_as_pinned = choice.pp == 1 and (pins.schedule is None or pins.schedule.rules.has_one_stage)
@@ -161,6 +168,7 @@ def read_choice(document: Document, facts: Facts) -> Choice:
         starts=tuple(stages.index(stage) for stage in range(len(pipeline["stages"]))),
         modes=tuple(Recompute.NONE if name is None else mode_of.get(name, Recompute.NONE) for name in facts.blocks),
         groups=groups if any(groups) else (),
+        cp_method=document.get("cp_method", METHODS[0]) if mesh["cp"] > 1 else METHODS[0],
     )
 
 
@@ -176,6 +184,7 @@ def written(choice: Choice, document: Document, facts: Facts, placements: Placem
              (Recompute.SELECTIVE, Recompute.FULL)]  # fmt: skip
     return {
         **document,
+        **({"cp_method": choice.cp_method} if "cp_method" in document else {}),
         "mesh": {name: getattr(choice, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         "num_devices": choice.world_size,
         "zero_stage": choice.zero_stage,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
-from benchmarks.judging.choice import Choice, Facts, is_legal
+from benchmarks.judging.choice import METHODS, Choice, Facts, is_legal
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -31,6 +32,7 @@ def edits(choice: Choice, facts: Facts) -> list[Edit]:
         *zero_stages(choice),
         *schedules(choice, facts),
         *sequence_parallel(choice),
+        *context_methods(choice),
         *group_orders(choice),
         *recomputation(choice, facts),
     )
@@ -115,6 +117,11 @@ def sequence_parallel(choice: Choice) -> Iterator[Edit]:
     yield Edit("sequence parallel", "on" if flag else "off", choice._replace(sequence_parallel=flag))
 
 
+def context_methods(choice: Choice) -> Iterator[Edit]:
+    """Another way for ranks to share sequences."""
+    yield from (Edit("context method", name, choice._replace(cp_method=name)) for name in METHODS)
+
+
 def group_orders(choice: Choice) -> Iterator[Edit]:
     """Unlike devices in the reverse order of the pipeline; or all counted as alike."""
     if choice.groups:
@@ -172,11 +179,10 @@ def _followed(moved: Choice, before: Choice, facts: Facts) -> Iterator[Choice]:
         shards.append(before.zero_stage)
     sizes = {before.micro_batch_size, before.micro_batch_size * before.dp // moved.dp, 1}
     flags = [False, True] if moved.tp > 1 else [False]
-    for zero in shards:
-        for size in sorted(sizes - {0}):
-            for flag in flags:
-                part = moved._replace(zero_stage=zero, micro_batch_size=size, sequence_parallel=flag)
-                yield from _piped(part, before, facts)
+    methods = METHODS if moved.cp > 1 == before.cp else (before.cp_method if moved.cp > 1 else METHODS[0],)
+    for zero, size, flag, method in product(shards, sorted(sizes - {0}), flags, methods):
+        part = moved._replace(zero_stage=zero, micro_batch_size=size, sequence_parallel=flag, cp_method=method)
+        yield from _piped(part, before, facts)
 
 
 def _piped(choice: Choice, before: Choice, facts: Facts) -> Iterator[Choice]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 from math import comb
 
-from benchmarks.judging.choice import Choice, Facts, is_legal
+from benchmarks.judging.choice import METHODS, Choice, Facts, is_legal
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -27,10 +27,10 @@ def layouts(facts: Facts, groups: Groups = ()) -> Iterator[Choice]:
             for micro in factors_of(facts.global_batch_size):
                 for zero in range(4):
                     for schedule, virtual in pipelines(pp, facts):
-                        for flag in (False, True):
+                        for flag, method in product((False, True), METHODS):
                             choice = Choice(
                                 pp, replicate, shard, cp, tp, ep, zero, micro, schedule, virtual, flag,
-                                starts=tuple(range(pp * virtual)), modes=facts.modes(Recompute.NONE),
+                                tuple(range(pp * virtual)), facts.modes(Recompute.NONE), cp_method=method,
                             )  # fmt: skip
                             if is_legal(choice, facts):
                                 yield choice

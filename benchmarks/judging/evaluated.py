@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from benchmarks.judging.choice import Choice, Facts
+from benchmarks.judging.choice import METHODS, Choice, Facts
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.placed import Placed
 from benchmarks.judging.questions import Question
+from costmodels.vocabulary import choices as vocabulary
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.graph import node_operators
 from planner.layout.layout import Layout, Training
 from planner.pricing.table_builder import build_table
 from planner.table.cost_table import CostTable
@@ -42,7 +44,10 @@ class Evaluations:
         return Evaluations(question, facts, placed)
 
     def can_be_placed(self, choice: Choice) -> bool:
-        """Whether operators can be split over its tensor-parallel ranks."""
+        """Whether operators can be split over its tensor-parallel ranks, and heads over those that share sequences."""
+        heads = getattr(node_operators, "num_heads", None)
+        if choice.cp_method == "all-to-all" and heads and heads(self.placed.graph) % (choice.tp * choice.cp):
+            return False
         return self.placed.decision(choice.tp, choice.sequence_parallel) is not None
 
     def prepare(self, choices: Sequence[Choice]) -> None:
@@ -88,7 +93,9 @@ class Evaluations:
     def layout(self, choice: Choice) -> Layout:
         """Everything but the cut, in the planner's words."""
         mode = next((mode for mode in Recompute if choice.modes == self.facts.modes(mode)), None)
+        method = {"cp_method": cast("Any", vocabulary).ContextMethod(choice.cp_method)} if len(METHODS) > 1 else {}
         return Layout(
+            **method,
             mesh=Mesh(choice.pp, choice.dp_replicate, choice.dp_shard, choice.cp, choice.tp, choice.ep),
             zero_stage=choice.zero_stage,
             micro_batch_size=choice.micro_batch_size,

@@ -1,6 +1,6 @@
 """Other ways to a plan over the same choices and the same price: rules of hand, annealing, evolution.
 
-Plain FSDP     everything sharded over all devices, ZeRO 3; the largest micro-batch that fits
+Plain FSDP     everything sharded over all devices, ZeRO 3; the fastest micro-batch and recomputation that fit
 Megatron       tensor parallelism up to the devices of a node, then pipelines across nodes, no more of both than the
                model needs to fit, data parallelism over the rest (Narayanan et al., "Efficient Large-Scale Language
                Model Training on GPU Clusters Using Megatron-LM", 2021, takeaways 1 and 2 of section 3); even stages,
