@@ -39,7 +39,7 @@ def estimate(document: Mapping[str, Any], hardware: str, folder: Path) -> Price:
         answer = price_plan(read_plan(file), hardware)
     except InputError as error:
         return Price(None, fits=False, refused=error.message)
-    except ValueError as error:  # no message to a user, so a mistake of ours
+    except (ValueError, LookupError) as error:  # no message to a user, so a mistake of ours
         return Price(None, fits=False, refused=f"{CRASHED}: {error}")
     prediction = answer.plan.prediction
     assert prediction is not None

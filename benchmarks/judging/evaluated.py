@@ -82,7 +82,7 @@ class Evaluations:
             return None
         try:
             return self.evaluator(choice).evaluate(choice.starts, exact=True)
-        except ValueError:  # such as several stages a rank over unlike devices
+        except (ValueError, LookupError):  # such as several stages a rank over unlike devices
             return None
 
     def price(self, choice: Choice) -> float:

@@ -171,7 +171,7 @@ class Oracle:
                 continue
             try:
                 work_s = self._work_s(choice)
-            except ValueError:  # such as several stages a rank over unlike devices
+            except (ValueError, LookupError):  # such as several stages a rank over unlike devices
                 continue
             for counts, group in allowed.items():
                 total_s = sum(count * seconds for count, seconds in zip(counts, work_s, strict=True)) / sum(counts)
