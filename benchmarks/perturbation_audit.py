@@ -9,7 +9,7 @@ plan that says FEASIBLE, one that is faster than its bound. What ``estimate`` re
 says nothing.
 
 Records are written after each search, so Ctrl-C loses none and the same command goes on where it stopped. Exit code 1
-where a plan was refuted, or where search and estimate name different prices for one plan.
+where a plan was refuted, where search and estimate name different prices for one plan, or where a search crashed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.judging.audit import TOLERANCE, Verdict, audited, question_of
 from benchmarks.judging.graphs import Graphs
-from benchmarks.judging.questions import as_data
+from benchmarks.judging.questions import CRASHED, as_data
 from benchmarks.judging.records import RESULTS, Record, Records, run
 
 
@@ -51,7 +51,7 @@ def main() -> int:
     records.write(found)
     console.print(table_of(records.ordered()))
     console.print(found)
-    return 130 if not is_whole else int(bool(found["num_refuted"] or found["num_priced_apart"]))
+    return 130 if not is_whole else int(any(found[key] for key in ("num_refuted", "num_priced_apart", "num_crashed")))
 
 
 def judged(index: int, seed: int, graphs: Graphs, *, is_small: bool) -> Record:
@@ -103,6 +103,7 @@ def summary(records: Sequence[Record]) -> Record:
         "largest_gain": max((record["gain"] for record in refuted), default=0.0),
         "refuted": [record["index"] for record in refuted],
         "refuted_by": dict(kinds),
+        "num_crashed": sum(record["status"] == CRASHED for record in records),
         "num_feasible_improved": sum(record["improvement"] > 0 for record in feasible),
         "largest_improvement": max((record["improvement"] for record in feasible), default=0.0),
         "num_priced_apart": sum(not record["agrees_with_estimate"] for record in planned),

@@ -18,7 +18,7 @@ from benchmarks.judging.edits import even_cuts
 from benchmarks.judging.enumeration import cuts, layouts, num_cuts, recomputations
 from benchmarks.judging.evaluated import MIXES_BLOCKS, Evaluations
 from benchmarks.judging.graphs import Graphs
-from benchmarks.judging.questions import Drawn, Machine, Question, Reply, Shape, drawn, random_shape
+from benchmarks.judging.questions import CRASHED, Drawn, Machine, Question, Reply, Shape, drawn, random_shape
 from costmodels.vocabulary.choices import Precision, Recompute
 
 TOLERANCE = 1e-3
@@ -200,6 +200,8 @@ class Oracle:
 def disagreement(reply: Reply, best: Best) -> str:
     """How the search's reply and the oracle's best differ; "" where both can be true."""
     plan, oracle_s = reply.plan, best.step_time_s
+    if reply.status == CRASHED:
+        return f"the search crashed: {reply.reason}"
     if plan is None:
         return f"{reply.status}, but a plan fits" if oracle_s is not None else ""
     assert plan.prediction is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.judging.audit import SMALL_SHAPES
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.questions import (
+    CRASHED,
     MACHINES,
     PRESETS,
     SMALL_MACHINES,
@@ -100,7 +101,7 @@ def _changed_profile(hardware: str, change: str, factor: float, folder: Path) ->
 def lost(pair: Pair, before: Reply, after: Reply) -> str:
     """How the second plan is worse than the first; "" where it is not. A gap that it states is not held against it."""
     if before.plan is None:
-        return ""
+        return f"{before.status}: {before.reason}" if before.status == CRASHED else ""
     if after.plan is None:
         return f"{after.status}: {after.reason}"
     assert before.plan.prediction is not None

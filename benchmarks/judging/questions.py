@@ -19,6 +19,7 @@ from planner.request import Request
 
 # Half of the runs of a plan that just fits run out of memory at this risk: a plan fits where its expected peak does.
 EVEN_RISK = 0.5
+CRASHED = "crashed"  # where a search ends with an error that is not for the user
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Reply(NamedTuple):
     """What the search said: a plan, or why there is none."""
 
     plan: Plan | None
-    status: str  # of the plan; or "nothing fits", "refused", "no time"
+    status: str  # of the plan; or "nothing fits", "refused", "no time", "crashed"
     reason: str = ""
 
 
@@ -82,6 +83,8 @@ def ask(question: Question) -> Reply:
         return Reply(None, "no time", error.message)
     except InputError as error:
         return Reply(None, "refused", error.message)
+    except Exception as error:  # a mistake of ours, which a judge writes down and goes on
+        return Reply(None, CRASHED, f"{type(error).__name__}: {error}")
     assert plan.search is not None
     return Reply(plan, plan.search.status)
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.judging.audit import Auditor, question_of
 from benchmarks.judging.graphs import Graphs
-from benchmarks.judging.questions import ask
+from benchmarks.judging.questions import CRASHED, ask
 
 SEED = 0
 MOST_EDITS = 20  # of each plan: the command prices all
@@ -21,6 +21,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 def test_no_small_change_beats_what_the_search_says(index: int, graphs: Graphs, tmp_path: Path) -> None:
     question = question_of(SEED, index, graphs, is_small=True)
     reply = ask(question)
+    assert reply.status != CRASHED, f"{question}: {reply.reason}"
     if reply.plan is None:
         pytest.skip(f"{question}: {reply.status}, which this audit says nothing of")
     verdict = Auditor.of(question, graphs, tmp_path, MOST_EDITS).verdict(reply.plan)
