@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
+from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
@@ -80,13 +80,37 @@ class ParallelModel:
             tie.reduce()
         return share
 
-    def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
-        (stage,), count = self.stages, self.plan.pipeline.num_microbatches
+    def forward_only(self, batch: Tensors) -> torch.Tensor:
+        """The loss as ``forward_backward`` gives it, without gradients: none may be left from before."""
+        whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
+        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
+            if self.schedule is None:
+                losses = [self.stages[0](**part) for part in self._parts(whole)]
+            else:
+                losses = list[torch.Tensor]()
+                options: dict[str, torch.Tensor] = {**whole, "target": self._no_target()}
+                self.schedule.eval(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
+        share = self.loss.finish(losses, self.parameters())
+        for root in self.roots:
+            reshard(root)
+        return share
+
+    def _parts(self, batch: Tensors) -> list[Tensors]:
+        """The micro-batches of ``batch``."""
+        count = self.plan.pipeline.num_microbatches
         chunks = {key: value.chunk(count) for key, value in batch.items()}
+        return [{key: values[index] for key, values in chunks.items()} for index in range(count)]
+
+    def _no_target(self) -> torch.Tensor:
+        """The last stage has the loss, but torch's schedules ask for something to compare with."""
+        return torch.zeros(self.plan.pipeline.num_microbatches)
+
+    def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
+        (stage,), parts = self.stages, self._parts(batch)
         losses: list[torch.Tensor] = []
-        for index in range(count):
-            loss = stage(**{key: values[index] for key, values in chunks.items()})
-            prepare_backward(stage.root, self.plan.zero_stage, last=index == count - 1, pipelined=False)
+        for index, part in enumerate(parts):
+            loss = stage(**part)
+            prepare_backward(stage.root, self.plan.zero_stage, last=index == len(parts) - 1, pipelined=False)
             loss.backward()
             losses.append(loss.detach())
         return losses
@@ -95,8 +119,7 @@ class ParallelModel:
         losses: list[torch.Tensor] = []
         for stage in self.stages:  # as each first forward must find it: no backward of the step before is the last
             prepare_backward(stage.root, self.plan.zero_stage, last=False, pipelined=True)
-        target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
-        options: dict[str, torch.Tensor] = {**batch, "target": target}
+        options: dict[str, torch.Tensor] = {**batch, "target": self._no_target()}
         schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
         return [loss.detach() for loss in losses]
 

@@ -106,6 +106,7 @@ class TiedGradient:
 
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup | None  # None: all copies are on this rank
+    num_copies: int  # on all stages
 
     def reduce(self) -> None:
         """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal."""
@@ -138,7 +139,7 @@ def tied_gradients(
                 mine = group
         local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
         if local:
-            found.append(TiedGradient(local, mine))
+            found.append(TiedGradient(local, mine, len(tie.fqns)))
     return tuple(found)
 
 
