@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError, PlannerError
@@ -113,6 +114,7 @@ class Checkpointer:
         except dcp.CheckpointException as error:
             raise InputError(f"cannot go on from {found.folder}: {_reason(error)}",
                              hint="name another --checkpoint-dir") from error  # fmt: skip
+        _spread(state, model, optimizer)
 
     def save(self, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Copies the state and begins to write it, after what is still being written.
@@ -182,12 +184,29 @@ def steps_in(folder: Path) -> list[int]:
 def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
     """Everything of this rank by name; a tied parameter stands under each of its names."""
     state: State = {}
+    for name, value in _named(model, optimizer):
+        state.setdefault(name, value)
+    return state
+
+
+def _named(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Generator[tuple[str, torch.Tensor]]:
+    """Names and values of all stages of this rank. Two of them may hold a copy each of one parameter."""
     for root in model.roots:
-        state |= {f"model.{fqn}": value.detach() for fqn, value in root.state_dict().items()}
+        for fqn, value in root.state_dict().items():
+            yield f"model.{fqn}", value.detach()
         for fqn, parameter in root.named_parameters(remove_duplicate=False):
             kept: dict[str, object] = optimizer.state.get(parameter, {})
-            state |= {f"optimizer.{fqn}.{name}": v for name, v in kept.items() if isinstance(v, torch.Tensor)}
-    return state
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer.{fqn}.{name}", value
+
+
+def _spread(state: State, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    """Gives every copy on this rank what its name has in ``state``."""
+    for name, value in _named(model, optimizer):
+        source, target = (v.to_local() if isinstance(v, DTensor) else v for v in (state[name], value))
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

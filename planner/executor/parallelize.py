@@ -80,19 +80,22 @@ class ParallelModel:
             tie.reduce()
         return share
 
-    def forward_only(self, batch: Tensors) -> torch.Tensor:
-        """The loss as ``forward_backward`` gives it, without gradients: none may be left from before."""
+    def loss_alone(self, batch: Tensors) -> torch.Tensor:
+        """The loss as ``forward_backward`` gives it; no gradients are left, and none may be there from before.
+
+        Through a pipeline it takes as long as a step: of torch's schedules those that split backward passes cannot run
+        without them.
+        """
+        if self.schedule is not None:
+            share = self.forward_backward(batch)
+            for parameter in self.parameters():
+                parameter.grad = None
+            return share
         whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
         with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
-            if self.schedule is None:
-                losses = [self.stages[0](**part) for part in self._parts(whole)]
-            else:
-                losses = list[torch.Tensor]()
-                options: dict[str, torch.Tensor] = {**whole, "target": self._no_target()}
-                self.schedule.eval(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
+            losses = [self.stages[0](**part) for part in self._parts(whole)]
         share = self.loss.finish(losses, self.parameters())
-        for root in self.roots:
-            reshard(root)
+        reshard(self.stages[0].root)
         return share
 
     def _parts(self, batch: Tensors) -> list[Tensors]:
@@ -100,10 +103,6 @@ class ParallelModel:
         count = self.plan.pipeline.num_microbatches
         chunks = {key: value.chunk(count) for key, value in batch.items()}
         return [{key: values[index] for key, values in chunks.items()} for index in range(count)]
-
-    def _no_target(self) -> torch.Tensor:
-        """The last stage has the loss, but torch's schedules ask for something to compare with."""
-        return torch.zeros(self.plan.pipeline.num_microbatches)
 
     def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
         (stage,), parts = self.stages, self._parts(batch)
@@ -119,7 +118,8 @@ class ParallelModel:
         losses: list[torch.Tensor] = []
         for stage in self.stages:  # as each first forward must find it: no backward of the step before is the last
             prepare_backward(stage.root, self.plan.zero_stage, last=False, pipelined=True)
-        options: dict[str, torch.Tensor] = {**batch, "target": self._no_target()}
+        target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
+        options: dict[str, torch.Tensor] = {**batch, "target": target}
         schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
         return [loss.detach() for loss in losses]
 

@@ -42,7 +42,7 @@ def evaluate(model: ParallelModel, data: TokenData, num_batches: int, mesh: Devi
         root.zero_grad(set_to_none=True)
     total = torch.zeros((), dtype=torch.float64)
     for index in range(num_batches):
-        loss = model.forward_only(local_batch(model, data, index, mesh))
+        loss = model.loss_alone(local_batch(model, data, index, mesh))
         total += float(_of_all_ranks(loss, model, mesh))
     for root in model.roots:
         root.train()

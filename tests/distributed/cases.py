@@ -212,3 +212,20 @@ DROPOUT_CASES = {
     ),
     "dropout-dp4-full": Case("gpt-dropout", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=2),
 }
+
+
+def _journey(model: str) -> tuple[Case, ...]:
+    """Layouts that one run passes through, a checkpoint between each and the next."""
+    adamw = Optimizer.ADAMW
+    return (
+        Case(model, _DP4, 3, optimizer=adamw),
+        Case(model, _PP2_DP2, 1, _ZBV, 2, optimizer=adamw),
+        Case(model, _DP2_TP2, 2, sequence_parallel=True, micro_batch_size=4, optimizer=adamw),
+        Case(model, MeshSection(pp=4), micro_batch_size=4, optimizer=adamw),
+        Case(model, _PP2_TP2, micro_batch_size=4, optimizer=adamw),
+        Case(model, MeshSection(dp_replicate=2, dp_shard=2), 1, optimizer=adamw),
+    )
+
+
+JOURNEYS = {f"journey-{model}": _journey(model) for model in ("gpt-tied", "unusual")}
+CLIP_NORM = 0.5  # below the norm of every step of a journey
