@@ -168,6 +168,7 @@ class SearchSection(_Value):
     elapsed_s: float
     error_between_layouts: float | None = None  # of predicted ratios of two layouts' times, on published runs
     preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
+    pins: dict[str, int | bool | str] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,11 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.distributed.conftest import REPOSITORY
 
@@ -52,6 +57,20 @@ class Model(nn.Module):
         self.calls += 1
         output = self.head(self.embedding(input_ids))
         return output * float("nan") if self.calls > 8 else output
+
+def build_model():
+    return Model()
+"""
+TWO_LAYER_MODEL = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, input_ids):
+        return self.head(self.embedding(input_ids))
 
 def build_model():
     return Model()
@@ -242,6 +261,39 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_p
     whole = run(str(EXAMPLE), "--steps", str(total))
     assert losses(whole.stdout.splitlines())[-2:] == losses(resumed.stdout.splitlines())
     assert losses(whole.stdout.splitlines())[:-2] == losses(before)
+
+
+def test_everything_around_a_step(tmp_path: Path) -> None:
+    """Token files, weights, schedule, clipping, evaluation, log, profile, checkpoints: one run with all of them."""
+    plan = str(two_rank_plan(tmp_path, TWO_LAYER_MODEL))
+    (np.arange(4000, dtype=np.uint16) % 256).tofile(tmp_path / "tokens.bin")
+    np.save(tmp_path / "held.npy", np.arange(4000, dtype=np.uint16) % 256)
+    weights = {
+        "embedding.weight": torch.zeros(256, 8),
+        "head.weight": torch.zeros(256, 8),
+        "head.bias": torch.zeros(256),
+    }
+    save_file(weights, tmp_path / "weights.safetensors")
+    result = run(
+        plan, "--steps", "2", "--data", str(tmp_path / "tokens.bin"), "--data-dtype", "uint16",
+        "--eval-data", str(tmp_path / "held.npy"), "--eval-every", "2", "--eval-batches", "1",
+        "--weights", str(tmp_path / "weights.safetensors"), "--lr-schedule", "cosine", "--warmup", "1",
+        "--learning-rate", "0.5", "--clip-norm", "0.001", "--decay", "matrices", "--log", str(tmp_path / "log.jsonl"),
+        "--profile-step", "1", "--profile-dir", str(tmp_path / "profile"),
+        "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "1", "--keep", "1",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    first, second = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert first["loss"] == pytest.approx(math.log(256))  # of logits that are all zero
+    assert first["gradient_norm"] > 0.001
+    assert (first["learning_rate"], second["learning_rate"]) == (0.5, 0.5)
+    assert (first["eval_loss"], second["eval_loss"] < math.log(256)) == (None, True)
+    assert first["peak_memory_bytes"] > 2**20
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "step-1-rank-0.json",
+        "step-1-rank-1.json",
+    ]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
 
 
 def losses(lines: list[str]) -> list[tuple[str, str]]:
