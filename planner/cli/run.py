@@ -126,17 +126,17 @@ def run(  # over 6 arguments: one for each option of the command line
         timeout_s=timeout,
         weights=weights,
         data=DataOptions(
-            data, TokenDtype(_one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
+            data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
         ),
         optimization=Optimization(
             learning_rate=learning_rate,
-            schedule=LearningRate(_one_of(lr_schedule, LearningRate, "--lr-schedule")),
+            schedule=LearningRate(one_of(lr_schedule, LearningRate, "--lr-schedule")),
             warmup_steps=warmup,
             schedule_steps=schedule_steps,
             decay_steps=decay_steps,
             final_share=final_lr_share,
             weight_decay=weight_decay,
-            decay=Decay(_one_of(decay, Decay, "--decay")),
+            decay=Decay(one_of(decay, Decay, "--decay")),
             clip_norm=clip_norm,
         ),
         checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep, resume),
@@ -182,7 +182,8 @@ def _check_together(needs: dict[str, object], given: dict[str, object]) -> None:
             raise InputError(f"{option} does nothing without {other}", hint=f"add {other}, or leave {option} out")
 
 
-def _one_of(value: str, choices: type, option: str) -> str:
+def one_of(value: str, choices: type, option: str) -> str:
+    """``value``, or InputError where ``option`` knows no such choice."""
     known = [str(choice) for choice in choices]  # pyright: ignore[reportGeneralTypeIssues]
     if value not in known:
         raise InputError(f"{option} is one of {', '.join(known)}, not {value!r}", hint=f"give {option} {known[0]}")
