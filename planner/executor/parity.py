@@ -56,25 +56,30 @@ class ParityRow:
 
 def compare(plan: Plan, options: ParityOptions) -> dict[str, object]:
     """Rows of every parameter, and both losses. Runs on each rank of the plan; every rank gets the same."""
+    with quiet_torch(), process_group(options.timeout_s) as device:
+        return compared(plan, options, device)
+
+
+def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[str, object]:
+    """As ``compare``, among ranks that have found each other."""
     training = plan.training.model_copy(update={"precision": Precision.FP32, "optimizer": Optimizer.SGD})
     plan = plan.model_copy(update={"training": training})
-    with quiet_torch(), process_group(options.timeout_s) as device:
-        check_world_size(plan)
-        loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
-        data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
-        module = build_model(loaded, options.seed).eval()
-        names = [fqn for fqn, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
-        expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        if dist.get_rank() == 0:
-            reference = build_model(loaded, options.seed).eval()
-            expected_loss, gradients, parameters = _one_process(reference, loaded, plan, data)
-        loss_of = functools.partial(named_inputs, loaded)
-        loss = recognised(loaded.training_loss, module, loss_of, training.seq_len)
-        shapes = {fqn: module.get_parameter(fqn).shape for fqn in names}
-        model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
-        optimizer = build_optimizer(model.parameters(), Optimizer.SGD, LEARNING_RATE)
-        found = float(train_step(model, optimizer, local_batch(model, data, 0, mesh), mesh))
-        rows = _rows(model, shapes, gradients, parameters)
+    check_world_size(plan)
+    loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
+    data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
+    module = build_model(loaded, options.seed).eval()
+    names = [fqn for fqn, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+    expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    if dist.get_rank() == 0:
+        reference = build_model(loaded, options.seed).eval()
+        expected_loss, gradients, parameters = _one_process(reference, loaded, plan, data)
+    loss_of = functools.partial(named_inputs, loaded)
+    loss = recognised(loaded.training_loss, module, loss_of, training.seq_len)
+    shapes = {fqn: module.get_parameter(fqn).shape for fqn in names}
+    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    optimizer = build_optimizer(model.parameters(), Optimizer.SGD, LEARNING_RATE)
+    found = float(train_step(model, optimizer, local_batch(model, data, 0, mesh), mesh))
+    rows = _rows(model, shapes, gradients, parameters)
     return {"loss": found, "expected_loss": expected_loss, "rows": [asdict(row) for row in rows]}
 
 

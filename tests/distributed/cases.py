@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -214,6 +215,25 @@ DROPOUT_CASES = {
 }
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = _ROOT / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
+
+
+def coupled_plan() -> Plan:
+    """Data parallelism over a model whose samples see each other."""
+    plan = Case("gpt", _DP4).plan()
+    return plan.model_copy(
+        update={
+            "model": ModelSection(source=str(_ROOT / "tests" / "fixtures" / "coupled.py"), digest="", num_params=0),
+            "zero_stage": 1,
+            "pipeline": plan.pipeline.model_copy(
+                update={"stages": (StageSection(index=0, pp_rank=0, modules=("embedding", "head")),)}
+            ),
+            "placements": PlacementSection(sharded_units=("embedding", "head")),
+        }
+    )
+
+
 def _journey(model: str) -> tuple[Case, ...]:
     """Layouts that one run passes through, a checkpoint between each and the next."""
     adamw = Optimizer.ADAMW
@@ -229,3 +249,5 @@ def _journey(model: str) -> tuple[Case, ...]:
 
 JOURNEYS = {f"journey-{model}": _journey(model) for model in ("gpt-tied", "unusual")}
 CLIP_NORM = 0.5  # below the norm of every step of a journey
+
+MEASUREMENTS = ("parity-equal", "parity-coupled", "verify")

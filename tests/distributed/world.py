@@ -29,22 +29,29 @@ from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.optimizer import build_optimizer, clip, gradient_norm
 from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.parity import ParityOptions, compared
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.step import evaluate, local_batch, train_step
+from planner.executor.train import RunOptions
+from planner.executor.verify import measured
 from planner.models.loss import NEXT_TOKEN, next_token_loss
 from planner.plan.manifest import Progress
+from planner.plan.plan_file import read_plan
 from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import (
     CASES,
     CLIP_NORM,
     COUNTED_CASES,
     DROPOUT_CASES,
+    EXAMPLE,
     GLOBAL_BATCH_SIZE,
     JOURNEYS,
     LEARNING_CASES,
+    MEASUREMENTS,
     NUM_HALF_PRECISION_STEPS,
     NUM_LEARNING_STEPS,
     Case,
+    coupled_plan,
 )
 from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN
@@ -60,7 +67,15 @@ def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
-        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES, *DROPOUT_CASES, *JOURNEYS, *LAYOUTS]:
+        for name in names or [
+            *CASES,
+            *LEARNING_CASES,
+            *COUNTED_CASES,
+            *DROPOUT_CASES,
+            *JOURNEYS,
+            *MEASUREMENTS,
+            *LAYOUTS,
+        ]:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
@@ -81,6 +96,8 @@ def _guarded(name: str) -> dict[str, object]:
             return {"errors": errors_of(LAYOUTS[name])}
         if name in DROPOUT_CASES:
             return _masks(DROPOUT_CASES[name])
+        if name in MEASUREMENTS:
+            return _measure(name)
         if name in JOURNEYS:
             return _travel(JOURNEYS[name])
         if name in COUNTED_CASES:
@@ -145,6 +162,15 @@ def _masks(case: Case) -> dict[str, object]:
     parts: list[dict[str, list[str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, seen)
     return {"masks": parts}
+
+
+def _measure(name: str) -> dict[str, object]:
+    """What the commands that measure a plan find on their ranks."""
+    device = torch.device("cpu")
+    if name == "verify":
+        return measured(read_plan(EXAMPLE), RunOptions(steps=2), device)
+    plan = read_plan(EXAMPLE) if name == "parity-equal" else coupled_plan()
+    return compared(plan, ParityOptions(), device)
 
 
 def _travel(cases: tuple[Case, ...]) -> dict[str, object]:
