@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command("parity")(parity)
 
 
-def parity(
+def parity(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     tolerance: Annotated[float, typer.Option(min=0, help="Of a gradient's norm, and of a parameter's.")] = 1e-5,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows shown, the worst first.")] = 10,

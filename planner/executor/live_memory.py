@@ -3,6 +3,9 @@
 torch's own ``MemTracker`` follows modules as well, and so cannot count steps of several micro-batches.
 """
 
+# pyright: reportPrivateUsage=false
+# torch has no public name for which storage a tensor's is.
+
 from __future__ import annotations
 
 import weakref
