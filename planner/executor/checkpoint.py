@@ -101,6 +101,7 @@ class Checkpointer:
                 hint="give the plan the same optimiser, or begin anew in another --checkpoint-dir",
             )
         make_states(optimizer)
+        _forget_unused(model, optimizer, found.manifest)
         state = state_of(model, optimizer)
         _agree(_mismatch(state, found.manifest), found.folder, self._group)
         _agree(_unused(state, found.manifest, self._group), found.folder, self._group)
@@ -221,6 +222,16 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
+
+
+def _forget_unused(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    """Leaves those parameters without states that had none: the run has not given them a gradient yet."""
+    stateful = {name.removeprefix("optimizer.").rpartition(".")[0] for name in manifest.tensors
+                if name.startswith("optimizer.")}  # fmt: skip
+    for root in model.roots:
+        for fqn, parameter in root.named_parameters(remove_duplicate=False):
+            if fqn not in stateful:
+                optimizer.state.pop(parameter, None)
 
 
 def _mismatch(state: State, manifest: Manifest) -> str | None:
