@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.stage_program import stage_problem
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins, Training
 from planner.pricing.placements import decide
@@ -107,10 +109,8 @@ class Table:
         evaluator = self._evaluators[index]
         cuts: Json = {"framework": list(evaluator.starts()), "even": list(evaluator.even_starts())}
         if evaluator.layout.mesh.pp > 1 and evaluator.layout.schedule.rules.has_one_stage:
-            solution = DynamicProgramSolver().solve_stages(evaluator.stage_problem())
-            cuts["solver"] = (
-                None if solution is None else {"starts": list(solution.starts), "bound_s": solution.bound_s}
-            )
+            solution = next(DynamicProgramSolver().cuts(stage_problem(evaluator), lambda: inf))
+            cuts["solver"] = {"starts": list(solution.starts), "bound_s": solution.bound_s}
         return cuts
 
     def price(self, index: int, starts: Sequence[int]) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 
 from benchmarks.published.frameworks import (
     attention_name_of,
@@ -21,6 +22,7 @@ from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.stage_program import stage_problem
 from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
@@ -141,8 +143,9 @@ def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
         cuts_by_weight = evaluator.table.framework.partition == "weighted"
         one_a_rank = evaluator.layout.virtual_stages == 1
         by_hand = software.partition == "balanced" and one_a_rank and not cuts_by_weight
-        balanced = DynamicProgramSolver().solve_stages(evaluator.stage_problem()) if by_hand else None
-        return evaluator.starts() if balanced is None else balanced.starts
+        if not by_hand:
+            return evaluator.starts()
+        return next(DynamicProgramSolver().cuts(stage_problem(evaluator), lambda: inf)).starts
     if len(stage_layers) != evaluator.num_stages or sum(stage_layers) != len(blocks):
         raise UnpriceableRunError(
             f"stage_layers tell {sum(stage_layers)} blocks in {len(stage_layers)} stages, the run has {len(blocks)} in "

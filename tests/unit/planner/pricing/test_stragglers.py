@@ -38,7 +38,7 @@ def test_compute_alone_is_slower_and_only_beyond_the_reference(num_devices: int)
 
 def test_a_step_of_the_same_share_a_gpu_grows_by_no_more_than_its_compute() -> None:
     device = load_profile("dgx-h100-80gb").device
-    small, large = (problem_on(device, n).solved(time_limit_s=None, progress=None).best for n in (512, 32768))
+    small, large = (problem_on(device, n).solved().best for n in (512, 32768))
     assert small is not None
     assert large is not None
     assert large.step_time_s > small.step_time_s
