@@ -1,7 +1,11 @@
 """The device mesh of a plan, each rank's place in it, and what of a plan can be executed at all."""
 
+# pyright: reportPrivateUsage=false
+# DeviceMesh has no public way to take several axes as one.
+
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +34,12 @@ class RankPlace:
     pp_rank: int
     dp_rank: int
     dp_degree: int
+    cp_degree: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks whose gradients are averaged: each has some positions of some sequences."""
+        return self.dp_degree * self.cp_degree
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
@@ -52,7 +62,34 @@ def place_of(mesh: DeviceMesh) -> RankPlace:
         pp_rank=mesh[MeshAxis.PP.value].get_local_rank(),
         dp_rank=replicate.get_local_rank() * shard.size() + shard.get_local_rank(),
         dp_degree=replicate.size() * shard.size(),
+        cp_degree=mesh[MeshAxis.CP.value].size(),
     )
+
+
+def data_mesh(mesh: DeviceMesh, zero_stage: int) -> DeviceMesh:
+    """The ranks that hold the same parameters, which ranks of context parallelism do too: shards, or replicas x shards.
+
+    As ``Mesh.num_shards`` has it, ZeRO stages above 0 divide over ``dp_shard * cp``.
+    """
+    shard, cp = (mesh[axis.value].size() for axis in (MeshAxis.DP_SHARD, MeshAxis.CP))
+    replicate = mesh[MeshAxis.DP_REPLICATE.value].size()
+    if cp == 1:
+        return mesh[DATA_AXES] if replicate > 1 else mesh[MeshAxis.DP_SHARD.value]
+    with warnings.catch_warnings():  # of torch 2.13, that a slice by a flattened axis will be asked for otherwise one day
+        warnings.simplefilter("ignore")
+        if zero_stage == 0:
+            return _flattened(mesh, (*DATA_AXES, MeshAxis.CP.value), (MeshAxis.DP_SHARD.value,), first=True)
+        kept = DATA_AXES[:1] if replicate > 1 else ()
+        return _flattened(mesh, (MeshAxis.DP_SHARD.value, MeshAxis.CP.value), kept, first=False)
+
+
+def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], kept: tuple[str, ...], *, first: bool) -> DeviceMesh:
+    """``axes`` as one, before or behind those that are ``kept``."""
+    name = "_and_".join(axes)
+    flat = mesh[axes]._flatten(name)
+    if not kept:
+        return flat
+    return mesh[(name, *kept) if first else (*kept, name)]
 
 
 def check_world_size(plan: Plan) -> None:
@@ -76,8 +113,11 @@ def check_executable(plan: Plan) -> None:
 
 def _not_executed(plan: Plan) -> list[str]:
     problems: list[str] = []
-    if plan.mesh.cp > 1:
-        problems.append(f"context parallelism (cp = {plan.mesh.cp}) is not executed yet")
+    if plan.mesh.cp > 1 and plan.training.seq_len % (2 * plan.mesh.cp):
+        problems.append(
+            f"context parallelism (cp = {plan.mesh.cp}) gives each rank two equal chunks of a sequence: "
+            f"2 * cp does not divide the {plan.training.seq_len} tokens"
+        )
     if plan.mesh.ep > 1:
         problems.append(f"expert parallelism (ep = {plan.mesh.ep}) is not executed yet")
     if plan.offload is not Offload.NONE:

@@ -167,7 +167,7 @@ def train_step(
     optimizer.step()
     place = place_of(mesh)
     # Every rank of the last pipeline stage has its part's loss: tp ranks the same one, so the sum counts it tp times.
-    share = loss / (place.dp_degree * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
+    share = loss / (place.num_parts * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
     dist.all_reduce(share)
     return share
 
