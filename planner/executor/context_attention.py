@@ -218,8 +218,9 @@ class Gathered:
     def blocks(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor]]:
         """See ``Carrier``."""
         rank, num_ranks = self._group.rank(), self._group.size()
-        whole = mine.new_empty((num_ranks, *mine.shape))
-        dist.all_gather_into_tensor(whole, mine.contiguous(), group=self._group)
+        flat = mine.new_empty((num_ranks * len(mine), *mine.shape[1:]))  # as gloo wants it
+        dist.all_gather_into_tensor(flat, mine.contiguous(), group=self._group)
+        whole = flat.unflatten(0, (num_ranks, -1))
         for step in range(num_ranks):
             source = (rank - step) % num_ranks
             yield source, whole[source]
@@ -230,7 +231,7 @@ class Gathered:
         for source, held in self.blocks(mine):
             of_all[source] = yield source, held
         total = torch.empty_like(of_all[0])
-        dist.reduce_scatter_tensor(total, of_all, group=self._group)
+        dist.reduce_scatter_tensor(total, of_all.flatten(0, 1), group=self._group)
         return total
 
 
