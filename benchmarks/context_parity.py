@@ -44,7 +44,7 @@ TOLERANCE = 1e-5  # of a gradient's norm; float32 has 1.2e-7, and sums differ in
 SMALLEST = 1e-3  # of the largest norm: what is smaller is held against that, for it may be zero but for rounding
 RESULTS = Path(__file__).parent / "results"
 
-OURS = '''
+OURS = """
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
 
@@ -59,7 +59,7 @@ def llama():
 def mixture():
     experts = dict(experts=4, top_k=2, expert_ffn=32)
     return build_family(FamilyConfig(family="moe", kv_heads=4, mlp="swiglu", **experts, **SIZES))
-'''
+"""
 _SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": VOCAB,
     "num_hidden_layers": 2, "max_position_embeddings": SEQ_LEN, "tie_word_embeddings": False,
@@ -203,11 +203,7 @@ def errors_of(plan: Plan) -> dict[str, float]:
     expected, expected_loss = _in_one_process(build_model(loaded, 0), tokens, labels)
     floor = SMALLEST * max(float(each.norm()) for each in expected.values())
     errors = {
-        fqn: max(
-            float((part[fqn] - whole).norm()) / max(float(whole.norm()), floor)
-            for part in parts
-            if fqn in part
-        )
+        fqn: max(float((part[fqn] - whole).norm()) / max(float(whole.norm()), floor) for part in parts if fqn in part)
         for fqn, whole in expected.items()
     }
     return {**errors, "loss": abs(float(share) - expected_loss) / abs(expected_loss)}
@@ -290,8 +286,8 @@ def main() -> int:
         "# Context parallelism against one process\n\n"
         f"`python -m benchmarks.context_parity`, torch {torch.__version__}, gloo on {os.cpu_count()} cores, "
         f"{took_s:.0f} s: {len(rows)} plans of the planner's, of which {len(wrong)} are off by more than "
-        f"{TOLERANCE:g} of a gradient's norm. One step in float32 on sequences of {SEQ_LEN} tokens with unequal numbers "
-        "of labels, every gradient by its name; the other side is plain autograd over the whole batch in one "
+        f"{TOLERANCE:g} of a gradient's norm. One step in float32 on sequences of {SEQ_LEN} tokens with unequal "
+        "numbers of labels, every gradient by its name; the other side is plain autograd over the whole batch in one "
         f"process.\n\n{table(rows)}\n"
     )
     print(text)

@@ -8,7 +8,8 @@ that a causal mask leaves every rank the same work. What a rank's queries see of
     of a rank behind it   all keys, by the second half of the queries
 
 Each of these blocks gives an output and the logarithm of its sum of exponentials; these are joined as Milakov and
-Gimelshein join parts of a softmax (2018), in float32. Backward repeats the blocks with the whole output and sum, which
+Gimelshein join parts of a softmax (2018), in float32. Gradients travel in the
+dtype of keys. Backward repeats the blocks with the whole output and sum, which
 is what makes each block's gradients its part of the whole (Liu et al., "Ring Attention", 2023).
 """
 
@@ -219,7 +220,7 @@ class Gathered:
         """See ``Carrier``."""
         rank, num_ranks = self._group.rank(), self._group.size()
         flat = mine.new_empty((num_ranks * len(mine), *mine.shape[1:]))  # as gloo wants it
-        dist.all_gather_into_tensor(flat, mine.contiguous(), group=self._group)
+        dist.all_gather_single(flat, mine.contiguous(), group=self._group)
         whole = flat.unflatten(0, (num_ranks, -1))
         for step in range(num_ranks):
             source = (rank - step) % num_ranks
@@ -227,11 +228,11 @@ class Gathered:
 
     def gradients(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
         """See ``Carrier``."""
-        of_all = mine.new_empty((self._group.size(), *mine.shape), dtype=torch.float32)
+        of_all = mine.new_empty((self._group.size(), *mine.shape))
         for source, held in self.blocks(mine):
             of_all[source] = yield source, held
         total = torch.empty_like(of_all[0])
-        dist.reduce_scatter_tensor(total, of_all.flatten(0, 1), group=self._group)
+        dist.reduce_scatter_single(total, of_all.flatten(0, 1), group=self._group)
         return total
 
 
@@ -261,7 +262,8 @@ class Ring:
                 total = found
                 continue
             # Sums for ``held`` come with it; the first rank after its own starts them.
-            travelling = self._received(*self._send_on(found if travelling is None else travelling + found))
+            passed = found if travelling is None else travelling + found
+            travelling = self._received(*self._send_on(passed.to(mine.dtype)))
         return total if travelling is None else total + travelling
 
     def _send_on(self, held: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
@@ -282,9 +284,11 @@ def attention_by_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, blocks: Blocks
 ) -> torch.Tensor:
     """Every rank attends over all positions for its part of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
-    whole = [_whole_positions(each, group) for each in (query, key, value)]
+    query, key, value = (_whole_positions(each, group) for each in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    output = F.scaled_dot_product_attention(*whole, is_causal=blocks.is_causal, scale=blocks.scale, enable_gqa=grouped)
+    output = F.scaled_dot_product_attention(
+        query, key, value, is_causal=blocks.is_causal, scale=blocks.scale, enable_gqa=grouped
+    )
     num_ranks = blocks.num_ranks
     first, second = output.unflatten(2, (2, num_ranks, -1)).unbind(dim=2)  # each (batch, heads, ranks, chunk, size)
     shards = torch.cat((first, second.flip(2)), dim=3).movedim(2, 0)

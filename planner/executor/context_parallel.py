@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Context:
         return self.seq_len // self.group.size()
 
     def shard(self, batch: Inputs) -> Inputs:
-        """This rank's positions of tensors (batch, sequence, ...), with labels, where there are none the next tokens."""
+        """This rank's positions of tensors (batch, sequence, ...); labels that are not there are the next tokens."""
         tokens = next(iter(batch.values()))
         if "labels" not in batch:
             last = torch.full_like(tokens[:, :1], IGNORED)
@@ -107,6 +108,19 @@ def context_of(plan: Plan, mesh: DeviceMesh) -> Context | None:
 _Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Blocks], torch.Tensor]
 
 
+class _Call(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 class _Sharded(TorchFunctionMode):
     """Answers calls of attention by ``attention``, and of ``arange`` over the sequence by ``positions``."""
 
@@ -120,7 +134,7 @@ class _Sharded(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             with torch._C.DisableTorchFunction():  # modes may be nested: recomputation enters its own
-                return self._attend(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+                return self._attend(_Call(*args, **kwargs))  # pyright: ignore[reportArgumentType]
         if func is torch.arange and _end_of(args, kwargs) == len(self._positions):
             with torch._C.DisableTorchFunction():
                 plain = func(*args, **kwargs)
@@ -128,19 +142,10 @@ class _Sharded(TorchFunctionMode):
                 return self._positions.to(plain).requires_grad_(plain.requires_grad)
         return func(*args, **kwargs)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        _check_attention((query, key), attn_mask, dropout_p, len(self._positions))
-        blocks = Blocks(0, 1, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    def _attend(self, call: _Call) -> torch.Tensor:
+        _check_attention(call, len(self._positions))
+        query, key, value = call.query, call.key, call.value
+        blocks = Blocks(0, 1, call.is_causal, query.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if not isinstance(query, DTensor):
             return self._attention(query, key, value, blocks)
         mesh = query.device_mesh
@@ -150,16 +155,14 @@ class _Sharded(TorchFunctionMode):
         return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
-def _check_attention(
-    operands: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, dropout_p: float, length: int
-) -> None:
+def _check_attention(call: _Call, length: int) -> None:
     problem = None
-    if mask is not None:
+    if call.attn_mask is not None:
         problem = "gives attention a mask of its own"
-    elif dropout_p > 0.0:
-        problem = f"drops {dropout_p:g} of attention's weights"
-    elif any(each.ndim != 4 or each.shape[2] != length for each in operands):
-        shapes = " and ".join(str(tuple(each.shape)) for each in operands)
+    elif call.dropout_p > 0.0:
+        problem = f"drops {call.dropout_p:g} of attention's weights"
+    elif any(each.ndim != 4 or each.shape[2] != length for each in (call.query, call.key)):
+        shapes = " and ".join(str(tuple(each.shape)) for each in (call.query, call.key))
         problem = f"attends from and to other than the {length} positions of a rank, in shapes {shapes}"
     if problem is not None:
         raise ModelError(
@@ -193,7 +196,7 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
     """ModelError where ``module`` or ``loss`` depend on positions in ways that a shard of a sequence would change.
 
     Found out with a copy on the CPU, whose parameters are moved a little: what it makes of a few tokens in order must
-    be what it makes of them shuffled, where it is told their positions. The loss of the whole must be that of its parts.
+    be what it makes of them shuffled, where it is told their positions. The loss of all must be that of their parts.
     """
     length = min(LONGEST_PROBE, context.seq_len - 1)
     with torch.random.fork_rng(devices=()), torch.no_grad():

@@ -71,11 +71,12 @@ def data_mesh(mesh: DeviceMesh, zero_stage: int) -> DeviceMesh:
 
     As ``Mesh.num_shards`` has it, ZeRO stages above 0 divide over ``dp_shard * cp``.
     """
-    shard, cp = (mesh[axis.value].size() for axis in (MeshAxis.DP_SHARD, MeshAxis.CP))
-    replicate = mesh[MeshAxis.DP_REPLICATE.value].size()
+    replicate, cp = (mesh[axis.value].size() for axis in (MeshAxis.DP_REPLICATE, MeshAxis.CP))
     if cp == 1:
         return mesh[DATA_AXES] if replicate > 1 else mesh[MeshAxis.DP_SHARD.value]
-    with warnings.catch_warnings():  # of torch 2.13, that a slice by a flattened axis will be asked for otherwise one day
+    with (
+        warnings.catch_warnings()
+    ):  # of torch 2.13, that a slice by a flattened axis will be asked for otherwise one day
         warnings.simplefilter("ignore")
         if zero_stage == 0:
             return _flattened(mesh, (*DATA_AXES, MeshAxis.CP.value), (MeshAxis.DP_SHARD.value,), first=True)

@@ -37,7 +37,12 @@ def _is_first_of_table(node: Node, seq_len: int) -> bool:
         return False
     given = node.attributes
     dim, is_first = given.get("dim", 0), given.get("start") in (None, 0)
-    return is_first and given.get("end") == seq_len and isinstance(dim, int) and dim % len(node.shape) < len(node.shape) - 1
+    return (
+        is_first
+        and given.get("end") == seq_len
+        and isinstance(dim, int)
+        and dim % len(node.shape) < len(node.shape) - 1
+    )
 
 
 def _inputs(graph: ModelGraph) -> list[str]:

@@ -178,9 +178,7 @@ CASES = {
     "cp2-hsdp-gather-mixture-zero1": Case("mixture", MeshSection(dp_replicate=2, cp=2), 1, micro_batch_size=4),
     "cp2-dp2-heads-llama-full": Case("llama", _CP2_DP2, 3, recompute=Recompute.FULL, cp_method=_HEADS),
     "cp2-dp2-ring-gpt-modes": Case("gpt", _CP2_DP2, 1, cp_method=_RING, block_modes=_MODES, micro_batch_size=4),
-    "cp2-tp2-ring-llama-sp": Case(
-        "llama", _CP2_TP2, 1, sequence_parallel=True, cp_method=_RING, micro_batch_size=4
-    ),
+    "cp2-tp2-ring-llama-sp": Case("llama", _CP2_TP2, 1, sequence_parallel=True, cp_method=_RING, micro_batch_size=4),
     "cp2-tp2-gather-gpt-selective": Case("gpt", _CP2_TP2, recompute=Recompute.SELECTIVE, micro_batch_size=8),
     "pp2-cp2-gather-llama-zero3": Case("llama", _PP2_CP2, 3, micro_batch_size=4),
     "pp2-cp2-heads-gpt-tied": Case("gpt-tied", _PP2_CP2, 1, cp_method=_HEADS, micro_batch_size=4),
