@@ -30,9 +30,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from costmodels.vocabulary.choices import ContextMethod, Optimizer, Precision, Recompute
 from planner.api import find_plan
+from planner.executor.build import build_model
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import parallelize
-from planner.executor.train import build_model, process_group, quiet_torch
+from planner.executor.ranks import process_group, quiet_torch
 from planner.layout.layout import Pins
 from planner.model_file import call_model, load_model, resolve_model
 from planner.models.loss import logits_of

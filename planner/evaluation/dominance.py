@@ -1,6 +1,6 @@
 """Layouts that need not be looked at, for another that differs in one choice alone is never slower and never larger.
 
-The choice is the way of context parallelism. Under every mode of recomputation that there may be, row A of the table's work is never worse
+The choice is the way of context parallelism. Row A of the table's work is under every mode of recomputation never worse
 than row B where for every kind of unit and device
 
     each pass of A takes no longer,                             T_A <= T_B
@@ -38,6 +38,8 @@ class _Row(NamedTuple):
 
 def undominated(table: CostTable, layouts: Columns[Layout]) -> Columns[Layout]:
     """``layouts`` without those for which one that differs in ``cp_method`` alone, and stays, is never worse."""
+    if not layouts:
+        return layouts
     rows, which = layouts.by(_Row)
     measures = _measures(table, rows)
     alike: defaultdict[_Row, list[int]] = defaultdict(list)

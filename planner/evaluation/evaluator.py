@@ -148,11 +148,12 @@ class Evaluator:
         self.modes = tuple(of_blocks) * len(modes) if len(of_blocks) == 1 else tuple(modes)
         self._modes = [MODES[mode] for mode in self.modes]
         self.memory_model = RankMemoryModel(self.table, self.layout, self._rows, self._modes)
-        of_units = {}
+        of_units: dict[int, _OnDevice] = {}
         for place, priced in self._priced.items():
             times = priced.times
-            rows = (tuple(self._of_units(each)) for each in (times.forward_s, times.backward_s, times.weight_s))
-            of_units[place] = _OnDevice(*priced, StageTimes(*rows))
+            forward_s, backward_s = tuple(self._of_units(times.forward_s)), tuple(self._of_units(times.backward_s))
+            own = StageTimes(forward_s, backward_s, tuple(self._of_units(times.weight_s)))
+            of_units[place] = _OnDevice(*priced, own)
         self._ranks = tuple(of_units[place] for place in self._places)
 
     def with_modes(self, modes: Sequence[Recompute]) -> Evaluator:
@@ -409,11 +410,9 @@ class Evaluator:
             between(data[:, _REDUCE]), first[..., _REDUCE], between(data[:, _GATHER]), first[..., _GATHER]
         )
         held = num_updated(self.layout, between(counts[:, _TRAINABLE]), between(counts[:, _EXPERT]))
-        total = once_a_step_s(self.layout, collected, passes, self.table.framework) + self._update_s(
-            on_device, held, passes
-        )
-        start, end = np.indices(total.shape)
-        return np.where(start < end, total * (1 - 1e-12), 0.0)
+        exposed = once_a_step_s(self.layout, collected, passes, self.table.framework)
+        start, end = np.indices((len(kinds), len(kinds) + 1))
+        return np.where(start < end, (exposed + self._update_s(on_device, held, passes)) * (1 - 1e-12), 0.0)
 
     # -- memory ---------------------------------------------------------------------------------
 

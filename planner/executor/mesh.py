@@ -19,6 +19,8 @@ from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
+_SHARDS = (MeshAxis.DP_SHARD.value, MeshAxis.CP.value)  # of one state, under ZeRO stages above 0
+_REPLICAS = (*DATA_AXES, MeshAxis.CP.value)  # of all states, under stage 0
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 
@@ -52,7 +54,11 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.zero_stage == 0:
         replicate, shard = replicate * shard, 1
     shape = (mesh.pp, replicate, shard, mesh.cp, mesh.tp)
-    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in MeshAxis))
+    whole = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in MeshAxis))
+    if mesh.cp > 1:
+        axes = _REPLICAS if plan.zero_stage == 0 else _SHARDS
+        whole[axes]._flatten(_joined(axes))
+    return whole
 
 
 def place_of(mesh: DeviceMesh) -> RankPlace:
@@ -74,23 +80,17 @@ def data_mesh(mesh: DeviceMesh, zero_stage: int) -> DeviceMesh:
     replicate, cp = (mesh[axis.value].size() for axis in (MeshAxis.DP_REPLICATE, MeshAxis.CP))
     if cp == 1:
         return mesh[DATA_AXES] if replicate > 1 else mesh[MeshAxis.DP_SHARD.value]
-    with (
-        warnings.catch_warnings()
-    ):  # of torch 2.13, that a slice by a flattened axis will be asked for otherwise one day
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13: a slice by a flattened axis will be asked for otherwise one day
         if zero_stage == 0:
-            return _flattened(mesh, (*DATA_AXES, MeshAxis.CP.value), (MeshAxis.DP_SHARD.value,), first=True)
-        kept = DATA_AXES[:1] if replicate > 1 else ()
-        return _flattened(mesh, (MeshAxis.DP_SHARD.value, MeshAxis.CP.value), kept, first=False)
+            return mesh[_joined(_REPLICAS), MeshAxis.DP_SHARD.value]
+        shards = _joined(_SHARDS)
+        return mesh[MeshAxis.DP_REPLICATE.value, shards] if replicate > 1 else mesh[shards]
 
 
-def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], kept: tuple[str, ...], *, first: bool) -> DeviceMesh:
-    """``axes`` as one, before or behind those that are ``kept``."""
-    name = "_and_".join(axes)
-    flat = mesh[axes]._flatten(name)
-    if not kept:
-        return flat
-    return mesh[(name, *kept) if first else (*kept, name)]
+def _joined(axes: tuple[str, ...]) -> str:
+    """The name of ``axes`` taken as one."""
+    return "_and_".join(axes)
 
 
 def check_world_size(plan: Plan) -> None:

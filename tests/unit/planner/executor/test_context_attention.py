@@ -38,7 +38,7 @@ def test_blocks_are_attention(num_ranks: int, is_causal: bool, value_size: int) 
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, SEQ_LEN, SIZE), torch.randn(2, 2, SEQ_LEN, SIZE)
     value = torch.randn(2, 2, SEQ_LEN, value_size)
-    whole = [each.clone().requires_grad_() for each in (query, key, value)]
+    whole = query.clone().requires_grad_(), key.clone().requires_grad_(), value.clone().requires_grad_()
     expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal, enable_gqa=True, scale=0.7)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
