@@ -36,8 +36,8 @@ from planner.translate.infeasible import Attempt, binding_text, smallest_change
 MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
 PINS_IN_THE_WAY = (
-    "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp", "sequence_parallel",
-    "zero", "recompute", "offload",
+    "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp",
+    "sequence_parallel", "zero", "recompute", "offload",
 )  # fmt: skip
 
 

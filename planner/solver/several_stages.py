@@ -20,7 +20,8 @@ from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
-from planner.solver.bounds import MOST_ROUNDS, AlikeKey, AlikeLayouts, flying_by_stage
+from planner.solver.bounds import AlikeLayouts
+from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, flying_by_stage
 from planner.table.cost_table import CostTable
 
 
