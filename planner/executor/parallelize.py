@@ -139,15 +139,9 @@ def parallelize(
     which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
     numbers by their place, out of torch's current seed, which must be the same on all of them.
     """
-    check_executable(plan)
-    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).num_parts)
-    check_names(module, plan)
-    check_buffers(module, inputs, plan)
-    check_placements(module, plan.placements.tp, plan.mesh.tp)
     context = context_of(plan, mesh)
-    if context is not None:
-        check_model(module, inputs, training_loss, context)
-        inputs = context.example(inputs)
+    _check(module, inputs, training_loss, (plan, mesh, context))
+    inputs = inputs if context is None else context.example(inputs)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
     device = (
@@ -194,6 +188,20 @@ def parallelize(
         input_name=next(iter(inputs)),
         context=context,
     )
+
+
+def _check(
+    module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, where: tuple[Plan, DeviceMesh, Context | None]
+) -> None:
+    """PlanError or ModelError where plan, model and loss do not go together."""
+    plan, mesh, context = where
+    check_executable(plan)
+    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).num_parts)
+    check_names(module, plan)
+    check_buffers(module, inputs, plan)
+    check_placements(module, plan.placements.tp, plan.mesh.tp)
+    if context is not None:
+        check_model(module, inputs, training_loss, context)
 
 
 def _programs(
