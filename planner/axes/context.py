@@ -30,6 +30,7 @@ from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_de
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, Kernel, RankWork, Role
 from planner.axes.placement import UnitPlacement
+from planner.graph.trainable import unshared_positions
 from planner.layout.layout import Limits, Pins
 from planner.table.keys import WorkKey
 
@@ -97,11 +98,17 @@ class ContextAxis(Axis[ContextKey]):
         )
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Only planned for, as yet."""
-        cp = run.layout.mesh.cp
+        """Models that read or mix positions in ways of their own, and sequences that do not make equal chunks."""
+        cp, seq_len = run.layout.mesh.cp, run.graph.seq_len
         if cp == 1:
             return []
-        return [f"planner run does not execute context parallelism yet (cp={cp}): pin --cp 1 to train with it"]
+        problems = list(unshared_positions(run.graph))
+        if seq_len % (2 * cp):
+            problems.append(f"each rank gets two equal chunks, but 2 * cp does not divide the {seq_len} tokens")
+        return [
+            f"planner run cannot share this model's sequences (cp={cp}): {problem}: pin --cp 1 to train with it"
+            for problem in problems
+        ]
 
 
 CONTEXT = ContextAxis()

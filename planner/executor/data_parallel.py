@@ -9,7 +9,8 @@
 |       | micro-batch                   |                                          |                  |
 
 With ``dp_replicate`` > 1 the sharded gradients are all-reduced over the replicas as well, once a
-step. Gradients are averaged over all data-parallel ranks, in float32. "Gathered once a step" means a
+step. Ranks of context parallelism hold the same parameters as those of data parallelism, and count among them.
+Gradients are averaged over all of these ranks, in float32. "Gathered once a step" means a
 whole copy of the parameters beside the shards, in the compute dtype, which each unit's last
 backward pass frees. FSDP makes that copy also where the shard is already whole. A parameter that a
 micro-batch does not use (an expert without tokens) has a gradient of zero, not none, so that all
@@ -28,9 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.executor.mesh import DATA_AXES
+from planner.executor.mesh import data_mesh
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def apply_data_parallel(
     module: nn.Module, units: ShardingUnits, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
 ) -> None:
     """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit."""
-    replicas = mesh[MeshAxis.DP_REPLICATE.value].size()
-    data_mesh = mesh[DATA_AXES] if replicas > 1 else mesh[MeshAxis.DP_SHARD.value]
+    ranks = data_mesh(mesh, zero_stage)
     precision = MixedPrecisionPolicy()
     if dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -60,8 +59,8 @@ def apply_data_parallel(
     kept_in_root |= {p for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in units.shared}
     for fqn in sorted(targets, key=lambda name: -name.count(".")):  # inner units first
         if kept_in_root.isdisjoint(targets[fqn].parameters()):
-            fully_shard(targets[fqn], mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    root = fully_shard(module, mesh=data_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+            fully_shard(targets[fqn], mesh=ranks, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    root = fully_shard(module, mesh=ranks, mp_policy=precision, reshard_after_forward=zero_stage == 3)
     root.set_reduce_scatter_unused_params(True)  # an expert may have tokens on one rank and none on another
 
 

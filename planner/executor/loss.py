@@ -1,5 +1,6 @@
 """The loss of a global batch from those of its micro-batches on all data-parallel ranks, as one process computes it.
 
+Ranks of context parallelism have parts too, some positions of each sequence, and count among data-parallel ranks here.
 With ranks r of d and micro-batches m, the loss of a part L(r, m) and its weight w(r, m) (``TrainingLoss``):
 
     a mean      sum of w L / sum of w       a sum   sum of L / sum of w, or the sum of L without weights
@@ -55,7 +56,7 @@ class LossOfParts:
     def scales(self, batch: Tensors) -> torch.Tensor:
         """What each micro-batch's loss is multiplied with: (num_microbatches,), on the CPU. Collective."""
         self._counts.clear()
-        degree = place_of(self.mesh).dp_degree
+        degree = place_of(self.mesh).num_parts
         weight = self.loss.weight
         if self.loss.reduction is Reduction.COUNTED:
             return torch.ones(self.num_microbatches)
@@ -66,7 +67,7 @@ class LossOfParts:
         device = next(iter(batch.values())).device
         weights = torch.stack([torch.as_tensor(w, dtype=torch.float64).to(device) for w in each])
         total = weights.sum()
-        for axis in DATA_AXES:
+        for axis in (*DATA_AXES, MeshAxis.CP.value):
             if self.mesh[axis].size() > 1:
                 dist.all_reduce(total, group=self.mesh[axis].get_group())
         if not number_in(total) > 0:
@@ -104,7 +105,7 @@ class LossOfParts:
         if not number_in(count) > 0:
             raise PlannerError("the global batch has nothing to learn: loss_fn counted no terms in it",
                                hint="check the labels")  # fmt: skip
-        scale = place_of(self.mesh).dp_degree * copies / number_in(count)
+        scale = place_of(self.mesh).num_parts * copies / number_in(count)
         for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             gradient.mul_(scale)
         return loss * scale

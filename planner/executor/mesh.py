@@ -1,7 +1,11 @@
 """The device mesh of a plan, each rank's place in it, and what of a plan can be executed at all."""
 
+# pyright: reportPrivateUsage=false
+# DeviceMesh has no public way to take several axes as one.
+
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +19,8 @@ from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
+_SHARDS = (MeshAxis.DP_SHARD.value, MeshAxis.CP.value)  # of one state, under ZeRO stages above 0
+_REPLICAS = (*DATA_AXES, MeshAxis.CP.value)  # of all states, under stage 0
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 
@@ -30,6 +36,12 @@ class RankPlace:
     pp_rank: int
     dp_rank: int
     dp_degree: int
+    cp_degree: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks whose gradients are averaged: each has some positions of some sequences."""
+        return self.dp_degree * self.cp_degree
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
@@ -42,7 +54,11 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.zero_stage == 0:
         replicate, shard = replicate * shard, 1
     shape = (mesh.pp, replicate, shard, mesh.cp, mesh.tp)
-    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in MeshAxis))
+    whole = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in MeshAxis))
+    if mesh.cp > 1:
+        axes = _REPLICAS if plan.zero_stage == 0 else _SHARDS
+        whole[axes]._flatten(_joined(axes))
+    return whole
 
 
 def place_of(mesh: DeviceMesh) -> RankPlace:
@@ -52,7 +68,29 @@ def place_of(mesh: DeviceMesh) -> RankPlace:
         pp_rank=mesh[MeshAxis.PP.value].get_local_rank(),
         dp_rank=replicate.get_local_rank() * shard.size() + shard.get_local_rank(),
         dp_degree=replicate.size() * shard.size(),
+        cp_degree=mesh[MeshAxis.CP.value].size(),
     )
+
+
+def data_mesh(mesh: DeviceMesh, zero_stage: int) -> DeviceMesh:
+    """The ranks that hold the same parameters, which ranks of context parallelism do too: shards, or replicas x shards.
+
+    As ``Mesh.num_shards`` has it, ZeRO stages above 0 divide over ``dp_shard * cp``.
+    """
+    replicate, cp = (mesh[axis.value].size() for axis in (MeshAxis.DP_REPLICATE, MeshAxis.CP))
+    if cp == 1:
+        return mesh[DATA_AXES] if replicate > 1 else mesh[MeshAxis.DP_SHARD.value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13: a slice by a flattened axis will be asked for otherwise one day
+        if zero_stage == 0:
+            return mesh[_joined(_REPLICAS), MeshAxis.DP_SHARD.value]
+        shards = _joined(_SHARDS)
+        return mesh[MeshAxis.DP_REPLICATE.value, shards] if replicate > 1 else mesh[shards]
+
+
+def _joined(axes: tuple[str, ...]) -> str:
+    """The name of ``axes`` taken as one."""
+    return "_and_".join(axes)
 
 
 def check_world_size(plan: Plan) -> None:
@@ -76,8 +114,11 @@ def check_executable(plan: Plan) -> None:
 
 def _not_executed(plan: Plan) -> list[str]:
     problems: list[str] = []
-    if plan.mesh.cp > 1:
-        problems.append(f"context parallelism (cp = {plan.mesh.cp}) is not executed yet")
+    if plan.mesh.cp > 1 and plan.training.seq_len % (2 * plan.mesh.cp):
+        problems.append(
+            f"context parallelism (cp = {plan.mesh.cp}) gives each rank two equal chunks of a sequence: "
+            f"2 * cp does not divide the {plan.training.seq_len} tokens"
+        )
     if plan.mesh.ep > 1:
         problems.append(f"expert parallelism (ep = {plan.mesh.ep}) is not executed yet")
     if plan.offload is not Offload.NONE:

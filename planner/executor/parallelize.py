@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
+from planner.executor.context_parallel import Context, check_model, context_of, within
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import check_executable, compute_dtype, place_of
@@ -62,6 +64,7 @@ class ParallelModel:
     loss_parallel: LossParallel
     has_loss: bool  # this rank computes the loss
     input_name: str  # of the token ids
+    context: Context | None  # where ranks share sequences
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank's stages."""
@@ -70,8 +73,10 @@ class ParallelModel:
     def forward_backward(self, batch: Tensors) -> torch.Tensor:
         """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
 
-        Returns this rank's share: the mean over data-parallel ranks is that loss. 0 on ranks without it.
+        Returns this rank's share: the mean over ranks of data and context parallelism is that loss. 0 on ranks
+        without it.
         """
+        batch = batch if self.context is None else self.context.shard(batch)
         whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
@@ -91,6 +96,7 @@ class ParallelModel:
             for parameter in self.parameters():
                 parameter.grad = None
             return share
+        batch = batch if self.context is None else self.context.shard(batch)
         whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
         with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = [self.stages[0](**part) for part in self._parts(whole)]
@@ -133,11 +139,9 @@ def parallelize(
     which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
     numbers by their place, out of torch's current seed, which must be the same on all of them.
     """
-    check_executable(plan)
-    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).dp_degree)
-    check_names(module, plan)
-    check_buffers(module, inputs, plan)
-    check_placements(module, plan.placements.tp, plan.mesh.tp)
+    context = context_of(plan, mesh)
+    _check(module, inputs, training_loss, (plan, mesh, context))
+    inputs = inputs if context is None else context.example(inputs)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
     device = (
@@ -153,14 +157,18 @@ def parallelize(
     for root in roots.values():
         if plan.mesh.tp > 1:
             apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        apply_recompute(root, plan.recompute)
+        apply_recompute(root, plan.recompute, functools.partial(within, context))
         apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
     stages = [
         _stage_module(
-            root, programs[index] if programs else None, (plan, mesh), tuple(inputs), loss if index == last else None
+            root,
+            programs[index] if programs else None,
+            (plan, mesh, context),
+            tuple(inputs),
+            loss if index == last else None,
         )
         for index, root in roots.items()
     ]
@@ -169,8 +177,31 @@ def parallelize(
     has_loss = mine[-1] == last
     seed_rank(torch.initial_seed(), mesh)
     return ParallelModel(
-        tuple(roots.values()), tuple(stages), schedule, tied, plan, parts, loss.parallel, has_loss, next(iter(inputs))
+        roots=tuple(roots.values()),
+        stages=tuple(stages),
+        schedule=schedule,
+        ties=tied,
+        plan=plan,
+        loss=parts,
+        loss_parallel=loss.parallel,
+        has_loss=has_loss,
+        input_name=next(iter(inputs)),
+        context=context,
     )
+
+
+def _check(
+    module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, where: tuple[Plan, DeviceMesh, Context | None]
+) -> None:
+    """PlanError or ModelError where plan, model and loss do not go together."""
+    plan, mesh, context = where
+    check_executable(plan)
+    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).num_parts)
+    check_names(module, plan)
+    check_buffers(module, inputs, plan)
+    check_placements(module, plan.placements.tp, plan.mesh.tp)
+    if context is not None:
+        check_model(module, inputs, training_loss, context)
 
 
 def _programs(
@@ -212,19 +243,21 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
 def _stage_module(
     root: nn.Module,
     program: StageProgram | None,
-    where: tuple[Plan, DeviceMesh],
+    where: tuple[Plan, DeviceMesh, Context | None],
     input_names: Sequence[str],
     loss: LossTask | None,
 ) -> StageModule:
     """``root`` with what it receives, sends and computes at its ends."""
-    plan, mesh = where
+    plan, mesh, context = where
     tp_mesh = mesh[MeshAxis.TP.value] if plan.mesh.tp > 1 else None
 
     def run_whole(received: Sequence[torch.Tensor], batch: Tensors) -> object:
-        return call_model(root, {name: batch[name] for name in input_names})
+        with within(context):
+            return call_model(root, {name: batch[name] for name in input_names})
 
     def run_stage(received: Sequence[torch.Tensor], batch: Tensors) -> object:
-        return root(received, batch)
+        with within(context):
+            return root(received, batch)
 
     metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = ((), ())
     if program is not None:

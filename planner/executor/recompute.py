@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -26,11 +28,17 @@ KEPT = kept_by_selective_recomputation()
 """What SELECTIVE keeps: outputs of products (of matrices, groups of rows, convolutions, attention) and collectives."""
 
 
-def apply_recompute(module: nn.Module, rules: Sequence[RecomputeRule]) -> None:
+Surroundings: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def apply_recompute(
+    module: nn.Module, rules: Sequence[RecomputeRule], surroundings: Surroundings = contextlib.nullcontext
+) -> None:
     """Wraps the forward of every module that ``rules`` name. Call before FSDP wraps the modules.
 
     A forward that is replaced in place keeps every FQN. Modules of other pipeline stages, absent
-    here, are skipped.
+    here, are skipped. ``surroundings`` is entered for each pass, for backward repeats it outside of
+    what the first was in.
     """
     modules = dict(module.named_modules())
     done: set[str] = set()
@@ -41,7 +49,16 @@ def apply_recompute(module: nn.Module, rules: Sequence[RecomputeRule]) -> None:
             done.add(fqn)
             if fqn in modules and rule.mode is not Recompute.NONE:
                 target = modules[fqn]
-                target.forward = _checkpointed(target.forward, rule.mode)
+                target.forward = _checkpointed(_inside(target.forward, surroundings), rule.mode)
+
+
+def _inside(forward: Callable[..., object], surroundings: Surroundings) -> Callable[..., object]:
+    @functools.wraps(forward)
+    def run(*args: object, **kwargs: object) -> object:
+        with surroundings():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _checkpointed(forward: Callable[..., object], mode: Recompute) -> Callable[..., object]:

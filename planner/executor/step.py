@@ -60,6 +60,6 @@ def _of_all_ranks(loss: torch.Tensor, model: ParallelModel, mesh: DeviceMesh) ->
     """The loss of the global batch from each rank's share of it."""
     place = place_of(mesh)
     # Every rank of the last pipeline stage has its part's loss: tp ranks the same one, so the sum counts it tp times.
-    share = loss / (place.dp_degree * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
+    share = loss / (place.num_parts * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
     dist.all_reduce(share)
     return share

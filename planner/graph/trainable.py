@@ -12,6 +12,39 @@ def untrainable(graph: ModelGraph) -> tuple[str, ...]:
     return (*_inputs(graph), *_positions(graph))
 
 
+def unshared_positions(graph: ModelGraph) -> tuple[str, ...]:
+    """What keeps `planner run` from giving ranks a shard of each sequence, once for each kind: as clauses.
+
+    It answers calls of attention and of ``arange``; what else depends on positions it does not see.
+    """
+    attention = [node for node in graph.nodes if node.op_class is OpClass.ATTENTION]
+    other = [op_name(node.op) for node in attention if op_name(node.op) != "scaled_dot_product_attention"]
+    masked = [node.module or "its forward" for node in attention if len(node.operands) > 3]
+    dropping = [node.module or "its forward" for node in attention if node.attributes.get("dropout_p", 0.0)]
+    tables = [node.module or "its forward" for node in graph.nodes if _is_first_of_table(node, graph.seq_len)]
+    found = {
+        "attention is {}, not scaled_dot_product_attention": other,
+        "attention in {} is given a mask of its own": masked,
+        "{} drops weights of attention": dropping,
+        "{} takes the first positions of a table by a slice, not by torch.arange": tables,
+    }
+    return tuple(text.format(where[0]) for text, where in found.items() if where)
+
+
+def _is_first_of_table(node: Node, seq_len: int) -> bool:
+    """Whether this is ``table[:seq_len]``; the last dim of a table is no position."""
+    if node.batch_dependent or op_name(node.op) != "slice":
+        return False
+    given = node.attributes
+    dim, is_first = given.get("dim", 0), given.get("start") in (None, 0)
+    return (
+        is_first
+        and given.get("end") == seq_len
+        and isinstance(dim, int)
+        and dim % len(node.shape) < len(node.shape) - 1
+    )
+
+
 def _inputs(graph: ModelGraph) -> list[str]:
     consumers: dict[int, list[Node]] = {}
     for node in graph.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.plan.schema import (
     MeshSection,
@@ -39,6 +39,8 @@ class Case:
     optimizer: Optimizer = Optimizer.SGD
     precision: Precision = Precision.FP32
     stage_input: str = "replicate"
+    cp_method: ContextMethod = ContextMethod.ALL_GATHER
+    block_modes: tuple[Recompute, ...] = ()  # of each block, where they differ
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
@@ -67,9 +69,17 @@ class Case:
                 stage_input=self.stage_input,
                 sharded_units=(*toy.before, *toy.blocks, *toy.after),
             ),
-            recompute=()
-            if self.recompute is Recompute.NONE
-            else (RecomputeRule(mode=self.recompute, modules=toy.blocks),),
+            recompute=self._rules(toy),
+            cp_method=self.cp_method,
+        )
+
+    def _rules(self, toy: ToyModel) -> tuple[RecomputeRule, ...]:
+        modes = self.block_modes or (self.recompute,) * len(toy.blocks)
+        of_each = {mode: tuple(b for b, m in zip(toy.blocks, modes, strict=True) if m is mode) for mode in Recompute}
+        return tuple(
+            RecomputeRule(mode=mode, modules=blocks)
+            for mode, blocks in of_each.items()
+            if blocks and mode is not Recompute.NONE
         )
 
     def _placements(self, toy: ToyModel) -> tuple[ModulePlacement, ...]:
@@ -100,6 +110,9 @@ _INTERLEAVED = ScheduleName.INTERLEAVED_1F1B
 _ZERO_BUBBLE = ScheduleName.INTERLEAVED_ZERO_BUBBLE
 _ZBV = ScheduleName.ZBV_ZERO_BUBBLE
 _DUAL_PIPE_V = ScheduleName.DUAL_PIPE_V
+_CP2_DP2, _CP2_TP2, _PP2_CP2 = MeshSection(dp_shard=2, cp=2), MeshSection(cp=2, tp=2), MeshSection(pp=2, cp=2)
+_GATHER, _RING, _HEADS = ContextMethod.ALL_GATHER, ContextMethod.RING, ContextMethod.ALL_TO_ALL
+_MODES = (Recompute.FULL, Recompute.SELECTIVE, Recompute.NONE, Recompute.FULL)
 
 CASES = {
     "dp4-zero0": Case("gpt", MeshSection(dp_replicate=4)),
@@ -160,6 +173,18 @@ CASES = {
     "pp2-tp2-minimal-gpt-tied": Case("gpt-tied", _PP2_TP2, micro_batch_size=4, minimal_placements=True),
     "pp4": Case("llama", MeshSection(pp=4), micro_batch_size=4),
     "pp4-unusual": Case("unusual", MeshSection(pp=4), micro_batch_size=4),
+    "cp4-gather-gpt-zero0": Case("gpt", MeshSection(cp=4), micro_batch_size=4),
+    "cp4-ring-llama-zero3": Case("llama", MeshSection(cp=4), 3, cp_method=_RING, micro_batch_size=4),
+    "cp4-heads-gpt-tied-zero2": Case("gpt-tied", MeshSection(cp=4), 2, cp_method=_HEADS, micro_batch_size=4),
+    "cp2-hsdp-gather-mixture-zero1": Case("mixture", MeshSection(dp_replicate=2, cp=2), 1, micro_batch_size=4),
+    "cp2-dp2-heads-llama-full": Case("llama", _CP2_DP2, 3, recompute=Recompute.FULL, cp_method=_HEADS),
+    "cp2-dp2-ring-gpt-modes": Case("gpt", _CP2_DP2, 1, cp_method=_RING, block_modes=_MODES, micro_batch_size=4),
+    "cp2-tp2-ring-llama-sp": Case("llama", _CP2_TP2, 1, sequence_parallel=True, cp_method=_RING, micro_batch_size=4),
+    "cp2-tp2-gather-gpt-selective": Case("gpt", _CP2_TP2, recompute=Recompute.SELECTIVE, micro_batch_size=8),
+    "pp2-cp2-gather-llama-zero3": Case("llama", _PP2_CP2, 3, micro_batch_size=4),
+    "pp2-cp2-heads-gpt-tied": Case("gpt-tied", _PP2_CP2, 1, cp_method=_HEADS, micro_batch_size=4),
+    "pp2-cp2-ring-zero-bubble": Case("llama", _PP2_CP2, 1, _ZERO_BUBBLE, 2, cp_method=_RING, micro_batch_size=4),
+    "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
 }
 

@@ -100,3 +100,57 @@ def test_inputs_and_positions(tmp_path: Path, parts: dict[str, str], seq_len: in
     request = Request(str(path), 2, "cpu-gloo", seq_len=seq_len, global_batch_size=4, pins=Pins(pp=1))
     warnings = find_plan(request).plan.warnings
     assert [warning[: len(start)] for warning, start in zip(warnings, starts, strict=True)] == starts
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(256, 16), nn.Parameter(torch.randn(24, 16))
+        self.head = nn.Linear(16, 256)
+    def forward(self, input_ids):
+        length = input_ids.shape[1]
+        x = self.embedding(input_ids) + self.positions[{index}]
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, {options})
+        return self.head(y.transpose(1, 2).flatten(2))
+
+def build_model():
+    return Model()
+"""
+INDEXED, CAUSAL = "torch.arange(length, device=input_ids.device)", "is_causal=True"
+MASK = "attn_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril(), dropout_p=0.1"
+
+
+@pytest.mark.parametrize(
+    ("index", "options", "seq_len", "cp", "says"),
+    [
+        (INDEXED, CAUSAL, 16, 2, ()),
+        (":length", MASK, 18, 1, ()),
+        (
+            ":length",
+            MASK,
+            18,
+            2,
+            (
+                "attention in its forward is given a mask of its own",
+                "its forward drops weights of attention",
+                "its forward takes the first positions of a table by a slice, not by torch.arange",
+                "each rank gets two equal chunks, but 2 * cp does not divide the 18 tokens",
+            ),
+        ),
+    ],
+    ids=["sound", "not shared", "of every kind"],
+)
+def test_sequences_that_ranks_cannot_share(
+    tmp_path: Path, index: str, options: str, seq_len: int, cp: int, says: tuple[str, ...]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(ATTENTION.format(index=index, options=options))
+    request = Request(str(path), 2, "cpu-gloo", seq_len=seq_len, global_batch_size=4, pins=Pins(cp=cp, tp=1, pp=1))
+    start, end = "planner run cannot share this model's sequences (cp=2): ", ": pin --cp 1 to train with it"
+    assert list(find_plan(request).plan.warnings) == [f"{start}{each}{end}" for each in says]

@@ -1,5 +1,6 @@
 """Selective recomputation repeats no product: neither operator by operator nor in a whole model."""
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -150,3 +151,35 @@ def test_a_model_with_experts_repeats_no_product() -> None:
     assert all(products.values())
     assert products_in_training(Recompute.SELECTIVE) == products
     assert products_in_training(Recompute.FULL) > products
+
+
+def test_each_block_recomputes_as_its_rule_says() -> None:
+    """What runs in backward beyond a plain backward pass, block by block."""
+    modes = {"0": Recompute.FULL, "1": Recompute.SELECTIVE, "2": Recompute.NONE, "3": Recompute.FULL}
+
+    def chain() -> nn.Sequential:
+        return nn.Sequential(*(Inner(functools.partial(torch.matmul, other=values(4, 4))) for _ in modes))
+
+    rules = [RecomputeRule(mode=mode, modules=tuple(n for n, m in modes.items() if m is mode)) for mode in Recompute]
+    torch.manual_seed(0)
+    plain = chain()
+    torch.manual_seed(0)
+    mixed = chain()
+    apply_recompute(mixed, rules)
+    seen: dict[str, Counter[str]] = {}
+    for module in (plain, mixed):
+        for name, block in module.named_children():
+            entering = values(2, 4)
+            with Names() as names:
+                block(entering).sum().backward()
+            counts = names.seen if module is plain else names.seen - seen[f"plain {name}"]
+            seen[f"{'plain' if module is plain else 'again'} {name}"] = counts
+    again = {name: seen[f"again {name}"] for name in modes}
+    assert not again["2"]
+    assert again["1"]["aten.mul"] == 1
+    assert again["1"]["aten.mm"] == 0
+    for name in "03":
+        assert again[name]["aten.mul"] == again[name]["aten.mm"] == 1
+    for rule in rules:  # and nothing but the rule's own modules is wrapped
+        for name in rule.modules:
+            assert ("forward" in vars(mixed.get_submodule(name))) is (rule.mode is not Recompute.NONE)
