@@ -68,7 +68,8 @@ def degrees(mesh: MeshSection) -> str:
 def _headline(plan: Plan) -> Text:
     text = Text()
     text.append(f"{plan.model.source}", style="bold")
-    text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}\n")
+    text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}")
+    text.append(f", {plan.idle_devices} left idle\n" if plan.idle_devices else "\n")
     if plan.prediction is not None:
         p = plan.prediction
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
@@ -233,8 +234,7 @@ def _candidates(plan: Plan) -> Table:
     rows = list(search.runners_up)
     if search.baseline is not None:
         rows.append(search.baseline)
-    if search.roomier is not None:
-        rows.append(search.roomier)
+    rows += [each for each in (search.all_devices, search.roomier) if each is not None]
     for row in rows:
         loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
         memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")

@@ -38,6 +38,8 @@ class _Row(NamedTuple):
 
 def undominated(table: CostTable, layouts: Columns[Layout]) -> Columns[Layout]:
     """``layouts`` without those for which one that differs in ``cp_method`` alone, and stays, is never worse."""
+    if not layouts:
+        return layouts
     rows, which = layouts.by(_Row)
     measures = _measures(table, rows)
     alike: defaultdict[_Row, list[int]] = defaultdict(list)

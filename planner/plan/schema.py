@@ -182,6 +182,9 @@ class SearchSection(_Value):
     preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
+    # Where devices are left idle: the fastest found over all of them.
+    all_devices: Candidate | None = None
+    fewer_devices: tuple[Positive, ...] = ()  # smaller numbers of devices that were searched besides
     # Where the plan takes more than nine tenths of the memory it may: the fastest found that does not.
     roomier: Candidate | None = None
 
@@ -193,7 +196,8 @@ class Plan(_Value):
     model: ModelSection
     hardware: str
     framework: str = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
-    num_devices: Positive
+    num_devices: Positive  # that are used
+    idle_devices: Annotated[int, Field(ge=0)] = 0  # of those there are, what the plan leaves to others
     training: TrainingSection
     mesh: MeshSection
     zero_stage: Annotated[int, Field(ge=0, le=3)]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.errors import HardwareError, InfeasibleError, InputError, PlanError, TimeLimitError
+from planner.api.fewer import idle_note, over_devices, solved_over_fewer, with_fewer
+from planner.errors import HardwareError, InfeasibleError, InputError, NoLayoutError, PlanError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Training
 from planner.plan.schema import Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import EVEN_RISK, Problem, decided, placement_solver, solved_by
+from planner.problem import EVEN_RISK, Problem, Solved, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
@@ -61,10 +62,10 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     training = training_of(request, cluster, graph, notes)
     target = target_of(graph, cluster, training.precision, request.framework, notes)
     try:
-        solved = solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
+        counted = with_fewer(_solved(request, target, training, deadline, progress), deadline, progress)
     except OutOfTimeError:
         raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
-    problem, outcome = solved.problem, solved.outcome
+    problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
         raise no_plan(problem, outcome)
     deadline.settle()
@@ -72,7 +73,23 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     outcome = problem.preferred(outcome, baseline, request.prefer)
     roomier = problem.roomier(outcome, deadline)
     plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline.elapsed_s)
-    return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
+    plan = over_devices(plan.model_copy(update={"framework": request.framework}), counted, cluster.num_devices, target)
+    if plan.idle_devices:
+        notes.append(idle_note(plan))
+    return Answer(plan, tuple(notes), outcome.interrupted)
+
+
+def _solved(
+    request: Request, target: PricingTarget, training: Training, deadline: Deadline, progress: Progress | None
+) -> Solved:
+    """The best over all devices, or where these cannot be shared out over the largest number that can."""
+    try:
+        return solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
+    except NoLayoutError:
+        found = solved_over_fewer(deadline, target, training, request.pins, request.memory_risk)
+        if found is None:
+            raise
+        return found
 
 
 def plan_of(
