@@ -10,7 +10,7 @@ from rich.text import Text
 
 from costmodels.vocabulary.choices import ContextMethod, Offload
 from costmodels.vocabulary.terms import Term
-from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
+from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection, RunSection
 
 GIB, MIB = 2**30, 2**20
 _TAGS = ("fitted", "measured")
@@ -84,7 +84,19 @@ def _headline(plan: Plan) -> Text:
             text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
+    if plan.run is not None:
+        text.append(f"\n{_run_text(plan.run)}")
     return text
+
+
+def _run_text(run: RunSection) -> str:
+    """``15 T tokens: 1.79 M steps, 180 days, 276 k GPU-hours, $603 k without interruptions``"""
+    cost = "" if run.usd is None else f", ${count(run.usd)}"
+    days = f"{run.days:,.1f} days" if run.days >= 1 else f"{run.days * 24:.3g} hours"
+    return (
+        f"{count(run.num_tokens)} tokens: {count(run.num_steps)} steps, {days}, {count(run.gpu_hours)} GPU-hours{cost}"
+        " without interruptions"
+    )
 
 
 def _layout(plan: Plan) -> Table:

@@ -49,6 +49,8 @@ class Request:
     prefer: Preference = Preference.SIMPLE
     framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
+    may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
+    num_tokens: int | None = None  # of the whole training run, for what it takes
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:

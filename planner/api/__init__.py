@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.api.fewer import idle_note, over_devices, solved_over_fewer, with_fewer
+from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
+from planner.api.money import whole_run
 from planner.errors import HardwareError, InfeasibleError, InputError, NoLayoutError, PlanError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
@@ -45,6 +46,43 @@ class Answer:
     interrupted: bool
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request with all its words looked up, and what was assumed."""
+
+    request: Request
+    target: PricingTarget
+    training: Training
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def of(request: Request) -> Question:
+        """InputError: the request is wrong or contradicts itself."""
+        notes: list[str] = []
+        check_memory_risk(request.memory_risk)
+        cluster = load_cluster(request.hardware, request.num_devices, notes)
+        check_precision(cluster, request.precision)
+        check_offload(cluster, request.pins.offload)
+        graph = load_graph(request.model, request.seq_len, request.precision)
+        notes += graph.warnings
+        training = training_of(request, cluster, graph, notes)
+        target = target_of(graph, cluster, training.precision, request.framework, notes)
+        return Question(request, target, training, tuple(notes))
+
+    @staticmethod
+    def in_time(request: Request) -> Question:
+        """The same; TimeLimitError where the clock ended it."""
+        try:
+            return Question.of(request)
+        except OutOfTimeError:
+            raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+
+    def over(self, num_devices: int) -> Question:
+        """The same training over another number of devices of one kind; nothing more is assumed."""
+        cluster = self.target.cluster.model_copy(update={"num_devices": num_devices})
+        return replace(self, target=replace(self.target, cluster=cluster), notes=())
+
+
 def find_plan(request: Request, progress: Progress | None = None, deadline: Deadline | None = None) -> Answer:
     """The fastest plan that fits, or the best by the deadline: ``request.time_limit_s`` from now, where none is given.
 
@@ -52,17 +90,15 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     TimeLimitError: nothing was found in time.
     """
     deadline = deadline or Deadline.answering_within(request.time_limit_s)
-    notes: list[str] = []
-    check_memory_risk(request.memory_risk)
-    cluster = load_cluster(request.hardware, request.num_devices, notes)
-    check_precision(cluster, request.precision)
-    check_offload(cluster, request.pins.offload)
-    graph = load_graph(request.model, request.seq_len, request.precision)
-    notes += graph.warnings
-    training = training_of(request, cluster, graph, notes)
-    target = target_of(graph, cluster, training.precision, request.framework, notes)
+    return answer_of(Question.in_time(request), deadline, progress)
+
+
+def answer_of(question: Question, deadline: Deadline, progress: Progress | None = None) -> Answer:
+    """The fastest plan that fits, or the best by the deadline; errors as of ``find_plan``."""
+    request, target, notes = question.request, question.target, list(question.notes)
     try:
-        counted = with_fewer(_solved(request, target, training, deadline, progress), deadline, progress)
+        solved = _solved(question, deadline, progress)
+        counted = with_fewer(solved, deadline, progress) if request.may_idle else Counted(solved)
     except OutOfTimeError:
         raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
     problem, outcome = counted.solved.problem, counted.solved.outcome
@@ -73,19 +109,22 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     outcome = problem.preferred(outcome, baseline, request.prefer)
     roomier = problem.roomier(outcome, deadline)
     plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline.elapsed_s)
-    plan = over_devices(plan.model_copy(update={"framework": request.framework}), counted, cluster.num_devices, target)
+    plan = over_devices(plan, counted, target.cluster.num_devices, target)
+    run = None if request.num_tokens is None else whole_run(plan, request.num_tokens)
     if plan.idle_devices:
         notes.append(idle_note(plan))
+    plan = plan.model_copy(update={"framework": request.framework, "run": run})
     return Answer(plan, tuple(notes), outcome.interrupted)
 
 
-def _solved(
-    request: Request, target: PricingTarget, training: Training, deadline: Deadline, progress: Progress | None
-) -> Solved:
+def _solved(question: Question, deadline: Deadline, progress: Progress | None) -> Solved:
     """The best over all devices, or where these cannot be shared out over the largest number that can."""
+    request, target, training = question.request, question.target, question.training
     try:
         return solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
     except NoLayoutError:
+        if not request.may_idle:
+            raise
         found = solved_over_fewer(deadline, target, training, request.pins, request.memory_risk)
         if found is None:
             raise

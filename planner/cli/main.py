@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from planner.cli import estimate, hardware, models, profile, run, schedule, search, trace
+from planner.cli import estimate, fit, hardware, models, profile, run, schedule, search, trace
 from planner.errors import PlannerError
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ def _root(
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
 
 
-for _group in (search, estimate, schedule, trace, models, hardware, profile, run):
+for _group in (search, fit, estimate, schedule, trace, models, hardware, profile, run):
     _group.register(app)
 
 

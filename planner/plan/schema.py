@@ -189,6 +189,16 @@ class SearchSection(_Value):
     roomier: Candidate | None = None
 
 
+class RunSection(_Value):
+    """A whole training run of ``num_tokens``, without interruptions. Only devices that are used are counted."""
+
+    num_tokens: Positive
+    num_steps: Positive
+    days: float
+    gpu_hours: float
+    usd: float | None = None  # None: the profile has no price
+
+
 class Plan(_Value):
     """The whole answer. Key names are the contract of plan.json."""
 
@@ -208,4 +218,5 @@ class Plan(_Value):
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # how attention reaches other ranks' positions, where cp > 1
     prediction: PredictionSection | None = None
     search: SearchSection | None = None
+    run: RunSection | None = None
     warnings: tuple[str, ...] = ()

@@ -39,18 +39,6 @@ def worthwhile_counts(training: Training, pins: Pins, limits: Limits) -> tuple[i
     return tuple(sorted(found, reverse=True))
 
 
-def counts_between(first: int, last: int, devices_per_node: int) -> tuple[int, ...]:
-    """Numbers of devices of a range that are worth a look, ascending: both ends, and powers of two and half as many
-    again, in whole nodes where they are more than one.
-    """
-    found = {first, last}
-    power = 1
-    while power <= last:
-        found.update(n for n in (power, power * 3 // 2) if first < n < last and _is_whole(n, devices_per_node))
-        power *= 2
-    return tuple(sorted(found))
-
-
 def _richer(training: Training, pins: Pins, limits: Limits, count: int) -> list[int]:
     """The largest numbers above half of ``count`` that allow more meshes than all between them and ``count``."""
     most = _num_meshes(training, pins, limits, count)
