@@ -293,6 +293,9 @@ def _proof(plan: Plan) -> Text:
         )
     text.append(f" (searched in {seconds(search.elapsed_s)})")
     text.append(_room(plan))
+    for case in search.cases:
+        text.append(f"\n{case.case}: {seconds(case.step_time_s)}")
+        text.append(f" (the plan that is fastest as predicted: {seconds(case.fastest_step_time_s)})")
     return text
 
 

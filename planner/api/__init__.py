@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
 from planner.api.money import whole_run
+from planner.api.robust import most_robust
+from planner.api.runners_up import unlike_runners
 from planner.errors import HardwareError, InfeasibleError, InputError, NoLayoutError, PlanError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Training
-from planner.plan.schema import Plan, SearchSection
+from planner.plan.schema import CaseSection, Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import EVEN_RISK, Problem, Solved, decided, placement_solver, solved_by
@@ -106,9 +108,16 @@ def answer_of(question: Question, deadline: Deadline, progress: Progress | None 
         raise no_plan(problem, outcome)
     deadline.settle()
     baseline = problem.solved_baseline()
-    outcome = problem.preferred(outcome, baseline, request.prefer)
+    cases: tuple[CaseSection, ...] = ()
+    if request.robust:
+        robust = most_robust(problem, outcome)
+        outcome, cases = robust.outcome, robust.cases
+        notes.append(robust.note)
+    else:
+        outcome = problem.preferred(outcome, baseline, request.prefer)
     roomier = problem.roomier(outcome, deadline)
-    plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline.elapsed_s)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline)
+    plan = plan.model_copy(update={"search": plan.search and plan.search.model_copy(update={"cases": cases})})
     plan = over_devices(plan, counted, target.cluster.num_devices, target)
     run = None if request.num_tokens is None else whole_run(plan, request.num_tokens)
     if plan.idle_devices:
@@ -135,17 +144,17 @@ def plan_of(
     problem: Problem,
     outcome: Outcome,
     baseline: Outcome,
-    num_runners_up: int,
+    num_runners_up: int | None,
     roomier: Evaluated | None,
-    elapsed_s: float,
+    deadline: Deadline,
 ) -> Plan:
-    """The plan of the best layout; beside it the runners-up, plain FSDP, and a plan that leaves more memory free.
+    """The plan of the best layout; beside it runners-up unlike each other, plain FSDP, and one with more memory free.
 
-    ``elapsed_s``: seconds that the answer took so far.
+    ``deadline`` says how many seconds the answer took so far.
     """
     assert outcome.best is not None
     target, best = problem.target, problem.exactly(outcome.best)
-    runners = [found for found in outcome.ranking if found.layout != best.layout][:num_runners_up]
+    runners = unlike_runners(problem, outcome, num_runners_up, deadline)
     reference = problem.closest_baseline(baseline)
     is_proved = outcome.is_exhausted and problem.placements_are_proved
     fastest = best if outcome.ranking[0].layout == best.layout else problem.exactly(outcome.ranking[0])
@@ -157,7 +166,7 @@ def plan_of(
                 bound_step_time_s=bound,
                 gap=(best.step_time_s - bound) / best.step_time_s,
                 num_candidates=outcome.num_candidates,
-                elapsed_s=elapsed_s,
+                elapsed_s=deadline.elapsed_s,
                 memory_risk=problem.memory_risk,
                 error_between_layouts=problem.table.framework.error_between_layouts,
                 preferred_within=0.0 if fastest is best else tie_share(problem.table),

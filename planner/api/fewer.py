@@ -42,7 +42,7 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
         return Counted(solved)
     floor_s = compute_device_s(solved.problem.target, solved.problem.space.training)
     best, fewer, is_proved, bound_s = solved, list[int](), True, whole.bound_s
-    num_candidates = whole.num_candidates
+    num_candidates, seen = whole.num_candidates, [*whole.ranking]
     deadline.resume()
     try:
         for count in _counts(solved):
@@ -55,6 +55,7 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
             outcome = problem.solved(deadline, progress, best_s)
             fewer.append(count)
             num_candidates += outcome.num_candidates
+            seen += outcome.ranking
             is_proved, bound_s = is_proved and outcome.is_exhausted, min(bound_s, outcome.bound_s)
             if outcome.best is not None:
                 best = Solved(problem, outcome)
@@ -67,8 +68,10 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
     found = best.outcome.best
     if found is None or not fewer:
         return Counted(best)
+    slower = [each for each in seen if each.step_time_s >= found.step_time_s and each.layout != found.layout]
     joined = replace(
         best.outcome,
+        ranking=(found, *sorted(slower, key=lambda each: each.step_time_s)),
         bound_s=min(bound_s, found.step_time_s),
         is_exhausted=is_proved and (whole.is_exhausted or whole.bound_s >= found.step_time_s * (1 - TOLERANCE)),
         num_candidates=num_candidates,

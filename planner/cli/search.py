@@ -76,10 +76,18 @@ def search(  # over 6 arguments: one for each option of the command line
     idle: Annotated[
         bool, typer.Option("--idle/--no-idle", help="Whether GPUs may stay idle where fewer are faster.")
     ] = True,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Best where links or a host are slow: the worst of a few cases decides.")
+    ] = False,
     tokens: Annotated[
         float | None, typer.Option(metavar="N", help="Tokens of the whole run, as 15e12: its days, GPU-hours, dollars.")
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", min=1, help="Rows of the comparison, unlike in mesh, ZeRO or schedule; default: 5 at most."
+        ),
+    ] = None,
     memory_risk: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
@@ -141,7 +149,7 @@ def search(  # over 6 arguments: one for each option of the command line
         global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
-        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle,
+        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
         num_tokens=None if tokens is None else round(tokens),
     )  # fmt: skip
     check_folder(output)

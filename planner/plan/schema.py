@@ -169,6 +169,14 @@ class Candidate(_Value):
     fit_probability: float | None = None
 
 
+class CaseSection(_Value):
+    """One thing that may go wrong, and the step then; ``fastest_step_time_s`` of the plan that is fastest nominally."""
+
+    case: str
+    step_time_s: float
+    fastest_step_time_s: float
+
+
 class SearchSection(_Value):
     """What the search proved. ``gap`` = (step_time_s - bound_step_time_s) / step_time_s."""
 
@@ -184,6 +192,7 @@ class SearchSection(_Value):
     runners_up: tuple[Candidate, ...] = ()
     # Where devices are left idle: the fastest found over all of them.
     all_devices: Candidate | None = None
+    cases: tuple[CaseSection, ...] = ()  # that a robust plan was chosen for, the nominal one first
     fewer_devices: tuple[Positive, ...] = ()  # smaller numbers of devices that were searched besides
     # Where the plan takes more than nine tenths of the memory it may: the fastest found that does not.
     roomier: Candidate | None = None

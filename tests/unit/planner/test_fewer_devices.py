@@ -122,3 +122,15 @@ def test_no_plan_of_a_front_is_beaten_in_everything(tiny: Tiny) -> None:
 def test_a_cost_needs_a_price(graph: str) -> None:
     with pytest.raises(InputError, match="has no price"):
         find_front(Request(graph, 2, "cpu-gloo", global_batch_size=4), 1, by_cost=True)
+
+
+def test_runners_up_differ_in_something_that_matters(graph: str) -> None:
+    asked = Request(graph, 8, A100, global_batch_size=16, num_runners_up=12, may_idle=False)
+    plan = find_plan(asked).plan
+    assert plan.search is not None
+    rows = plan.search.runners_up
+    assert len(rows) == 12
+    assert [row.step_time_s for row in rows] == sorted(row.step_time_s for row in rows)
+    differ = {(row.mesh.shape(), row.zero_stage, row.schedule) for row in rows}
+    assert len(differ) == 12
+    assert (plan.mesh.shape(), plan.zero_stage, plan.pipeline.schedule) not in differ

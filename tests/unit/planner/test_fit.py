@@ -23,7 +23,7 @@ def small_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A100 nodes whose devices keep so little that the tiny model must be split."""
     profile = load_profile("dgx-a100-80gb")
     device = profile.device
-    memory = device.memory_bytes.model_copy(update={"value": 1.106e9})
+    memory = device.memory_bytes.model_copy(update={"value": 1.1035e9})
     path: Path = tmp_path_factory.mktemp("profile") / "small.json"
     small = profile.model_copy(update={"device": device.model_copy(update={"memory_bytes": memory}), "name": "small"})
     path.write_text(small.model_dump_json())
