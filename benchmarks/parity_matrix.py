@@ -33,7 +33,7 @@ from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import ParallelModel, parallelize
-from planner.executor.train import process_group, quiet_torch
+from planner.executor.ranks import process_group, quiet_torch
 from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss
 from planner.plan.checks import contradictions
 from planner.plan.schema import (

@@ -323,7 +323,7 @@ def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
     return Limits(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        num_pipeline_units=max(1, sum(unit.is_block for unit in graph.units)),
+        num_pipeline_units=len(graph.units),
         tensor_degrees=frozenset(split.tp for split in splitting),
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
         num_experts=num_experts(graph),

@@ -5,16 +5,25 @@ request -> cluster, graph, training -> problem (placements, space, cost table) -
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
 from planner.api.money import whole_run
 from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
-from planner.errors import HardwareError, InfeasibleError, InputError, NoLayoutError, PlanError, TimeLimitError
+from planner.errors import (
+    HardwareError,
+    InfeasibleError,
+    InputError,
+    ModelError,
+    NoLayoutError,
+    PlanError,
+    TimeLimitError,
+)
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.layout import Training
+from planner.layout.layout import NO_PINS, Pins, Training
 from planner.plan.schema import CaseSection, Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
@@ -37,6 +46,11 @@ from planner.translate import from_plan, to_plan
 from planner.translate.infeasible import Attempt, binding_text, smallest_change
 
 MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
+# What a run is made to give up first where its devices change: degrees that must divide another number now.
+PINS_IN_THE_WAY = (
+    "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp",
+    "sequence_parallel", "zero", "recompute", "offload",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,50 @@ def _solved(question: Question, deadline: Deadline, progress: Progress | None) -
         return found
 
 
+def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pins = NO_PINS) -> Answer:
+    """A plan for the same run on another number of devices: model, global batch, sequences, precision, optimiser kept.
+
+    So are the user's pins and ``fixed``, as far as any layout on ``num_devices`` can have them; what is dropped is said
+    in the notes. InputError and InfeasibleError as of a search.
+    """
+    pins = {**({} if plan.search is None else plan.search.pins), **fixed.given()}
+    in_the_way = [name for name in PINS_IN_THE_WAY if name in pins]
+    dropped: list[str] = []
+    while True:
+        try:
+            answer = find_plan(_same_run(plan, num_devices, hardware, pins))
+            break
+        except (HardwareError, ModelError, PlanError):
+            raise
+        except InputError:
+            if not in_the_way:
+                raise
+            name = in_the_way.pop(0)
+            dropped.append(f"{name}={pins.pop(name)}")
+    note = f"no layout on {num_devices} GPUs has {', '.join(dropped)}: chosen anew"
+    return replace(answer, notes=(*answer.notes, note)) if dropped else answer
+
+
+def _same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[str, int | bool | str]) -> Request:
+    training = plan.training
+    try:
+        pins = Pins.of(given)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"search.pins is not what a search writes: {error}", hint="search again") from error
+    return Request(
+        model=plan.model.source,
+        num_devices=num_devices,
+        hardware=hardware or plan.hardware,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        precision=training.precision,
+        optimizer=training.optimizer,
+        pins=pins,
+        framework=plan.framework,
+        may_idle=False,
+    )
+
+
 def plan_of(
     problem: Problem,
     outcome: Outcome,
@@ -169,6 +227,7 @@ def plan_of(
                 elapsed_s=deadline.elapsed_s,
                 memory_risk=problem.memory_risk,
                 error_between_layouts=problem.table.framework.error_between_layouts,
+                pins=problem.space.pins.given(),
                 preferred_within=0.0 if fastest is best else tie_share(problem.table),
                 baseline=None if reference is None else to_plan.candidate("plain FSDP", reference, target),
                 runners_up=tuple(to_plan.candidate(f"#{i + 2}", found, target) for i, found in enumerate(runners)),

@@ -22,7 +22,7 @@ class PipelineAxis(Axis[None]):
     name: ClassVar[str] = "pp"
 
     def degrees(self, asked: Asked, left: int) -> list[int]:
-        """As many stages as there are blocks at most."""
+        """As many stages as the model has pieces at most: blocks, and what stands before and behind them."""
         allowed = [d for d in divisors(left) if d <= asked.limits.num_pipeline_units]
         return pinned_degrees(left, asked.pins.pp, allowed)
 
@@ -35,7 +35,8 @@ class PipelineAxis(Axis[None]):
             found.append(f"virtual stages must be at least 1, got {virtual}")
         if pp * virtual > limits.num_pipeline_units:
             found.append(
-                f"pp {pp} * virtual stages {virtual} exceeds the {limits.num_pipeline_units} blocks of the model"
+                f"pp {pp} * virtual stages {virtual} exceeds the {limits.num_pipeline_units} pieces of the model that "
+                "stages can hold: its blocks, and what stands before and behind them"
             )
         if pins.schedule is not None:
             found += _schedule_violations(pins.schedule, pins)

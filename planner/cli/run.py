@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.errors import InputError
 from planner.plan.plan_file import read_plan
 
 if TYPE_CHECKING:
+    from planner.executor.run_log import StepReport
     from planner.executor.train import RunOptions
+    from planner.plan.schema import Plan
+
+_DATA, _RATE, _CHECKPOINTS, _TALK = "Data", "Optimisation", "Checkpoints", "Log"
 
 
 def register(app: typer.Typer) -> None:
@@ -22,45 +27,164 @@ def register(app: typer.Typer) -> None:
 
 def run(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 20,
-    data: Annotated[Path | None, typer.Option(help="Text to train on, as bytes. Default: Python's own source.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(min=0, help="Default: 3e-4 for Adam, 0.1 for SGD.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of samples.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may give no sign of life.")] = 300.0,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Go on from the latest checkpoint there; save one at the end and on SIGTERM.")
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps, those of a checkpoint included.")] = 20,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the initial weights and the order of samples. Default: 0.")
     ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may give no sign of life.")] = 300.0,
+    weights: Annotated[
+        Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text as bytes, .npy, raw tokens, or Megatron's .bin with .idx. Default: Python's own source.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    data_dtype: Annotated[
+        str, typer.Option(metavar="uint8|uint16|uint32", help="Of a file without a header.", rich_help_panel=_DATA)
+    ] = "uint8",
+    eval_data: Annotated[Path | None, typer.Option(help="Held-back data.", rich_help_panel=_DATA)] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate after every so many steps.", rich_help_panel=_DATA)
+    ] = None,
+    eval_batches: Annotated[
+        int, typer.Option(min=1, help="Global batches of an evaluation.", rich_help_panel=_DATA)
+    ] = 8,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(min=0, help="The highest. Default: 3e-4 for Adam, 0.1 for SGD.", rich_help_panel=_RATE),
+    ] = None,
+    lr_schedule: Annotated[
+        str, typer.Option(metavar="constant|linear|cosine|wsd", help="After the warm-up.", rich_help_panel=_RATE)
+    ] = "constant",
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Steps in which the rate grows linearly.", rich_help_panel=_RATE)
+    ] = 0,
+    schedule_steps: Annotated[
+        int | None, typer.Option(min=1, help="Where the schedule ends. Default: --steps.", rich_help_panel=_RATE)
+    ] = None,
+    decay_steps: Annotated[
+        int | None, typer.Option(min=1, help="Of wsd's decay. Default: a tenth.", rich_help_panel=_RATE)
+    ] = None,
+    final_lr_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the highest rate, at the end.", rich_help_panel=_RATE)
+    ] = 0.0,
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0, help="Default: torch's, 0.01 for AdamW.", rich_help_panel=_RATE)
+    ] = None,
+    decay: Annotated[
+        str,
+        typer.Option(metavar="all|matrices", help="What decays; matrices: no norms, biases.", rich_help_panel=_RATE),
+    ] = "all",
+    clip_norm: Annotated[
+        float | None, typer.Option(min=0, help="Largest norm of all gradients. Default: any.", rich_help_panel=_RATE)
+    ] = None,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on from the latest checkpoint there; save one at the end and on SIGTERM.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Save after every so many steps, too.", rich_help_panel=_CHECKPOINTS)
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.", rich_help_panel=_CHECKPOINTS)] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Fail where there is no checkpoint.", rich_help_panel=_CHECKPOINTS)
+    ] = False,
+    log: Annotated[
+        Path | None, typer.Option(help="Append a line of JSON a step, with the prediction.", rich_help_panel=_TALK)
+    ] = None,
+    profile_step: Annotated[
+        int | None, typer.Option(min=1, help="Profile this step with torch.profiler.", rich_help_panel=_TALK)
+    ] = None,
+    profile_dir: Annotated[Path, typer.Option(help="Where its traces go, one a rank.", rich_help_panel=_TALK)] = Path(
+        "profile"
+    ),
 ) -> None:
     """Trains a plan's model: starts a process a rank on this machine, or joins the torchrun that started this."""
     plan = read_plan(plan_file)
+    _check_together(
+        {
+            "--resume": resume and "--checkpoint-dir",
+            "--checkpoint-every": checkpoint_every and "--checkpoint-dir",
+            "--eval-every": eval_every and "--eval-data",
+            "--eval-data": eval_data and "--eval-every",
+        },
+        {"--checkpoint-dir": checkpoint_dir, "--eval-data": eval_data, "--eval-every": eval_every},
+    )
+    from planner.executor.optimizer import Decay, LearningRate, Optimization
+    from planner.executor.token_file import TokenDtype
+    from planner.executor.train import CheckpointOptions, DataOptions, RunOptions
+
+    options = RunOptions(
+        steps=steps,
+        seed=seed,
+        timeout_s=timeout,
+        weights=weights,
+        data=DataOptions(
+            data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
+        ),
+        optimization=Optimization(
+            learning_rate=learning_rate,
+            schedule=LearningRate(one_of(lr_schedule, LearningRate, "--lr-schedule")),
+            warmup_steps=warmup,
+            schedule_steps=schedule_steps,
+            decay_steps=decay_steps,
+            final_share=final_lr_share,
+            weight_decay=weight_decay,
+            decay=Decay(one_of(decay, Decay, "--decay")),
+            clip_norm=clip_norm,
+        ),
+        checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep, resume),
+        log=log,
+        profile=None if profile_step is None else (profile_step, profile_dir),
+    )
+    _train(plan, options)
+
+
+def _train(plan: Plan, options: RunOptions) -> None:
     from planner.executor.launch import SAVING_S, check_machine, die_with_launcher, is_rank, launch, only_the_cause
     from planner.executor.mesh import check_executable
-    from planner.executor.train import RunOptions, StepReport, train
+    from planner.executor.run_log import check_log
+    from planner.executor.train import train
 
     check_executable(plan)
-    options = RunOptions(steps, data, learning_rate, seed, timeout, checkpoint_dir)
+    options.optimization.check(options.steps)
+    check_log(options.log)
     if not is_rank():
         check_machine(plan)
-        launch(plan, _arguments(plan_file, options), grace_s=0.0 if checkpoint_dir is None else SAVING_S)
+        launch(plan, sys.argv[1:], grace_s=0.0 if options.checkpoints.folder is None else SAVING_S)
         return
     die_with_launcher()
-
-    def show(report: StepReport) -> None:
-        if os.environ["RANK"] == "0":
-            typer.echo(
-                f"step {report.step:>4}  loss {report.loss:.4f}  "
-                f"step time {report.step_time_s:.3f} s  {report.tokens_per_s:,.0f} tokens/s"
-            )
-
     with only_the_cause():
-        train(plan, options, show)
+        train(plan, options, _show)
 
 
-def _arguments(plan_file: Path, run: RunOptions) -> list[str]:
-    """The same command for a rank."""
-    options = ["run", str(plan_file), "--steps", str(run.steps), "--seed", str(run.seed)]
-    options += ["--timeout", repr(run.timeout_s)]
-    options += ["--debug"] if "--debug" in sys.argv else []  # a global option, read before the command's own
-    options += [] if run.checkpoints is None else ["--checkpoint-dir", str(run.checkpoints)]
-    options += [] if run.data is None else ["--data", str(run.data)]
-    return options + ([] if run.learning_rate is None else ["--learning-rate", repr(run.learning_rate)])
+def _show(report: StepReport) -> None:
+    if os.environ["RANK"] != "0":
+        return
+    norm = "" if report.gradient_norm is None else f"  norm {report.gradient_norm:.4f}"
+    evaluated = "" if report.eval_loss is None else f"  eval loss {report.eval_loss:.4f}"
+    typer.echo(
+        f"step {report.step:>4}  loss {report.loss:.4f}  "
+        f"step time {report.step_time_s:.3f} s  {report.tokens_per_s:,.0f} tokens/s{norm}{evaluated}"
+    )
+
+
+def _check_together(needs: dict[str, object], given: dict[str, object]) -> None:
+    """InputError where an option is given without the one it makes sense with."""
+    for option, other in needs.items():
+        if isinstance(other, str) and given[other] is None:
+            raise InputError(f"{option} does nothing without {other}", hint=f"add {other}, or leave {option} out")
+
+
+def one_of(value: str, choices: type, option: str) -> str:
+    """``value``, or InputError where ``option`` knows no such choice."""
+    known = [str(choice) for choice in choices]  # pyright: ignore[reportGeneralTypeIssues]
+    if value not in known:
+        raise InputError(f"{option} is one of {', '.join(known)}, not {value!r}", hint=f"give {option} {known[0]}")
+    return value

@@ -12,6 +12,8 @@ def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
     The rule of pipelines of several stages a rank: they must be alike, or every round waits for the longest.
     """
     blocks = [u for u, block in enumerate(is_block) if block]
+    if num_stages > len(blocks):  # some hold what stands before or behind the blocks, alone
+        return tuple(stage * len(is_block) // num_stages for stage in range(num_stages))
     each, left_over = divmod(len(blocks), num_stages)
     sizes = [each + (num_stages - 1 - left_over <= k < num_stages - 1) for k in range(num_stages)]
     starts = [0]

@@ -1,6 +1,6 @@
 """Layouts that need not be looked at, for another that differs in one choice alone is never slower and never larger.
 
-The choice is the way of context parallelism. Under every mode of recomputation that there may be, row A of the table's work is never worse
+The choice is the way of context parallelism. Row A of the table's work is under every mode of recomputation never worse
 than row B where for every kind of unit and device
 
     each pass of A takes no longer,                             T_A <= T_B

@@ -11,7 +11,7 @@ what blocks keep alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,7 +21,7 @@ import numpy as np
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Holding
 from planner.evaluation.evaluator import Evaluator
-from planner.layout.columns import Array
+from planner.layout.columns import Array, Positions
 
 # Choices of one rank whose ledgers are looked at: those that need least; and of those about to fit, the first that
 # should, slower ones until one does, and faster ones. Two blocks more or less that recompute are within these numbers.
@@ -111,13 +111,10 @@ class LeastRecompute:
 
     def _least(self, rank: int, stages: Stages) -> Choice | None:
         evaluator = self._evaluator
-        units = [unit for held in stages.values() for unit in held]
-        nothing = {unit: evaluator.modes[unit] for unit in units}
+        nothing = {unit: evaluator.modes[unit] for held in stages.values() for unit in held}
         if evaluator.rank_fits(rank, stages):
             return Choice(0.0, nothing)
-        if not self._is_free:
-            return None
-        kinds = self._kinds(rank, stages)
+        kinds = self._kinds(rank, stages) if self._is_free else []
         if not kinds:
             return None
         extra_s, kept = np.zeros(1), np.zeros(1)
@@ -136,26 +133,8 @@ class LeastRecompute:
             return evaluator.excess_bytes(rank, stages, modes_of(place))
 
         places = np.flatnonzero(kept <= self._room_bytes(rank, stages, kinds))
-        over = np.inf
-        for smallest in places[np.argsort(kept[places], kind="stable")][:MOST_SMALLEST].tolist():
-            if (over := excess(smallest)) <= 0:
-                break
-        else:
-            return None
-        # What the rank needs besides blocks' activations is about the same under every choice.
-        order = places[np.argsort(extra_s[places], kind="stable")]
-        likely = np.flatnonzero((kept[order] - kept[smallest]) * evaluator.reserve + over <= 0)
-        first = int(likely[0]) if likely.size else int(np.flatnonzero(order == smallest)[0])
-        found, found_at = smallest, len(order)
-        for at in (
-            *range(first, min(first + MOST_SLOWER, len(order))),
-            *range(first - 1, max(-1, first - MOST_FASTER), -1),
-        ):
-            if at < found_at and excess(int(order[at])) <= 0:
-                found, found_at = int(order[at]), at
-        untested = max(0, first - MOST_FASTER)
-        least_s = extra_s[order[untested]] if untested else extra_s[found]
-        return Choice(float(min(least_s, extra_s[found])), modes_of(found))
+        found = _least_that_fits(places, extra_s, kept * evaluator.reserve, excess)
+        return None if found is None else Choice(found[0], modes_of(found[1]))
 
     def _kinds(self, rank: int, stages: Stages) -> list[_Kind]:
         flying = self._evaluator.flying(rank)
@@ -181,6 +160,7 @@ class LeastRecompute:
 
     @staticmethod
     def _listed(number: int) -> Array:
+        """Numbers of blocks that recompute everything, and selectively, of so many; [choices, 2]."""
         return np.array(
             [(full, some) for full, some in product(range(number + 1), repeat=2) if full + some <= number],
             dtype=np.float64,
@@ -207,3 +187,34 @@ class LeastRecompute:
         # The last unit of a stage is at work while nothing behind it has been freed.
         working = max(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
         return self._evaluator.room_bytes(rank, stages) - working - others
+
+
+def _least_that_fits(
+    places: Positions, extra_s: Array, kept: Array, excess: Callable[[int], float]
+) -> tuple[float, int] | None:
+    """Of the choices at ``places`` the fastest that was found to fit, after the least time that any may take.
+
+    ``kept``: bytes of each choice; ``excess``: by how much the ledger says that it is too large. None: none fits.
+    """
+    over = np.inf
+    for smallest in places[np.argsort(kept[places], kind="stable")][:MOST_SMALLEST].tolist():
+        over = excess(smallest)
+        if over <= 0:
+            break
+    else:
+        return None
+    # What the rank needs besides blocks' activations is about the same under every choice.
+    order = places[np.argsort(extra_s[places], kind="stable")]
+    likely = np.flatnonzero(kept[order] - kept[smallest] + over <= 0)
+    first = int(likely[0])
+    found = int(np.flatnonzero(order == smallest)[0])
+    for at in range(first, min(first + MOST_SLOWER, found)):
+        if excess(int(order[at])) <= 0:
+            found = at
+            break
+    lowest = max(0, first - MOST_FASTER)
+    for at in range(min(first, found) - 1, lowest - 1, -1):
+        if excess(int(order[at])) <= 0:
+            found = at
+    untested = order[lowest] if lowest else order[found]
+    return float(min(extra_s[untested], extra_s[order[found]])), int(order[found])

@@ -24,14 +24,22 @@ def held_elements(elements: float | Array, experts: float | Array, ep: int | Arr
     return elements - experts * (1 - 1 / ep)
 
 
-def num_updated(layout: Layout, trainable: float, experts: float) -> float:
+@overload
+def num_updated(layout: Layout, trainable: float, experts: float) -> float: ...
+
+
+@overload
+def num_updated(layout: Layout, trainable: Array, experts: Array) -> Array: ...
+
+
+def num_updated(layout: Layout, trainable: float | Array, experts: float | Array) -> float | Array:
     """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
 
     ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
     """
     if ZERO_STAGES[layout.zero_stage].shards_optimizer:
         return trainable / layout.mesh.num_shards
-    return held_elements(trainable, experts, layout.mesh.ep)
+    return trainable - experts * (1 - 1 / layout.mesh.ep)
 
 
 def state_bytes(row: Array, trainable: float, frozen: float, experts: float) -> StateBytes:

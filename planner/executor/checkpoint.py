@@ -1,86 +1,216 @@
-"""Checkpoints by torch.distributed.checkpoint: each rank writes its own shards, under the names the model gives them.
+"""Checkpoints by torch.distributed.checkpoint, under the FQNs of the whole model, so that any layout reads any other's.
 
-A checkpoint is a folder ``step-N`` that is there as a whole or not at all: it is written under another name and renamed
-once every rank is done. It holds parameters, persistent buffers and what the optimiser keeps, by FQN. Data and random
-numbers follow from the step, so nothing else is needed to go on. Like any of torch's, it is read with pickle: load only
-what you trust.
+A checkpoint is a folder ``step-N`` that is there as a whole or not at all: it is written under another name, by a
+thread of its own while training goes on, and renamed once every rank's file is on the disk. It holds parameters,
+persistent buffers and what the optimiser keeps. The position in the data, the order of samples and all random numbers
+follow from ``Progress``. One that is damaged is set aside, and the one before is taken.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
+import sys
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 
-from planner.errors import InputError
+from costmodels.vocabulary.choices import Optimizer
+from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint_storage import ManifestReader, ManifestWriter
 from planner.executor.parallelize import ParallelModel
+from planner.plan.manifest import (
+    DamagedError,
+    Manifest,
+    Progress,
+    damage_of,
+    read_manifest,
+)
 
-_NAME = re.compile(r"step-(\d+)")
+_PREFIX = "step-"
 State = dict[str, torch.Tensor]
 
 
-def save(folder: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, step: int) -> Path:
-    """Writes ``folder/step-N`` after ``step`` steps. Collective."""
-    target, partial = folder / f"step-{step}", folder / f".step-{step}.partial"
-    if target.exists():
-        return target
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        partial.replace(target)
-    dist.barrier()
-    return target
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint, as every rank knows it."""
+
+    folder: Path
+    manifest: Manifest
 
 
-def resume(folder: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the latest checkpoint of ``folder``; how many steps it has seen, 0 where there is none. Collective."""
-    seen = torch.tensor(latest(folder) or 0, device=model.parameters()[0].device)
-    dist.broadcast(seen, src=0)  # one rank's view of a folder that may be on a network
-    step = int(seen)
-    if step == 0:
-        return 0
-    _make_states(optimizer)
-    state = _state(model, optimizer)
-    try:
-        dcp.load(state, checkpoint_id=folder / f"step-{step}")
-    except (dcp.api.CheckpointException, RuntimeError, KeyError) as error:
-        raise InputError(
-            f"cannot go on from {folder / f'step-{step}'}: {error}",
-            hint="name another --checkpoint-dir, or the model and optimiser it was made with",
-        ) from error
-    return step
+class Checkpointer:
+    """Saves and loads one run's state in ``folder``, of which the newest ``keep`` checkpoints stay.
 
+    All methods are collective. The ranks agree over a process group of their own, which a save in the background
+    does not share with training.
+    """
 
-def latest(folder: Path) -> int | None:
-    """The number of steps of the newest whole checkpoint in ``folder``."""
-    if not folder.is_dir():
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._under_way: tuple[int, Future[object]] | None = None
+        self._saved = 0  # the newest whole checkpoint's step
+        if self._first_rank:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob(f".{_PREFIX}*.partial"):  # of a save that was interrupted
+                shutil.rmtree(path)
+        dist.barrier(self._group)
+
+    @property
+    def _first_rank(self) -> bool:
+        return dist.get_rank() == 0
+
+    def find(self) -> Found | None:
+        """The newest whole checkpoint, or None where there is none at all; damaged ones are set aside and told.
+
+        InputError where there are checkpoints, but none is whole.
+        """
+        steps = _same_everywhere(steps_in(self._folder) if self._first_rank else None, self._group)
+        for step in steps:
+            folder = self._folder / f"{_PREFIX}{step}"
+            found, damage = self._examine(folder)
+            if found is not None:
+                self._saved = step
+                return found
+            if self._first_rank:
+                print(f"warning: {damage}; it is set aside, and the one before is taken", file=sys.stderr, flush=True)
+                _set_aside(folder)
+        if steps:
+            raise InputError(
+                f"no checkpoint in {self._folder} is whole; it holds {_names(steps)}",
+                hint="name another --checkpoint-dir to begin anew",
+            )
         return None
-    found = [int(match.group(1)) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return max(found, default=None)
+
+    def load(self, found: Found, model: ParallelModel, optimizer: torch.optim.Optimizer, name: Optimizer) -> None:
+        """Takes over parameters, buffers and the optimiser's states of ``found``. InputError where they do not fit."""
+        if found.manifest.progress.optimizer is not name:
+            raise InputError(
+                f"{found.folder} is of {found.manifest.progress.optimizer.value}, the plan trains with {name.value}",
+                hint="give the plan the same optimiser, or begin anew in another --checkpoint-dir",
+            )
+        make_states(optimizer)
+        _forget_unused(model, optimizer, found.manifest)
+        state = state_of(model, optimizer)
+        _agree(_mismatch(state, found.manifest), found.folder, self._group)
+        _agree(_unused(state, found.manifest, self._group), found.folder, self._group)
+        try:
+            dcp.load(
+                state,
+                storage_reader=ManifestReader(found.folder, found.manifest),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._group,
+            )
+        except dcp.CheckpointException as error:
+            raise InputError(f"cannot go on from {found.folder}: {_reason(error)}",
+                             hint="name another --checkpoint-dir") from error  # fmt: skip
+        _spread(state, model, optimizer)
+
+    def save(self, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Copies the state and begins to write it, after what is still being written.
+
+        A save that failed is told on rank 0 and training goes on: the checkpoint before it is still there.
+        """
+        self._wait(lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+        if progress.step == self._saved:
+            return
+        writer = ManifestWriter(self._folder / f"{_PREFIX}{progress.step}", progress, self._prune)
+        future = dcp.async_save(
+            state_of(model, optimizer),
+            storage_writer=writer,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=self._group,
+        )
+        assert isinstance(future, Future)
+        self._under_way = progress.step, future
+
+    def close(self) -> None:
+        """Waits for what is being written. PlannerError where the last save failed."""
+        problems: list[str] = []
+        self._wait(problems.append, on=None)
+        if problems:
+            raise PlannerError(problems[0], hint="the newest whole checkpoint is still there; look at its disk")
+
+    def _wait(self, tell: Callable[[str], object], on: int | None = 0) -> None:
+        if self._under_way is None:
+            return
+        step, future = self._under_way
+        self._under_way = None
+        try:
+            future.result()
+            self._saved = step
+        except dcp.CheckpointException as error:
+            if on is None or dist.get_rank() == on:
+                tell(f"checkpoint {_PREFIX}{step} was not written: {_reason(error)}")
+
+    def _examine(self, folder: Path) -> tuple[Found | None, str]:
+        """Each rank reads its share of the files; all come to the same verdict."""
+        problem: str | None = None
+        manifest: Manifest | None = None
+        try:
+            manifest = read_manifest(folder)
+            share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+            damage = damage_of(folder, manifest, share)
+            problem = None if damage is None else f"{folder}: {damage}"
+        except DamagedError as error:
+            problem = error.message
+        problem = next((p for p in _of_all(problem, self._group) if p is not None), None)
+        if problem is None and manifest is not None:
+            return Found(folder, manifest), ""
+        return None, problem or ""
+
+    def _prune(self) -> None:
+        """Deletes what is older than the newest ``keep``; called on rank 0 once a checkpoint has its name."""
+        for step in steps_in(self._folder)[self._keep :]:
+            shutil.rmtree(self._folder / f"{_PREFIX}{step}", ignore_errors=True)
 
 
-def clear_partial(folder: Path) -> None:
-    """Makes ``folder`` and removes what an interrupted save left there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints in ``folder``, the newest first."""
+    names = [path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*")]
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
-    """Everything by name; a tied parameter stands under each of its names."""
+def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
+    """Everything of this rank by name; a tied parameter stands under each of its names."""
     state: State = {}
-    for root in model.roots:
-        state |= {f"model.{fqn}": value.detach() for fqn, value in root.state_dict().items()}
-        for fqn, parameter in root.named_parameters(remove_duplicate=False):
-            kept: dict[str, object] = optimizer.state.get(parameter, {})
-            state |= {f"optimizer.{fqn}.{name}": v for name, v in kept.items() if isinstance(v, torch.Tensor)}
+    for name, value in _named(model, optimizer):
+        state.setdefault(name, value)
     return state
 
 
-def _make_states(optimizer: torch.optim.Optimizer) -> None:
+def _named(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Generator[tuple[str, torch.Tensor]]:
+    """Names and values of all stages of this rank. Two of them may hold a copy each of one parameter."""
+    for root in model.roots:
+        for fqn, value in root.state_dict().items():
+            yield f"model.{fqn}", value.detach()
+        for fqn, parameter in root.named_parameters(remove_duplicate=False):
+            kept: dict[str, object] = optimizer.state.get(parameter, {})
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer.{fqn}.{name}", value
+
+
+def _spread(state: State, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    """Gives every copy on this rank what its name has in ``state``."""
+    for name, value in _named(model, optimizer):
+        source, target = (v.to_local() if isinstance(v, DTensor) else v for v in (state[name], value))
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
     """Lets the optimiser make its states, which it does in its first step, without moving anything."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -92,3 +222,72 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
+
+
+def _forget_unused(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    """Leaves those parameters without states that had none: the run has not given them a gradient yet."""
+    stateful = {name.removeprefix("optimizer.").rpartition(".")[0] for name in manifest.tensors
+                if name.startswith("optimizer.")}  # fmt: skip
+    for root in model.roots:
+        for fqn, parameter in root.named_parameters(remove_duplicate=False):
+            if fqn not in stateful:
+                optimizer.state.pop(parameter, None)
+
+
+def _mismatch(state: State, manifest: Manifest) -> str | None:
+    """The first tensor of this rank that the checkpoint has not, or has in another form."""
+    for name, value in state.items():
+        stored = manifest.tensors.get(name)
+        if stored is None:
+            return f"it has no {name}"
+        if stored.shape != tuple(value.shape):
+            return f"{name} has the shape {list(stored.shape)} in it, {list(value.shape)} in the model"
+    return None
+
+
+def _unused(state: State, manifest: Manifest, group: dist.ProcessGroup) -> str | None:
+    """The first tensor of the checkpoint that no rank has: it belongs to another model."""
+    names = sorted(manifest.tensors)
+    wanted = torch.tensor([name in state for name in names], dtype=torch.uint8)
+    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=group)
+    unused = [name for name, count in zip(names, wanted.tolist(), strict=True) if not count]
+    return f"it has {unused[0]}, and {len(unused)} in all that the model has not" if unused else None
+
+
+def _agree(problem: str | None, folder: Path, group: dist.ProcessGroup) -> None:
+    """InputError on every rank where one has a problem."""
+    found = next((p for p in _of_all(problem, group) if p is not None), None)
+    if found is not None:
+        raise InputError(f"cannot go on from {folder}: {found}",
+                         hint="name another --checkpoint-dir, or the model that it was made with")  # fmt: skip
+
+
+def _of_all(value: str | None, group: dist.ProcessGroup) -> list[str | None]:
+    values: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _same_everywhere(steps: list[int] | None, group: dist.ProcessGroup) -> list[int]:
+    """What rank 0 sees: a folder on a network may look different elsewhere for a while."""
+    box: list[Any] = [steps]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def _set_aside(folder: Path) -> None:
+    target = folder.with_name(f"{folder.name}.damaged")
+    with suppress(OSError):
+        if target.exists():
+            shutil.rmtree(target)
+        folder.replace(target)
+
+
+def _reason(error: dcp.CheckpointException) -> str:
+    """The first rank's error, without torch's traceback of it."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {cause.message if isinstance(cause, PlannerError) else f'{type(cause).__name__}: {cause}'}"
+
+
+def _names(steps: list[int]) -> str:
+    return ", ".join(f"{_PREFIX}{step}" for step in steps)

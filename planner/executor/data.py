@@ -1,4 +1,4 @@
-"""Training data: byte-level tokens of real text, addressed by step, data-parallel rank and position.
+"""Training data: tokens of a file or of real text, addressed by step, data-parallel rank and position.
 
 Which samples a step sees depends on the seed and the step alone, never on the mesh: each global
 batch is split over the data-parallel ranks as ``torch.utils.data.DistributedSampler`` splits one,
@@ -16,6 +16,7 @@ import torch
 from planner.errors import InputError, PlanError
 from planner.executor.mesh import RankPlace
 from planner.executor.order import key_of, shuffled
+from planner.executor.token_file import TokenDtype, map_tokens
 from planner.plan.schema import Plan
 
 NUM_BYTE_TOKENS = 256
@@ -26,9 +27,11 @@ MAX_STANDARD_LIBRARY_BYTES = 2**23  # 8 MiB: more text than the test runs read, 
 class TokenData:
     """A text as tokens, cut into samples of ``seq_len`` inputs with their next tokens as labels."""
 
-    tokens: torch.Tensor  # uint8 (num_tokens,)
+    tokens: torch.Tensor  # of any whole-number dtype (num_tokens,); a file's are mapped, not read
     seq_len: int
     seed: int
+    vocab_size: int | None = None  # None: not known, so nothing is checked
+    origin: int = 0  # position at which step 0 would begin: not 0 where a run went on with another batch size
 
     @property
     def num_samples(self) -> int:
@@ -37,11 +40,13 @@ class TokenData:
 
     def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 (size, seq_len), of the whole batch of ``step``."""
-        return self._batch(range(step * size, (step + 1) * size))
+        start = self.origin + step * size
+        return self._batch(range(start, start + size))
 
     def local_batch(self, step: int, size: int, place: RankPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the batch of ``step``: (size / dp_degree, seq_len)."""
-        return self._batch(range(step * size + place.dp_rank, (step + 1) * size, place.dp_degree))
+        start = self.origin + step * size
+        return self._batch(range(start + place.dp_rank, start + size, place.dp_degree))
 
     def sample(self, position: int) -> int:
         """The sample at ``position`` of the run. Each epoch visits every sample once, in an order of its own."""
@@ -50,28 +55,34 @@ class TokenData:
 
     def _batch(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
         starts = [self.sample(position) * self.seq_len for position in positions]
-        whole = torch.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).long()
+        whole = torch.stack([self.tokens[start : start + self.seq_len + 1].long() for start in starts])
+        if self.vocab_size is not None and not 0 <= int(whole.min()) <= int(whole.max()) < self.vocab_size:
+            raise InputError(
+                f"the data hold the token {int(whole.max() if whole.max() >= self.vocab_size else whole.min())}, "
+                f"the model's vocabulary is 0 to {self.vocab_size - 1}",
+                hint="were they written for another tokenizer, or with another --data-dtype?",
+            )
         return whole[:, :-1], whole[:, 1:]
 
 
-def load_tokens(path: Path | None) -> torch.Tensor:
-    """The bytes of ``path``, or of the running Python's standard library, as uint8."""
+def load_tokens(path: Path | None, dtype: TokenDtype = TokenDtype.BYTES) -> torch.Tensor:
+    """The tokens of ``path``, or the bytes of the running Python's standard library."""
     if path is None:
         return torch.frombuffer(bytearray(_standard_library()), dtype=torch.uint8)
-    try:
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"cannot read {path}: {error}", hint="check the path given to --data") from error
+    return map_tokens(path, dtype)
 
 
-def open_data(plan: Plan, path: Path | None, vocab_size: int | None, seed: int) -> TokenData:
+def open_data(
+    plan: Plan, path: Path | None, vocab_size: int | None, seed: int, dtype: TokenDtype = TokenDtype.BYTES
+) -> TokenData:
     """The samples that ``plan`` trains on; an error where the text or the vocabulary is too small."""
-    if vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
+    tokens = load_tokens(path, dtype)
+    if tokens.dtype == torch.uint8 and vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
         raise PlanError(
             f"the data are byte-level tokens (0 to 255), but the model's vocabulary has {vocab_size} entries",
-            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}",
+            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}, or name a file of tokens",
         )
-    data = TokenData(load_tokens(path), plan.training.seq_len, seed)
+    data = TokenData(tokens, plan.training.seq_len, seed, vocab_size)
     if data.num_samples < plan.training.global_batch_size:
         raise InputError(
             f"{path or 'the standard library'} holds {data.num_samples} samples of {data.seq_len} tokens, "

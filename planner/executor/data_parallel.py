@@ -94,6 +94,13 @@ def finish_backward(module: nn.Module, *, last: bool) -> None:
         root._root_post_backward_final_callback()
 
 
+def reshard(module: nn.Module) -> None:
+    """Frees what a forward pass without a backward has left gathered."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:
     owners: dict[nn.Parameter, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -68,7 +69,7 @@ class LossOfParts:
         for axis in DATA_AXES:
             if self.mesh[axis].size() > 1:
                 dist.all_reduce(total, group=self.mesh[axis].get_group())
-        if not float(total) > 0:
+        if not number_in(total) > 0:
             raise PlannerError(
                 f"the global batch has nothing to learn: the weight of its loss is {float(total):g}",
                 hint="check the labels: -100 is what is ignored",
@@ -78,7 +79,7 @@ class LossOfParts:
 
     def of_part(self, output: object, batch: Tensors) -> torch.Tensor:
         """The scaled loss of one micro-batch, as a local tensor; ``batch`` has its scale."""
-        scale = float(batch[SCALE_KEY])
+        scale = number_in(batch[SCALE_KEY])
         if scale == 0.0:  # a mean over nothing is not a number
             return _nothing(output)
         value = self.loss.function(output, {key: tensor for key, tensor in batch.items() if key != SCALE_KEY})
@@ -100,13 +101,18 @@ class LossOfParts:
         # Ranks of the last stage alone have counts, and those that share a batch (tp) the same ones.
         dist.all_reduce(count)
         copies = self.mesh[MeshAxis.TP.value].size()
-        if not float(count) > 0:
+        if not number_in(count) > 0:
             raise PlannerError("the global batch has nothing to learn: loss_fn counted no terms in it",
                                hint="check the labels")  # fmt: skip
-        scale = place_of(self.mesh).dp_degree * copies / float(count)
+        scale = place_of(self.mesh).dp_degree * copies / number_in(count)
         for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             gradient.mul_(scale)
         return loss * scale
+
+
+def number_in(value: torch.Tensor) -> float:
+    """What ``value`` (one number) holds; 1 where tensors have no values, as when a plan is only checked."""
+    return 1.0 if isinstance(value, FakeTensor) else float(value)
 
 
 def _nothing(output: object) -> torch.Tensor:

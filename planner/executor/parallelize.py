@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward
+from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
@@ -80,13 +80,36 @@ class ParallelModel:
             tie.reduce()
         return share
 
-    def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
-        (stage,), count = self.stages, self.plan.pipeline.num_microbatches
+    def loss_alone(self, batch: Tensors) -> torch.Tensor:
+        """The loss as ``forward_backward`` gives it; no gradients are left, and none may be there from before.
+
+        Through a pipeline it takes as long as a step: of torch's schedules those that split backward passes cannot run
+        without them.
+        """
+        if self.schedule is not None:
+            share = self.forward_backward(batch)
+            for parameter in self.parameters():
+                parameter.grad = None
+            return share
+        whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
+        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
+            losses = [self.stages[0](**part) for part in self._parts(whole)]
+        share = self.loss.finish(losses, self.parameters())
+        reshard(self.stages[0].root)
+        return share
+
+    def _parts(self, batch: Tensors) -> list[Tensors]:
+        """The micro-batches of ``batch``."""
+        count = self.plan.pipeline.num_microbatches
         chunks = {key: value.chunk(count) for key, value in batch.items()}
+        return [{key: values[index] for key, values in chunks.items()} for index in range(count)]
+
+    def _all_microbatches(self, batch: Tensors) -> list[torch.Tensor]:
+        (stage,), parts = self.stages, self._parts(batch)
         losses: list[torch.Tensor] = []
-        for index in range(count):
-            loss = stage(**{key: values[index] for key, values in chunks.items()})
-            prepare_backward(stage.root, self.plan.zero_stage, last=index == count - 1, pipelined=False)
+        for index, part in enumerate(parts):
+            loss = stage(**part)
+            prepare_backward(stage.root, self.plan.zero_stage, last=index == len(parts) - 1, pipelined=False)
             loss.backward()
             losses.append(loss.detach())
         return losses

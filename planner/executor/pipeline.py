@@ -106,6 +106,7 @@ class TiedGradient:
 
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup | None  # None: all copies are on this rank
+    num_copies: int  # on all stages
 
     def reduce(self) -> None:
         """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal."""
@@ -126,7 +127,8 @@ def tied_gradients(
 ) -> tuple[TiedGradient, ...]:
     """This rank's part in each tie. Collective: every rank creates the groups of every pipeline."""
     pp_rank_of = {stage.index: stage.pp_rank for stage in plan.pipeline.stages}
-    pipelines = mesh.mesh.reshape(plan.mesh.pp, -1).T.tolist()
+    side_by_side = mesh.size() // plan.mesh.pp  # pp is the outermost axis, and ranks lie in order
+    pipelines = [list(range(first, mesh.size(), side_by_side)) for first in range(side_by_side)]
     found: list[TiedGradient] = []
     for tie in ties:
         holders = sorted({pp_rank_of[stage] for stage in tie.fqns})
@@ -138,7 +140,7 @@ def tied_gradients(
                 mine = group
         local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
         if local:
-            found.append(TiedGradient(local, mine))
+            found.append(TiedGradient(local, mine, len(tie.fqns)))
     return tuple(found)
 
 

@@ -3,47 +3,64 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
-import logging
 import math
-import os
-import signal
-import sys
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from costmodels.vocabulary.choices import Optimizer
-from planner.errors import DivergedError, ModelError, PlanError, PlannerError
-from planner.executor.checkpoint import clear_partial, resume, save
+from planner.errors import DivergedError, InputError
+from planner.executor.build import build_model, example_batch, loaded_model, named_inputs
+from planner.executor.checkpoint import Checkpointer, Found
 from planner.executor.data import TokenData, open_data
 from planner.executor.loss_probe import recognised
-from planner.executor.mesh import build_mesh, check_world_size, place_of
-from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.executor.mesh import build_mesh, check_world_size
+from planner.executor.optimizer import (
+    Optimization,
+    build_optimizer,
+    clip,
+    gradient_norm,
+    parameter_groups,
+    rate_at,
+)
+from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.randomness import seed_rank
+from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch, say, told_by_rank, told_to_stop
 from planner.executor.requirements import buffers_unchanged
+from planner.executor.run_log import RunLog, StepReport
+from planner.executor.step import evaluate, local_batch, train_step
+from planner.executor.token_file import TokenDtype
 from planner.executor.watch import watched
-from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.model_file import LoadedModel
+from planner.plan.checks import degrees_text
+from planner.plan.manifest import Progress
 from planner.plan.schema import Plan
 
-DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
-DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
-_OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
-    Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
-    Optimizer.ADAM: functools.partial(torch.optim.Adam, fused=True),
-    Optimizer.SGD: torch.optim.SGD,
-}
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to train on, and what to look at in between."""
+
+    file: Path | None = None  # None: the standard library's source
+    dtype: TokenDtype = TokenDtype.BYTES  # of a file that does not say its own
+    eval_file: Path | None = None
+    eval_every: int | None = None  # steps
+    eval_batches: int = 8  # global batches, each time the same
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where to go on from and to save: at the end, on SIGTERM, and ``every`` so many steps."""
+
+    folder: Path | None = None
+    every: int | None = None
+    keep: int = 3
+    must_resume: bool = False  # an error where there is nothing to go on from
 
 
 @dataclass(frozen=True)
@@ -51,171 +68,178 @@ class RunOptions:
     """How long and on what to train."""
 
     steps: int = 20
-    data: Path | None = None  # None: the standard library's source
-    learning_rate: float | None = None  # None: the optimiser's default of ours
-    seed: int = 0
+    seed: int | None = None  # None: that of the checkpoint, or 0
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
-    checkpoints: Path | None = None  # where to go on from, and to save at the end or on SIGTERM
+    data: DataOptions = field(default_factory=DataOptions)
+    optimization: Optimization = field(default_factory=Optimization)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    weights: Path | None = None  # safetensors to begin with
+    log: Path | None = None  # lines of JSON
+    profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """One finished step, as every rank knows it."""
+class Run:
+    """What the loop works on."""
 
-    step: int  # from 1
-    loss: float  # mean over the global batch
-    step_time_s: float
-    tokens_per_s: float
-
-
-@contextlib.contextmanager
-def process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Generator[torch.device]:
-    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    try:
-        yield device
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    data: TokenData
+    options: RunOptions
+    eval_data: TokenData | None
+    checkpointer: Checkpointer | None
 
 
 def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> None:
-    """Runs ``options.steps`` steps of ``plan``; ``report`` is called after each on every rank."""
+    """Runs ``plan`` until ``options.steps`` steps are done; ``report`` is called after each on every rank."""
+    options.optimization.check(options.steps)
     with quiet_torch(), process_group(options.timeout_s) as device:
         check_world_size(plan)
-        loaded = load_model(resolve_model(plan.model.source))
-        if loaded.stands_for is not None:
-            raise PlanError(
-                f"{plan.model.source} cannot be trained: {loaded.stands_for}",
-                hint="a model of the same sizes stands for it in planning only; give a model.py",
-            )
-        if loaded.digest != plan.model.digest and dist.get_rank() == 0:
-            _say(f"warning: {plan.model.source} has changed since the plan was made for it")
-        mesh = build_mesh(plan, device.type)
-        data = open_data(plan, options.data, loaded.vocab_size, options.seed)
-        module = build_model(loaded, options.seed)
-        loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
-        model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
-        optimizer = build_optimizer(model.parameters(), plan.training.optimizer, options.learning_rate)
-        first = _resumed(options, model, optimizer)
-        with watched(options.timeout_s) as finished, _told_to_stop(options, device) as is_to_stop:
-            step = first
-            while step < options.steps:
-                seed_rank(options.seed, mesh, step)
-                with _told_by_rank(step), buffers_unchanged(model.roots, plan, enabled=step == first + 1):
-                    outcome = _timed_step(model, optimizer, data, mesh, step)
-                step += 1
-                finished(step)
-                report(outcome)
-                _check_finite(outcome)
-                if is_to_stop():
-                    break
-            if options.checkpoints is not None:
-                save(options.checkpoints, model, optimizer, step)
+        folder = options.checkpoints.folder
+        checkpointer = None if folder is None else Checkpointer(folder, options.checkpoints.keep)
+        found = _found(checkpointer, options, plan)
+        options = replace(options, seed=options.seed or 0 if found is None else found.manifest.progress.seed)
+        loaded = loaded_model(plan)
+        if loaded.digest != plan.model.digest:
+            say(f"warning: {plan.model.source} has changed since the plan was made for it")
+        run = prepare(plan, loaded, options, device, checkpointer)
+        first = 0
+        if checkpointer is not None and found is not None:
+            checkpointer.load(found, run.model, run.optimizer, plan.training.optimizer)
+            first = found.manifest.progress.step
+            run = replace(run, data=replace(run.data, origin=_origin(found.manifest.progress, plan)))
+            say(f"going on after step {first} of {folder}")
+        _loop(run, first, device, report)
 
 
-def build_model(loaded: LoadedModel, seed: int) -> nn.Module:
-    """The model on the CPU with equal values on every rank.
-
-    Each process holds the whole model in host memory until it is sharded, which bounds the size
-    of what can be trained.
-    """
-    torch.manual_seed(seed)
-    module = loaded.build()
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ModelError(f"{loaded.source.name} builds its parameters on the meta device: they have no values to train",
-                         hint="let the factory build on the current default device")  # fmt: skip
-    return module.float().train()
-
-
-def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
-    """One micro-batch of the model's inputs: token ids alone can be filled with text."""
-    named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
-    if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
-        raise ModelError(
-            f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
-            hint="give defaults to the other inputs of its forward",
-        )
-    return named
+def prepare(
+    plan: Plan, loaded: LoadedModel, options: RunOptions, device: torch.device, checkpointer: Checkpointer | None
+) -> Run:
+    """This rank's part of the model with its optimiser and data. Collective."""
+    mesh = build_mesh(plan, device.type)
+    seed, files = options.seed or 0, options.data
+    data = open_data(plan, files.file, loaded.vocab_size, seed, files.dtype)
+    eval_data = None
+    if files.eval_every is not None:
+        eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
+    module = build_model(loaded, seed, options.weights)
+    loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
+    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    named = [pair for root in model.roots for pair in root.named_parameters()]
+    groups = parameter_groups(named, options.optimization)
+    optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
+    return Run(model, optimizer, mesh, data, options, eval_data, checkpointer)
 
 
-def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:
-    """The model's inputs by name, or where it has none by position."""
-    inputs = loaded.example_inputs(batch_size, seq_len)
-    return inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
+def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepReport], None]) -> None:
+    options, plan = run.options, run.model.plan
+    log = None if options.log is None else RunLog(options.log, plan, device)
+    saves = run.checkpointer is not None
+    with watched(options.timeout_s) as finished, told_to_stop(device, enabled=saves) as is_to_stop:
+        step = first
+        while step < options.steps:
+            seed_rank(options.seed or 0, run.mesh, step)
+            with (
+                told_by_rank(step),
+                buffers_unchanged(run.model.roots, plan, enabled=step == first + 1),
+                _profiled(options, step),
+            ):
+                outcome = timed_step(run, step)
+            step += 1
+            finished(step)
+            if run.eval_data is not None and step % (options.data.eval_every or 1) == 0:
+                loss = evaluate(run.model, run.eval_data, options.data.eval_batches, run.mesh)
+                outcome = replace(outcome, eval_loss=loss)
+            report(outcome)
+            if log is not None:
+                log.write(outcome)
+            _check_finite(outcome)
+            if is_to_stop():
+                break
+            every = options.checkpoints.every
+            if every is not None and step % every == 0:
+                _save(run, step)
+        if run.checkpointer is not None and step > first:
+            _save(run, step)
+            run.checkpointer.close()
 
 
-def build_optimizer(
-    parameters: list[nn.Parameter], name: Optimizer, learning_rate: float | None
-) -> torch.optim.Optimizer:
-    """The plan's optimiser over this rank's shards of the trainable parameters."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    return _OPTIMIZERS[name](trainable, lr=DEFAULT_LEARNING_RATE[name] if learning_rate is None else learning_rate)
+def timed_step(run: Run, step: int) -> StepReport:
+    """One step (from 0) and what came of it. Collective."""
+    model, options, training = run.model, run.options, run.model.plan.training
+    rate = rate_at(step, options.optimization, options.optimization.peak(training.optimizer), options.steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    max_norm, norms = options.optimization.clip_norm, list[torch.Tensor]()
 
+    def look_at_gradients() -> None:
+        norms.append(gradient_norm(model, run.mesh))
+        if max_norm is not None:
+            clip(model, norms[0], max_norm)
 
-def train_step(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Tensors, mesh: DeviceMesh
-) -> torch.Tensor:
-    """One optimiser step on this rank's part of the global batch; the mean loss over the global batch."""
-    optimizer.zero_grad(set_to_none=True)
-    loss = model.forward_backward(batch)
-    optimizer.step()
-    place = place_of(mesh)
-    # Every rank of the last pipeline stage has its part's loss: tp ranks the same one, so the sum counts it tp times.
-    share = loss / (place.dp_degree * model.plan.mesh.tp) if model.has_loss else torch.zeros_like(loss)
-    dist.all_reduce(share)
-    return share
-
-
-def _timed_step(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, data: TokenData, mesh: DeviceMesh, step: int
-) -> StepReport:
-    training, device = model.plan.training, model.parameters()[0].device
+    wanted = max_norm is not None or options.log is not None
     start_s = time.perf_counter()
-    tokens, labels = data.local_batch(step, training.global_batch_size, place_of(mesh))
-    batch = {model.input_name: tokens.to(device), "labels": labels.to(device)}
-    loss = float(train_step(model, optimizer, batch, mesh))  # waits for the device
-    step_time_s = time.perf_counter() - start_s
+    batch = local_batch(model, run.data, step, run.mesh)
+    loss = float(train_step(model, run.optimizer, batch, run.mesh, look_at_gradients if wanted else None))
+    step_time_s = time.perf_counter() - start_s  # the loss waited for the device
     tokens_per_step = training.global_batch_size * training.seq_len
-    return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s)
+    norm = float(norms[0]) if norms else None
+    return StepReport(step + 1, loss, step_time_s, tokens_per_step / step_time_s, rate, norm)
 
 
-def _resumed(options: RunOptions, model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
-    """How many steps are done already; anything but 0 is told."""
-    if options.checkpoints is None:
-        return 0
-    if dist.get_rank() == 0:
-        clear_partial(options.checkpoints)
-    dist.barrier()
-    step = resume(options.checkpoints, model, optimizer)
-    if step > 0 and dist.get_rank() == 0:
-        _say(f"going on after step {step} of {options.checkpoints}")
-    return step
+def _save(run: Run, step: int) -> None:
+    assert run.checkpointer is not None
+    training = run.model.plan.training
+    run.checkpointer.save(
+        run.model,
+        run.optimizer,
+        Progress(
+            step=step,
+            sequences=run.data.origin + step * training.global_batch_size,
+            seed=run.options.seed or 0,
+            seq_len=training.seq_len,
+            optimizer=training.optimizer,
+            layout=degrees_text(run.model.plan),
+        ),
+    )
+
+
+def _found(checkpointer: Checkpointer | None, options: RunOptions, plan: Plan) -> Found | None:
+    """The checkpoint to go on from; InputError where it contradicts the options."""
+    found = None if checkpointer is None else checkpointer.find()
+    if found is None:
+        if options.checkpoints.must_resume:
+            raise InputError(f"there is no checkpoint to go on from in {options.checkpoints.folder}",
+                             hint="name the --checkpoint-dir of the run, or leave --resume out")  # fmt: skip
+        return None
+    progress = found.manifest.progress
+    if options.seed is not None and options.seed != progress.seed:
+        raise InputError(f"{found.folder} was trained with --seed {progress.seed}, not {options.seed}",
+                         hint="leave --seed out, or begin anew in another --checkpoint-dir")  # fmt: skip
+    if options.weights is not None:
+        say(f"warning: --weights is ignored: the run goes on from {found.folder}")
+    if progress.seq_len != plan.training.seq_len:
+        say(f"warning: sequences had {progress.seq_len} tokens and have {plan.training.seq_len}: their order is new")
+    return found
+
+
+def _origin(progress: Progress, plan: Plan) -> int:
+    """Where in the data step 0 would have begun: 0 unless the global batch changed."""
+    return progress.sequences - progress.step * plan.training.global_batch_size
 
 
 @contextlib.contextmanager
-def _told_to_stop(options: RunOptions, device: torch.device) -> Generator[Callable[[], bool]]:
-    """Yields whether any rank was sent SIGTERM, which all are to ask at once; without checkpoints it ends a rank."""
-    if options.checkpoints is None or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+def _profiled(options: RunOptions, step: int) -> Generator[None]:
+    """Writes a trace of the step that was asked for, one file a rank, for Perfetto or chrome://tracing."""
+    if options.profile is None or options.profile[0] != step + 1:
+        yield
         return
-    told = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
-
-    def any_is() -> bool:
-        flag = torch.tensor(int(told.is_set()), device=device)
-        dist.all_reduce(flag)
-        return bool(flag)
-
-    try:
-        yield any_is
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    folder = options.profile[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        yield
+    profiler.export_chrome_trace(str(folder / f"step-{step + 1}-rank-{dist.get_rank()}.json"))
 
 
 def _check_finite(outcome: StepReport) -> None:
@@ -225,55 +249,3 @@ def _check_finite(outcome: StepReport) -> None:
             f"the loss is {outcome.loss} in step {outcome.step}: nothing can be learned from it any more",
             hint="try a smaller --learning-rate, or look for what overflows in the model or the data",
         )
-
-
-@contextlib.contextmanager
-def _told_by_rank(step: int) -> Generator[None]:
-    """What goes wrong inside a step, in the user's model or in torch, with the rank it happened on."""
-    rank = dist.get_rank()
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        hint = "plan with a smaller micro-batch, recomputation or more sharding"
-        raise PlannerError(f"rank {rank} is out of device memory in step {step + 1}: {error}", hint=hint) from error
-    except PlannerError:
-        raise
-    except Exception as error:
-        cause = _root_cause(error)
-        text = f"rank {rank} failed in step {step + 1}: {type(cause).__name__}: {cause}{_where(cause)}"
-        raise PlannerError(text, hint="run again with --debug for the whole traceback") from cause
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """What a pipeline schedule wraps in errors of its own, with the arguments' shapes in place of the reason."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _where(error: BaseException) -> str:
-    """The lines that the error came through, innermost first: of the user's code, or where it is not there of ours."""
-    ours = str(Path(__file__).resolve().parents[1])
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    users = [f for f in frames if not f.filename.startswith((ours, "<"))]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(users or frames[-1:])]
-    return f" (at {', from '.join(lines)})" if lines else ""
-
-
-@contextlib.contextmanager
-def quiet_torch() -> Generator[None]:
-    """Hides torch's remarks about its own internals, which no user can act on."""
-    sharding_log = logging.getLogger("torch.distributed.tensor")
-    level = sharding_log.level
-    sharding_log.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.")
-        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-        try:
-            yield
-        finally:
-            sharding_log.setLevel(level)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -5,8 +5,9 @@ And what it is chosen for and within: the training, the user's pins, the limits 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
@@ -46,6 +47,18 @@ class Pins:
         """``tp=4, pp=2`` for messages."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return ", ".join(f"{name}={value}" for name, value in given if value is not None)
+
+    def given(self) -> dict[str, int | bool | str]:
+        """The choices that are fixed, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @staticmethod
+    def of(given: Mapping[str, int | bool | str]) -> Pins:
+        """The pins that ``given`` names; TypeError or ValueError where it names none, or none of its choices."""
+        words = {"schedule": ScheduleName, "recompute": Recompute, "offload": Offload}
+        values: dict[str, Any] = {name: words[name](v) if name in words else v for name, v in given.items()}
+        return Pins(**values)
 
 
 NO_PINS = Pins()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -170,3 +170,31 @@ def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
     AttentionInterface.register(UNMASKED_ATTENTION, sdpa_attention_forward)
     return UNMASKED_ATTENTION, "sdpa", "eager"
+
+
+def from_pretrained(module: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in ``folder`` under the names of ``module``, a model of ``transformers``; never pickled ones.
+
+    ModelError where ``transformers`` cannot read them, or some are missing.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        raise ModelError(f"{folder} holds weights for transformers, the model is a {type(module).__name__}",
+                         hint="name a .safetensors file whose names are the model's own")  # fmt: skip
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            loaded: Any = type(module).from_pretrained(
+                str(folder), config=module.config, dtype=torch.float32, use_safetensors=True, local_files_only=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{folder}: transformers cannot read the weights: {first}",
+                         hint="name a folder with config.json and .safetensors files") from error  # fmt: skip
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors of the model, the first {missing[0]}",
+                         hint="name the weights of this model")  # fmt: skip
+    return dict(model.state_dict())

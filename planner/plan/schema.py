@@ -188,6 +188,7 @@ class SearchSection(_Value):
     memory_risk: float = 0.5  # that a plan was allowed of not fitting; 0.5: predictions are taken at their word
     error_between_layouts: float | None = None  # of predicted ratios of two layouts' times, on published runs
     preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
+    pins: dict[str, int | bool | str] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
     # Where devices are left idle: the fastest found over all of them.

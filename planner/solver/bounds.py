@@ -31,29 +31,25 @@ which layouts are worth a look first, and proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.ledger import MemoryLedger
-from costmodels.pipeline_paths import coefficients
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import PLACE, Element, Holding
-from planner.evaluation.cuts import even_starts, stage_sizes
-from planner.evaluation.evaluator import device_places
-from planner.evaluation.rank_memory import RankMemoryModel, reserve_fraction
+from costmodels.vocabulary.terms import Element
+from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
-from planner.layout.columns import Array, Columns, Positions
+from planner.evaluation.unit_times import LayoutRows, unit_times
+from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
+from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
-from planner.table.keys import SendKey, StateKey
+from planner.table.keys import StateKey
 
 CHUNK = 20_000
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
@@ -71,21 +67,6 @@ class Bounds:
     estimate_s: Array  # no bound: about what the layout takes, and no less than its bound
 
 
-class _AlikeKey(NamedTuple):
-    """Layouts whose pipelines have one shape are bounded together."""
-
-    schedule: ScheduleName
-    pp: int
-    virtual_stages: int
-    offload: Offload
-    groups: tuple[str, ...]
-    recompute: Recompute | None
-
-
-class _MicroBatches(NamedTuple):
-    num_microbatches: int
-
-
 def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     """Bounds of every layout."""
     found = Bounds(*(np.zeros(len(layouts)) for _ in range(4)))
@@ -93,13 +74,13 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     if not layouts:
         return found
     rows = LayoutRows.of(table, listed)
-    keys, alike = listed.by(_AlikeKey)
+    keys, alike = listed.by(AlikeKey)
     for key, members in zip(
         keys, np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]), strict=True
     ):
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = _Group(table, key, listed.take(part), rows.take(part))
+            group = AlikeLayouts(table, key, listed.take(part), rows.take(part))
             found.step_time_s[part] = group.step_time_s()
             found.memory_bytes[part] = group.memory_bytes()
             found.host_share[part] = group.host_share()
@@ -107,61 +88,20 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
     return found
 
 
-def bound_of_several_s(table: CostTable, layout: Layout, enough_s: float) -> float:
-    """A closer bound of one layout whose ranks hold several stages, or halves of backward passes apart.
-
-    The larger of two: the longest paths of its schedule, over all ways to spread the work, and the loads of its ranks in
-    whole blocks. ``bounds`` leaves it out, since it takes milliseconds. ``enough_s``: more need not be known.
-    """
-    listed = Columns.of(Layout, [layout])
-    keys, _ = listed.by(_AlikeKey)
-    group = _Group(table, keys[0], listed, LayoutRows.of(table, listed))
-    loads_s = group.loads_s()
-    return loads_s if loads_s >= enough_s else max(loads_s, group.path_s())
-
-
-class _Group:
-    """Layouts with the same schedule, pipeline degree, number of virtual stages, offload and order of groups.
-
-    Arrays have the axes [layouts, kinds of units], or the first alone.
-    """
-
-    def __init__(self, table: CostTable, key: _AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
-        self._table, self._key, self._layouts, self._rows = table, key, layouts, rows
-        self._schedule, self._pp, self._virtual = key.schedule, key.pp, key.virtual_stages
-        self._m = rows.num_microbatches
-        self._counts = table.counts
-        self._times = unit_times(table, rows, 0)
-        self._work = self._times.forward_s + self._times.backward_s
-        self._modes = list(MODES.values()) if key.recompute is None else [MODES[key.recompute]]
-        # The least of every mode: [layouts, kinds, Holding].
-        self._held = np.min([table.num_bytes[rows.work, mode] for mode in self._modes], axis=0)
-        self._places = device_places(table, layouts[0])
-        # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
-        memory = [table.cluster.devices[place].memory_bytes for place in self._places]
-        self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
-        lines = table.send(SendKey(key.pp, key.groups))
-        num_bytes = self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
-        latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
-        self._send = latency_s + s_per_byte * num_bytes
-        self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
-
-    @cached_property
-    def _elements(self) -> Array:
-        """Parameters of each kind on one tensor-parallel rank, [layouts, kinds, Element]."""
-        return self._table.elements[self._rows.split]
+class AlikeLayouts(AlikeMemory):
+    """Lower bounds of the time of layouts that are alike in what ``AlikeKey`` says, and of their memory."""
 
     @cached_property
     def _updated(self) -> Array:
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
-        whole = np.einsum("lke,k->le", self._elements, self._counts)
-        divided = whole[:, _TRAINABLE] / self._rows.num_shards
-        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self._rows.ep)
-        return np.where(_SHARDS_OPTIMIZER[self._rows.zero_stage], divided, kept)
+        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        divided = whole[:, _TRAINABLE] / self.rows.num_shards
+        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self.rows.ep)
+        return np.where(_SHARDS_OPTIMIZER[self.rows.zero_stage], divided, kept)
 
-    def _update_s(self) -> Array:
+    def update_s(self) -> Array:
         """The optimiser step of a whole pipeline on its fastest device: some rank takes at least a p-th of it."""
-        cluster, offload = self._table.cluster, self._key.offload
+        cluster, offload = self.table.cluster, self._key.offload
         if offload is not Offload.NONE:
             lines = [cluster.host(offload).update]
         else:
@@ -171,16 +111,16 @@ class _Group:
 
     def host_share(self) -> Array:
         """What an average node keeps off its devices, as a share of what a node has. The fullest needs no less."""
-        table, offload = self._table, self._key.offload
+        table, offload = self.table, self._key.offload
         if offload is Offload.NONE:
-            return np.zeros(len(self._rows.work))
+            return np.zeros(len(self.rows.work))
         cluster, host = table.cluster, table.cluster.host(offload)
-        keys, which = self._layouts.by(StateKey)
+        keys, which = self.layouts.by(StateKey)
         on_device = table.state_rows([key._replace(offload=Offload.NONE) for key in keys])[which]
-        whole = np.einsum("lke,k->le", self._elements, self._counts)
-        optimizer = np.einsum("le,le->l", _by_kind(whole), table.state_bytes[on_device][..., _OPTIMIZER])
+        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        optimizer = np.einsum("le,le->l", by_kind(whole), table.state_bytes[on_device][..., _OPTIMIZER])
         devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
-        factor = devices_a_node / self._pp
+        factor = devices_a_node / self.pp
         buffers = self._updated * (host.gradient_bytes + host.parameter_bytes)
         if offload is Offload.NVME:
             return np.maximum(factor * buffers / host.ram_bytes, factor * optimizer / host.nvme_bytes)
@@ -190,26 +130,26 @@ class _Group:
 
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        return self._pipeline_s() + self._update_s() / self._pp
+        return self._pipeline_s() + self.update_s() / self.pp
 
     def _pipeline_s(self) -> Array:
         if self._key.groups:
             return self._unlike_s()
-        total = self._work @ self._counts + self._recomputed_s
-        if self._pp == 1:
-            return self._m * total
-        if not self._schedule.rules.has_one_stage:
+        total = self.work_s @ self.counts + self._recomputed_s
+        if self.pp == 1:
+            return self.num_microbatches * total
+        if not self.schedule.rules.has_one_stage:
             return self._any_cut_s(total)
-        p, m, send = self._pp, self._m, self._send
-        coefficient = self._layouts.each(
-            _MicroBatches, lambda key: pipeline_coefficient(self._schedule, p, key.num_microbatches)
+        p, m, send = self.pp, self.num_microbatches, self.send_s
+        coefficient = self.layouts.each(
+            NumMicroBatches, lambda key: pipeline_coefficient(self.schedule, p, key.num_microbatches)
         )
         best = coefficient * total + 2 * send * (p - 1)
-        blocks = np.ceil(self._counts / p)
-        most = (self._work * blocks).max(axis=1)
-        if self._schedule.rules.forwards_first:
+        blocks = np.ceil(self.counts / p)
+        most = (self.work_s * blocks).max(axis=1)
+        if self.schedule.rules.forwards_first:
             return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
-        least = self._work.min(axis=1)
+        least = self.work_s.min(axis=1)
         whole = np.where(m > p, total + (m - p) * most + (p - 1) * least + 2 * send * (p - 1), m * most)
         best = np.maximum(best, whole)
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
@@ -218,8 +158,8 @@ class _Group:
 
     def _unlike_s(self) -> Array:
         """Lines (1), (2) and (3) where the devices of the ranks differ."""
-        p, m = self._pp, self._m
-        if self._schedule.rules.forwards_first:
+        p, m = self.pp, self.num_microbatches
+        if self.schedule.rules.forwards_first:
             return self._weighted_s(0.0, [m - 1] * p)
         least = self._weighted_s(-1.0, [m - 1] * p)
         steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)])
@@ -230,7 +170,7 @@ class _Group:
         """``_work`` on each pipeline rank's own devices."""
         found: dict[int, Array] = {}
         for place in set(self._places):
-            times = unit_times(self._table, self._rows, place)
+            times = unit_times(self.table, self.rows, place)
             found[place] = times.forward_s + times.backward_s
         return [found[place] for place in self._places]
 
@@ -245,9 +185,9 @@ class _Group:
         each unit adds 10/3 s: T >= 20 s, which the cut into four and two units meets (8 + 3 * 4).
         """
         work = self._work_of_ranks
-        whole = [each @ self._counts for each in work]
+        whole = [each @ self.counts for each in work]
         # Let A_i * whole_i = t for all i. Then l_i, and so S_i, is linear in t, and that the weights sum to 1 gives t.
-        slope, offset = np.zeros_like(self._m), np.zeros_like(self._m)
+        slope, offset = np.zeros_like(self.num_microbatches), np.zeros_like(self.num_microbatches)
         parts: list[tuple[Array, Array]] = []
         for all_units, own in zip(whole, d, strict=True):
             rate = np.maximum(own, 1e-6)  # any weights give a bound
@@ -259,7 +199,7 @@ class _Group:
         before = np.cumsum(weights, axis=0) - weights
         factors = 1 + e * before + np.array(d) * weights
         least = np.min([factor[:, None] * each for factor, each in zip(factors, work, strict=True)], axis=0)
-        return least @ self._counts + 2 * self._way
+        return least @ self.counts + 2 * self._way
 
     def _any_cut_s(self, total: Array) -> Array:
         """The bound where ranks hold several stages, or halves of backward passes apart.
@@ -267,167 +207,13 @@ class _Group:
         Some rank works at least the mean, and at least as many units of one kind as some rank must hold; and one
         micro-batch goes through all stages and back, but for gradients of weights.
         """
-        p, m = self._pp, self._m
-        most = (self._work * np.ceil(self._counts / p)).max(axis=1)
+        p, m = self.pp, self.num_microbatches
+        most = (self.work_s * np.ceil(self.counts / p)).max(axis=1)
         busiest = m * np.maximum(total / p, most)
-        if self._schedule.rules.overlaps_steps:
+        if self.schedule.rules.overlaps_steps:
             return busiest
-        sent = self._work - self._times.weight_s if self._schedule.rules.splits_backward else self._work
-        return np.maximum(busiest, sent @ self._counts + 2 * self._send * (p - 1))
-
-    def path_s(self) -> float:
-        """Of the only layout: ``costmodels.pipeline_paths``."""
-        paths = coefficients(self._schedule, self._pp, self._virtual, int(self._m[0]))
-        times = self._times
-        weight_s = times.weight_s if self._schedule.rules.splits_backward else np.zeros_like(times.weight_s)
-        units = paths.least(times.forward_s[0], times.backward_s[0] - weight_s[0], weight_s[0]) @ self._counts
-        recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s()
-        return float(units + recomputed + paths.sends * self._send[0] + self._update_s()[0] / self._pp)
-
-    def loads_s(self) -> float:
-        """Of the only layout, if its blocks are of one kind: however they are dealt out, some rank takes so long.
-
-        A rank with n blocks takes m times their seconds, with what they must recompute so that it may fit, after the
-        first micro-batch has come through the first stages of the ranks before it. The least step that is long enough
-        for all ranks to take all blocks is the bound.
-        Example: seven blocks of 1 s on two ranks, four micro-batches, and a head of 1.5 s: 5 and 2 blocks take 20 s, 4
-        and 3 take 18 s: T >= 18 s, where the mean says 17 s.
-        """
-        units = self._table.units
-        kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
-        if len(kinds) != 1 or self._schedule.rules.overlaps_steps:
-            return 0.0
-        (kind,) = kinds
-        ranks = [self._load_of_rank_s(rank, kind) for rank in range(self._pp)]
-        candidates = np.unique(np.concatenate([costs for _, costs in ranks]))
-        low, high = 0, len(candidates) - 1
-        if high < 0 or self._dealt(ranks, candidates[-1]) < sum(units.is_block):
-            return float("inf")
-        while low < high:
-            middle = (low + high) // 2
-            enough = self._dealt(ranks, candidates[middle]) >= sum(units.is_block)
-            low, high = (low, middle) if enough else (middle + 1, high)
-        return float(candidates[low] * (1 - 1e-12) + self._update_s()[0] / self._pp)
-
-    def _extra_of_ranks_s(self) -> float:
-        """What all ranks must at least recompute of one micro-batch, however the blocks are dealt out.
-
-        What a rank recomputes rises ever faster with its blocks, so that the cheapest next blocks are dealt first.
-        """
-        units = self._table.units
-        kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
-        if len(kinds) != 1 or len(self._modes) == 1:
-            return 0.0
-        (kind,) = kinds
-        ranks = [self._extra_of_rank(rank, kind) for rank in range(self._pp)]
-        left = sum(units.is_block) - sum(fewest for fewest, _ in ranks)
-        more = np.sort(np.concatenate([np.diff(extra[np.isfinite(extra)]) for _, extra in ranks]))
-        if left > len(more) or not all(np.isfinite(extra[0]) for _, extra in ranks):
-            return float("inf")
-        return float(sum(extra[0] for _, extra in ranks) + more[: max(0, left)].sum())
-
-    @staticmethod
-    def _dealt(ranks: Sequence[tuple[int, Array]], limit_s: float) -> float:
-        """The most blocks that ranks take within a time; less than nothing where one cannot take its least."""
-        held = [fewest + int(np.searchsorted(costs, limit_s, side="right")) - 1 for fewest, costs in ranks]
-        can = all(len(costs) and costs[0] <= limit_s for _, costs in ranks)
-        return sum(held) if can else -np.inf
-
-    def _load_of_rank_s(self, rank: int, kind: int) -> tuple[int, Array]:
-        """The fewest blocks that a rank holds, and the seconds that it takes with so many, one more, and so on."""
-        fewest, extra_s = self._extra_of_rank(rank, kind)
-        numbers = fewest + np.arange(len(extra_s))
-        own = self._work[0, self._ends_of(rank)].sum() + numbers * self._work[0, kind] + extra_s
-        sizes = stage_sizes(sum(self._table.units.is_block), self._pp * self._virtual)
-        costs = float(self._m[0]) * own + self._before_s(rank, kind, sizes.least)
-        return fewest, costs[np.isfinite(costs)]
-
-    def _ends_of(self, rank: int) -> list[int]:
-        """Kinds of the first and the last unit of the model, as far as they are no blocks and lie on this rank."""
-        units, rules = self._table.units, self._schedule.rules
-        ends = ((0, 0), (-1, self._pp * self._virtual - 1))
-        return [
-            units.kinds[unit]
-            for unit, stage in ends
-            if rules.rank_of(stage, self._pp) == rank and not units.is_block[unit]
-        ]
-
-    @lru_cache(maxsize=64)  # noqa: B019  (a group of one layout lives as long as its bound is worked out)
-    def _extra_of_rank(self, rank: int, kind: int) -> tuple[int, Array]:
-        """The fewest blocks of a rank; what so many, one more, and so on must at least recompute so that they may fit.
-
-        Seconds of one micro-batch. For any price of a byte: a block in stage s costs the least over all modes of its
-        seconds and the price of what it keeps there; the blocks go where that is least; and what the device has is paid
-        back. So much is recomputed at least, whatever the price; those at which a mode becomes worth it are tried.
-        """
-        units, p, num_stages = self._table.units, self._pp, self._pp * self._virtual
-        rules, held = self._schedule.rules, self._held_of_modes[:, kind]
-        sizes = stage_sizes(sum(units.is_block), num_stages)
-        shortened = rules.shortened_to_peak(p, int(self._m[0]), MOST_ROUNDS)
-        flying, waits = _flying(self._schedule, p, self._virtual, shortened)
-        stages = [stage for stage in range(num_stages) if rules.rank_of(stage, p) == rank]
-        least = np.array([sizes.least if 0 < stage < num_stages - 1 else 0 for stage in stages])
-        kept = np.outer(held[:, PLACE[Holding.KEPT]], flying[stages])
-        kept = (kept + np.outer(held[:, PLACE[Holding.WAITING]], waits[stages])) * self._reserve[0]
-        static = self._static_bytes[0]
-        room = self._table.cluster.devices[0].memory_bytes - self._beside_blocks(kind)
-        room -= static[self._ends_of(rank)].sum()
-        prices = self._prices(kept, kind)
-        # Of a block in each stage at each price, with its own states; [prices, stages].
-        each = np.min(self._extra_s_of_modes[:, kind][None, :, None] + prices[:, None, None] * kept[None], axis=1)
-        each = each + prices[:, None] * static[kind]
-        more = np.sort(np.repeat(each, sizes.most - least, axis=1), axis=1)
-        held_s = np.concatenate([np.zeros((len(prices), 1)), np.cumsum(more, axis=1)], axis=1)
-        total = (each @ least)[:, None] + held_s - (prices * room)[:, None]
-        smallest = (kept.min(axis=0) @ least) + np.concatenate(
-            ([0.0], np.cumsum(np.sort(np.repeat(kept.min(axis=0), sizes.most - least))))
-        )
-        numbers = int(least.sum()) + np.arange(total.shape[1])
-        fits = smallest + numbers * static[kind] <= room * (1 + 1e-12)
-        return int(least.sum()), np.where(fits, np.maximum(0.0, total.max(axis=0)), np.inf)
-
-    @lru_cache(maxsize=8)  # noqa: B019  (as above)
-    def _beside_blocks(self, kind: int) -> float:
-        """Of the only layout: what a rank needs besides states and kept activations while a block is at work.
-
-        Every rank has a stage that ends with a block, behind which nothing has been freed yet.
-        """
-        layout, table = self._layouts[0], self._table
-        model = RankMemoryModel(table, layout, LayoutRows.of_one(table, layout), [0] * len(table.units.kinds))
-        outside = MemoryLedger().with_reserve(model.software, model.num_communicators).total_bytes
-        held = self._held_of_modes[:, kind]
-        passing = (held[:, PLACE[Holding.WORKING]] + held[:, PLACE[Holding.BUFFER]]).min() + model.gathered_bytes(kind)
-        return outside + float(passing * self._reserve[0] + held[:, PLACE[Holding.STRANDED]].min())
-
-    def _prices(self, kept: Array, kind: int) -> Array:
-        """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
-        extra, kept = self._extra_s_of_modes[:, kind], np.unique(kept, axis=1)
-        found = {0.0}
-        for a in range(len(extra)):
-            for b in range(len(extra)):
-                saved = kept[a] - kept[b]
-                found.update(((extra[b] - extra[a]) / saved[saved > 0]).tolist() if extra[b] > extra[a] else ())
-        return np.array(sorted(found))
-
-    @cached_property
-    def _extra_s_of_modes(self) -> Array:
-        """Of the only layout: seconds of one micro-batch that a unit takes more in each mode, [modes, kinds]."""
-        rows = replace(self._rows, work=np.repeat(self._rows.work, len(self._modes)), mode=np.array(self._modes))
-        times = unit_times(self._table, rows, 0)
-        work = times.forward_s + times.backward_s
-        return np.maximum(0.0, work - work[0])
-
-    def _before_s(self, rank: int, kind: int, fewest: int) -> float:
-        """What the ranks before take at least until the first micro-batch has come, and the last gradient gone."""
-        work = self._times.forward_s[0] if self._schedule.rules.splits_backward else self._work[0]
-        ways = 1 if self._schedule.rules.splits_backward else 2
-        stages = [work[self._table.units.kinds[0]]] + [max(1, fewest) * work[kind]] * (rank - 1)
-        return sum(stages[:rank]) + ways * rank * float(self._send[0])
-
-    @cached_property
-    def _held_of_modes(self) -> Array:
-        """Of the only layout, [modes, kinds, Holding]."""
-        return np.array([self._table.num_bytes[self._rows.work[0], mode] for mode in self._modes])
+        sent = self.work_s - self.times.weight_s if self.schedule.rules.splits_backward else self.work_s
+        return np.maximum(busiest, sent @ self.counts + 2 * self.send_s * (p - 1))
 
     def estimate_s(self) -> Array:
         """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.
@@ -442,22 +228,22 @@ class _Group:
             T >= sum_(i<r) f_i + c r + m w_r       and       T >= sum_(i<r) u_i + 2 c r + m u_r
         Example: four stages of one unit (1 s), two on each rank: rank 1 says T >= 1 + 4 * 2 = 9 s.
         """
-        rules = self._schedule.rules
-        if self._pp == 1 or rules.has_one_stage or self._pp * self._virtual > sum(self._table.units.is_block):
-            return np.zeros(len(self._m))
-        ranks, below = _even_counts(self._table.units, self._schedule, self._pp, self._virtual)
-        hops = self._send[:, None] * np.arange(self._pp)
-        m = self._m[:, None]
-        work = self._work * (1 + self._recomputed_s / (self._work @ self._counts))[:, None]
+        rules = self.schedule.rules
+        if self.pp == 1 or rules.has_one_stage or self.pp * self.virtual_stages > sum(self.table.units.is_block):
+            return np.zeros(len(self.num_microbatches))
+        ranks, below = _even_counts(self.table.units, self.schedule, self.pp, self.virtual_stages)
+        hops = self.send_s[:, None] * np.arange(self.pp)
+        m = self.num_microbatches[:, None]
+        work = self.work_s * (1 + self._recomputed_s / (self.work_s @ self.counts))[:, None]
         if not rules.splits_backward:
             even = (work @ below.T + m * (work @ ranks.T) + 2 * hops).max(axis=1)
         elif rules.overlaps_steps:
             even = (m * (work @ ranks.T)).max(axis=1)
         else:
-            sent = work - self._times.weight_s
-            whole = self._times.forward_s @ below.T + hops + m * (work @ ranks.T)
+            sent = work - self.times.weight_s
+            whole = self.times.forward_s @ below.T + hops + m * (work @ ranks.T)
             even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
-        return even + self._update_s() / self._pp
+        return even + self.update_s() / self.pp
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.
@@ -468,134 +254,11 @@ class _Group:
         them is least where they meet.
         Example, r = 1: q = 4, T >= x + 4 (6 - x) and T >= 4 x meet at x = 24 / 7: T >= 13.7 s.
         """
-        p, m, send = self._pp, self._m, self._send
+        p, m, send = self.pp, self.num_microbatches, self.send_s
         rounds = np.floor((m - 1) / (p - rank)) + 1
         way = 2 * send * (p - 1 - rank)
         below = (rounds * (total + way) + 2 * send * rank) / (m / rank + rounds - 1)
         return np.where(below <= total, m * below / rank, total + 2 * send * rank + rounds * way)
-
-    # -- memory -------------------------------------------------------------------------------
-
-    def memory_bytes(self) -> Array:
-        """The fullest rank's states and activations, with the allocator's reserve and the context.
-
-        Of the working set only the least over all kinds is counted: some unit is at work on every rank.
-        """
-        return self._least(self._held) @ self._counts + self._besides
-
-    @cached_property
-    def _besides(self) -> Array:
-        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
-        return (working * self._reserve + self._table.cluster.software.context_bytes) / self._room.max()
-
-    @cached_property
-    def _reserve(self) -> Array:
-        return 1 + reserve_fraction(self._table, self._rows.mixes_lifetimes)
-
-    @cached_property
-    def _recomputed_s(self) -> Array:
-        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
-
-        Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
-        cannot be parted take no less.
-        Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
-        three units recompute the first way, 0.9 s.
-        """
-        if len(self._modes) == 1 or self._key.groups:
-            return np.zeros(len(self._m))
-        table, rows = self._table, self._rows
-        held = [table.num_bytes[rows.work, mode] for mode in self._modes]
-        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self._modes]
-        least = [self._least(each) for each in held]
-        saved = [np.maximum(0.0, least[0] - each) for each in least]
-        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self._work) for each in times]
-        lacking = least[0] @ self._counts + self._besides - table.cluster.devices[0].memory_bytes
-        with np.errstate(divide="ignore", invalid="ignore"):
-            few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
-            both = few <= many
-            # Steps from no recomputation to the cheaper mode a byte, and from there to what saves more.
-            first = np.where(both, saved[1], saved[2]), np.where(both, few, many)
-            more = np.where(both, np.maximum(0.0, saved[2] - saved[1]), 0.0)
-            second = more, np.where(more > 0, (extra[2] - extra[1]) / more, np.inf)
-        sizes = np.concatenate([first[0] * self._counts, second[0] * self._counts], axis=1)
-        rates = np.concatenate([first[1], np.maximum(second[1], 0.0)], axis=1)
-        order = np.argsort(rates, axis=1)
-        sizes, rates = np.take_along_axis(sizes, order, axis=1), np.take_along_axis(rates, order, axis=1)
-        before = np.cumsum(sizes, axis=1) - sizes
-        taken = np.clip(lacking[:, None] - before, 0.0, sizes)
-        return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
-
-    def _least(self, held: Array) -> Array:
-        """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].
-
-        For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs. Wherever a
-        unit lies, it adds at least the least over r of l_r (its states + micro-batches in flight on r * what it keeps
-        of one). The weights make the terms of the average unit equal, which is near the best.
-        Example: six units of 2 GiB of states that keep 1 GiB, two and one micro-batches in flight. A unit needs 4 GiB
-        on rank 0 and 3 GiB on rank 1, so the weights are 3/7 and 4/7 and each unit adds 12/7 GiB: at least 10.3 GiB.
-        The best cut, into halves, needs 12 GiB.
-        """
-        static, kept = self._static_bytes, held[..., PLACE[Holding.KEPT]] * self._reserve[:, None]
-        if not self._schedule.rules.has_one_stage:
-            waiting = held[..., PLACE[Holding.WAITING]] * self._reserve[:, None]
-            return self._least_of_stages(static, kept, waiting)
-        weights, flying = self._weights
-        each = weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :])
-        return np.min(each, axis=1)
-
-    @cached_property
-    def _weights(self) -> tuple[Array, Array]:
-        """Weights of the ranks and micro-batches in flight on each, [layouts, ranks]."""
-        if self._schedule.rules.forwards_first and self._pp > 1:
-            flying = np.repeat(self._m[:, None], self._pp, axis=1)
-        else:
-            flying = self._layouts.each(
-                _MicroBatches, lambda key: self._schedule.rules.in_flight(self._pp, key.num_microbatches)
-            )
-        kept = self._held[..., PLACE[Holding.KEPT]] * self._reserve[:, None]
-        states, activations = self._static_bytes @ self._counts, kept @ self._counts
-        weights = self._room / (states[:, None] + flying * activations[:, None])
-        weights /= weights.sum(axis=1, keepdims=True) * self._room
-        return weights, flying
-
-    def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
-        """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
-        least = np.empty_like(static)
-        for m, members in self._by_peak():
-            flying, waits = _flying(self._schedule, self._pp, self._virtual, m)
-            mean = _least_means(self._table.units, flying), _least_means(self._table.units, waits)
-            most = -_least_means(self._table.units, -waits)
-            waited = np.minimum(mean[1] * waiting[members], most * waiting[members])  # they may hold less
-            least[members] = static[members] + mean[0] * kept[members] + waited
-        return least / self._pp
-
-    def _by_peak(self) -> Iterator[tuple[int, Positions]]:
-        """Layouts whose ranks hold most at the same moment, with the micro-batches it takes to see it."""
-        shortened = self._layouts.each(
-            _MicroBatches,
-            lambda key: self._schedule.rules.shortened_to_peak(self._pp, key.num_microbatches, MOST_ROUNDS),
-        )
-        for m in np.unique(shortened):
-            yield int(m), np.flatnonzero(shortened == m)
-
-    @cached_property
-    def _static_bytes(self) -> Array:
-        """States of each unit kind when backward begins."""
-        state = self._table.state_bytes[self._rows.state]  # [layouts, KindOfElement, ...]
-        holds_gradients = (self._m > 1) | self._table.framework.keeps_gradients
-        each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
-        each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
-        return np.einsum("lke,le->lk", _by_kind(self._elements), each)
-
-
-def _by_kind(elements: Array) -> Array:
-    """[..., KindOfElement] of [..., Element]."""
-    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
-    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
-
-
-# Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
-MOST_ROUNDS = 3
 
 
 @lru_cache(maxsize=4096)
@@ -620,32 +283,6 @@ def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatche
         if min(weights) >= 0:
             best = max(best, 1 + 1 / sum(weights))
     return best
-
-
-@lru_cache(maxsize=1024)
-def _flying(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Array:
-    """Micro-batches in flight, and waiting for gradients of weights, in each stage at its rank's peak; [2, stages]."""
-    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
-    return np.array(found, dtype=np.float64)
-
-
-def _least_means(units: UnitRow, each: Array) -> Array:
-    """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
-
-    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
-    """
-    num_blocks, num_stages = sum(units.is_block), len(each)
-    sizes = stage_sizes(num_blocks, num_stages)
-    found = np.full(len(units.counts), each.min())
-    for kind, number in enumerate(units.counts):
-        if not units.is_block[units.kinds.index(kind)]:
-            continue
-        held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
-        held[[0, -1]] = 0.0
-        for stage in np.argsort(each, kind="stable"):
-            held[stage] += min(sizes.most - held[stage], number - held.sum())
-        found[kind] = each @ held / number
-    return found
 
 
 @lru_cache(maxsize=1024)

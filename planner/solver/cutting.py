@@ -1,4 +1,4 @@
-"""The best stages of one layout: where the pipeline is cut and what each block recomputes, with a proof if there is one.
+"""The best stages of one layout: where the pipeline is cut and what each block recomputes; proved where that can be.
 
 A cut is priced by simulating its schedule, with the recomputation of least time that the ledger allows. Where each rank
 holds one stage, the dynamic program bounds what any cut takes; every cut whose bound is below the best price is then

@@ -21,8 +21,9 @@ from planner.layout.complexity import complexity
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bound_of_several_s, bounds
+from planner.solver.bounds import Bounds, bounds
 from planner.solver.cutting import TOLERANCE, best_cut, probe
+from planner.solver.several_stages import bound_of_several_s
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -212,27 +213,24 @@ def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterat
             break
         if walk.is_open(index):
             yield index
-    # From the least bound on, which is what stays to be proved: where no visit raises it, no other layout matters.
-    left = [(float(lower.step_time_s[index]), index) for index in order.tolist()]
-    left = [each for each in left if not best.beats(each[0])]
+    yield from _open_visits([index for index in order.tolist() if not best.beats(walk.known_s(index))], walk)
+
+
+def _open_visits(layouts: list[int], walk: _Walk) -> Iterator[int]:
+    """From the least bound on: where nothing raises that, no other layout matters for what is proved."""
+    left = [(walk.known_s(index), index) for index in layouts]
     heapify(left)
     while left:
-        known_s, index = heappop(left)
-        bound_s = walk.known_s(index)
-        if bound_s > known_s:
-            if not best.beats(bound_s):
-                heappush(left, (bound_s, index))
-        elif not walk.is_open(index):
-            if walk.known_s(index) == known_s:
-                return
-            heappush(left, (walk.known_s(index), index))
-        elif walk.known_s(index) == known_s:
+        bound_s, index = heappop(left)
+        is_open = walk.is_open(index)  # which may raise its bound
+        if is_open and walk.known_s(index) <= bound_s:
             if walk.num_visited >= MOST_VISITS + MOST_OPEN_VISITS:
                 return
             yield index
+        if walk.known_s(index) > bound_s:
             heappush(left, (walk.known_s(index), index))
-        else:
-            heappush(left, (walk.known_s(index), index))
+        elif not is_open:  # visited, and still the least: the others' bounds do not matter
+            return
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked
@@ -82,14 +83,14 @@ def num_meshes(asked: Asked) -> int:
 
 def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
     """Every layout; those of one mesh serve for all meshes that allow the same."""
-    alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
+    alike: dict[tuple[tuple[object, ...], tuple[ContextMethod, ...]], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(asked):
         stages = tuple(zero_stages(asked, mesh))
         flags = tuple(sequence_parallel_options(asked, mesh.tp, mesh.cp))
         ways = tuple(methods(asked, mesh.tp, mesh.cp))
-        alike[mesh.pp, mesh.dp, stages, flags, ways].append(mesh)
+        alike[(mesh.pp, mesh.dp, stages, flags), ways].append(mesh)
     parts: list[Columns[Layout]] = []
-    for (*_, ways), meshes in alike.items():
+    for (_, ways), meshes in alike.items():
         deadline.check()
         on_one = Columns.of(Layout, _layouts_on(meshes[0], asked)).with_each("cp_method", ways)
         parts.append(on_one.with_each("mesh", meshes))

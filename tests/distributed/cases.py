@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -213,3 +214,41 @@ DROPOUT_CASES = {
     ),
     "dropout-dp4-full": Case("gpt-dropout", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=2),
 }
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = _ROOT / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
+
+
+def coupled_plan() -> Plan:
+    """Data parallelism over a model whose samples see each other."""
+    plan = Case("gpt", _DP4).plan()
+    return plan.model_copy(
+        update={
+            "model": ModelSection(source=str(_ROOT / "tests" / "fixtures" / "coupled.py"), digest="", num_params=0),
+            "zero_stage": 1,
+            "pipeline": plan.pipeline.model_copy(
+                update={"stages": (StageSection(index=0, pp_rank=0, modules=("embedding", "head")),)}
+            ),
+            "placements": PlacementSection(sharded_units=("embedding", "head")),
+        }
+    )
+
+
+def _journey(model: str) -> tuple[Case, ...]:
+    """Layouts that one run passes through, a checkpoint between each and the next."""
+    adamw = Optimizer.ADAMW
+    return (
+        Case(model, _DP4, 3, optimizer=adamw),
+        Case(model, _PP2_DP2, 1, _ZBV, 2, optimizer=adamw),
+        Case(model, _DP2_TP2, 2, sequence_parallel=True, micro_batch_size=4, optimizer=adamw),
+        Case(model, MeshSection(pp=4), micro_batch_size=4, optimizer=adamw),
+        Case(model, _PP2_TP2, micro_batch_size=4, optimizer=adamw),
+        Case(model, MeshSection(dp_replicate=2, dp_shard=2), 1, optimizer=adamw),
+    )
+
+
+JOURNEYS = {f"journey-{model}": _journey(model) for model in ("gpt-tied", "unusual")}
+CLIP_NORM = 0.5  # below the norm of every step of a journey
+
+MEASUREMENTS = ("parity-equal", "parity-coupled", "verify")

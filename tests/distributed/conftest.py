@@ -13,7 +13,17 @@ import pytest
 from tests.distributed.cases import WORLD_SIZE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+WORLD_TIMEOUT_S = 1500.0  # several times what slow, shared cores need: only a world that hangs reaches it
+TEST_TIMEOUT_S = WORLD_TIMEOUT_S + 100.0  # pytest-timeout counts a fixture's time as that of the first test that asks
 Outcome = dict[str, object]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives every test of this folder, whichever comes first, the time to start the world."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +37,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=WORLD_TIMEOUT_S,
         check=False,
     )
     if result.returncode != 0:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shutil
 import sys
+import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,21 +23,35 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
 from costmodels.vocabulary.choices import Optimizer, Precision
+from planner.errors import InputError
+from planner.executor.checkpoint import Checkpointer
 from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
+from planner.executor.optimizer import build_optimizer, clip, gradient_norm
 from planner.executor.parallelize import ParallelModel, parallelize
-from planner.executor.train import build_optimizer, process_group, quiet_torch, train_step
+from planner.executor.parity import ParityOptions, compared
+from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.step import evaluate, local_batch, train_step
+from planner.executor.train import RunOptions
+from planner.executor.verify import measured
 from planner.models.loss import NEXT_TOKEN, next_token_loss
+from planner.plan.manifest import Progress
+from planner.plan.plan_file import read_plan
 from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import (
     CASES,
+    CLIP_NORM,
     COUNTED_CASES,
     DROPOUT_CASES,
+    EXAMPLE,
     GLOBAL_BATCH_SIZE,
+    JOURNEYS,
     LEARNING_CASES,
+    MEASUREMENTS,
     NUM_HALF_PRECISION_STEPS,
     NUM_LEARNING_STEPS,
     Case,
+    coupled_plan,
 )
 from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN
@@ -50,7 +67,15 @@ def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
-        for name in names or [*CASES, *LEARNING_CASES, *COUNTED_CASES, *DROPOUT_CASES, *LAYOUTS]:
+        for name in names or [
+            *CASES,
+            *LEARNING_CASES,
+            *COUNTED_CASES,
+            *DROPOUT_CASES,
+            *JOURNEYS,
+            *MEASUREMENTS,
+            *LAYOUTS,
+        ]:
             results[name] = _guarded(name)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
@@ -71,6 +96,10 @@ def _guarded(name: str) -> dict[str, object]:
             return {"errors": errors_of(LAYOUTS[name])}
         if name in DROPOUT_CASES:
             return _masks(DROPOUT_CASES[name])
+        if name in MEASUREMENTS:
+            return _measure(name)
+        if name in JOURNEYS:
+            return _travel(JOURNEYS[name])
         if name in COUNTED_CASES:
             return _count(COUNTED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
@@ -135,6 +164,91 @@ def _masks(case: Case) -> dict[str, object]:
     return {"masks": parts}
 
 
+def _measure(name: str) -> dict[str, object]:
+    """What the commands that measure a plan find on their ranks."""
+    device = torch.device("cpu")
+    if name == "verify":
+        return measured(read_plan(EXAMPLE), RunOptions(steps=2), device)
+    plan = read_plan(EXAMPLE) if name == "parity-equal" else coupled_plan()
+    return compared(plan, ParityOptions(), device)
+
+
+def _travel(cases: tuple[Case, ...]) -> dict[str, object]:
+    """A clipped step under each layout in turn, from the checkpoint of the one before; then two that are refused."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    folder = Path(box[0])
+    found: dict[str, list[float]] = {"evaluated": [], "losses": [], "norms": []}
+    for step, case in enumerate(cases):
+        model, optimizer = _started(case)
+        mesh, data = _mesh_of(case.plan()), _data()
+        checkpointer = Checkpointer(folder, keep=2)
+        checkpoint = checkpointer.find()
+        assert (checkpoint is None) == (step == 0)
+        if checkpoint is not None:
+            assert checkpoint.manifest.progress.step == step
+            checkpointer.load(checkpoint, model, optimizer, case.optimizer)
+        found["evaluated"].append(evaluate(model, data, 1, mesh))
+        norms: list[float] = []
+        update = functools.partial(_clipped, model, mesh, norms)
+        loss = train_step(model, optimizer, local_batch(model, data, step, mesh), mesh, update)
+        found["losses"].append(float(loss))
+        found["norms"] += norms
+        progress = Progress(step=step + 1, sequences=0, seed=0, seq_len=SEQ_LEN, optimizer=case.optimizer, layout="")
+        checkpointer.save(model, optimizer, progress)
+        checkpointer.close()
+    outcome: dict[str, object] = {**found, **_refusals(cases, folder)}
+    if dist.get_rank() == 0:
+        outcome["expected"] = _travel_serially(cases)
+        shutil.rmtree(folder)
+    return outcome
+
+
+def _clipped(model: ParallelModel, mesh: DeviceMesh, norms: list[float]) -> None:
+    norm = gradient_norm(model, mesh)
+    norms.append(float(norm))
+    clip(model, norm, CLIP_NORM)
+
+
+def _refusals(cases: tuple[Case, ...], folder: Path) -> dict[str, object]:
+    """What is kept; what a foreign model hears; and what is found once the newest checkpoint is damaged."""
+    kept = sorted(path.name for path in folder.iterdir())
+    foreign = replace(cases[0], model="llama")
+    model, optimizer = _started(foreign)
+    checkpointer = Checkpointer(folder, keep=2)
+    checkpoint = checkpointer.find()
+    assert checkpoint is not None
+    words = ""
+    try:
+        checkpointer.load(checkpoint, model, optimizer, foreign.optimizer)
+    except InputError as error:
+        words = error.message
+    if dist.get_rank() == 0:
+        (checkpoint.folder / "rank-3.bin").write_bytes(b"half")
+    dist.barrier()
+    before = checkpointer.find()
+    assert before is not None
+    names = sorted(path.name for path in folder.iterdir())
+    return {"kept": kept, "foreign": words, "taken": before.folder.name, "left": names}
+
+
+def _travel_serially(cases: tuple[Case, ...]) -> dict[str, list[float]]:
+    """The same in one process that never stops, with torch's own clipping."""
+    module, data = _build(cases[0]), _data()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=_learning_rate(cases[0]))
+    found: dict[str, list[float]] = {"evaluated": [], "losses": [], "norms": []}
+    for step in range(len(cases)):
+        for batch, key in ((0, "evaluated"), (step, "losses")):
+            tokens, labels = data.global_batch(batch, GLOBAL_BATCH_SIZE)
+            loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
+            found[key].append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()  # pyright: ignore[reportPossiblyUnboundVariable]
+        found["norms"].append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)))
+        optimizer.step()
+    return found
+
+
 def _note_mask(seen: list[str], module: nn.Module, arguments: object, output: torch.Tensor) -> None:
     local = output.to_local() if isinstance(output, DTensor) else output
     zeros = (local == 0).flatten()
@@ -147,13 +261,16 @@ def _build(case: Case) -> nn.Module:
     return MODELS[case.model].build()
 
 
-def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
+def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
     plan = case.plan()
-    mesh = _mesh_of(plan)
     inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
-    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
-    optimizer = build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
-    data = _data()
+    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, _mesh_of(plan))
+    return model, build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
+
+
+def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
+    model, optimizer = _started(case)
+    mesh, data = _mesh_of(case.plan()), _data()
     losses: list[float] = []
     for step in range(steps):
         place = place_of(mesh)

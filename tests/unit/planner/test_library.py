@@ -21,7 +21,9 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_is_found_kept_and_priced(graph: Path, tmp_path: Path) -> None:
-    plan = planner.search(graph, gpus=4, hardware="dgx-a100-80gb", global_batch_size=8, precision="fp16", tp=2, pp=1, zero=1)
+    plan = planner.search(
+        graph, gpus=4, hardware="dgx-a100-80gb", global_batch_size=8, precision="fp16", tp=2, pp=1, zero=1
+    )
     assert (plan.mesh.tp, plan.mesh.pp, plan.zero_stage) == (2, 1, 1)
     write_plan(plan, tmp_path / "plan.json")
     assert planner.load_plan(tmp_path / "plan.json") == plan

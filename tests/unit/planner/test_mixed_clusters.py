@@ -13,7 +13,8 @@ from costmodels.vocabulary.choices import Recompute
 from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, price_plan
 from planner.errors import HardwareError
-from planner.evaluation.evaluator import Evaluator, device_places
+from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.layout_units import device_places
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget

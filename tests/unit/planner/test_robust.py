@@ -10,7 +10,7 @@ from tests.planning import problem_of
 
 
 def test_the_worst_case_of_what_is_chosen_is_the_least() -> None:
-    problem = problem_of("llama-tiny", 16, batch=32, seq_len=64)
+    problem = problem_of("llama-tiny", 8, batch=16, seq_len=64)
     outcome = problem.solved()
     assert outcome.best is not None
     robust = most_robust(problem, outcome)
@@ -24,7 +24,7 @@ def test_the_worst_case_of_what_is_chosen_is_the_least() -> None:
 
 
 def test_a_host_that_is_slow_slows_every_rank_that_waits_for_it() -> None:
-    problem = problem_of("llama-tiny", 16, batch=32, seq_len=64)
+    problem = problem_of("llama-tiny", 8, batch=16, seq_len=64)
     host = slowed(problem.table, 1.1)
     assert np.nanmax(host.time_s / np.where(problem.table.time_s == 0, np.nan, problem.table.time_s)) == (
         pytest.approx(1.1)

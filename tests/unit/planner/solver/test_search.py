@@ -8,13 +8,10 @@ import pytest
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
-from planner.evaluation.evaluator import Evaluator
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
-from planner.problems import StageProblem, StageSolution
-from planner.solver.base import UnprovedError
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.search import TOLERANCE, Wanted, probe, search, visit
@@ -95,31 +92,6 @@ def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
     assert whole.best is not None
     assert whole.num_visited > 2
     assert found.bound_s <= whole.best.step_time_s <= found.best.step_time_s
-
-
-class _Hesitant(ExhaustiveSolver):
-    """A backend that is always out of time."""
-
-    def solve_stages(self, problem: StageProblem, cutoff_s: float | None = None) -> StageSolution | None:
-        raise UnprovedError(f"{problem.num_units} units and a cut-off of {cutoff_s} s")
-
-
-def test_a_solver_that_ran_out_of_time_proves_nothing() -> None:
-    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4, schedule=ScheduleName.ONE_F_ONE_B))
-    whole = search(problem.table, problem.space.layouts, problem.solver)
-    found = search(problem.table, problem.space.layouts, _Hesitant())
-    assert whole.best is not None
-    assert found.best is not None  # from the even cuts
-    assert not found.is_exhausted
-    assert found.bound_s <= whole.best.step_time_s
-
-
-def test_cp_sat_without_time_does_not_call_a_program_infeasible() -> None:
-    problem = problem_of("gpt2-1.5b", 8, batch=16, pins=Pins(tp=2, pp=4))
-    program = Evaluator(problem.table, problem.space.layouts[0]).stage_problem()
-    assert CpSatSolver().solve_stages(program) is not None
-    with pytest.raises(UnprovedError, match=r"UNKNOWN after 0\.0 s"):
-        CpSatSolver(time_limit_s=0.0).solve_stages(program)
 
 
 def test_any_point_that_fits_will_do() -> None:

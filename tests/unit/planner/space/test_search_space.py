@@ -204,7 +204,12 @@ def test_divisors(n: int) -> None:
 
 def test_free_choices_of_recomputation_are_all_there() -> None:
     choices = build_space(TRAINING, Pins(), LIMITS).layouts
-    assert {c.recompute for c in choices} == set(Recompute)
+    # Each block has its own, but where backward passes are split.
+    assert {c.recompute for c in choices if not c.schedule.rules.splits_backward} == {None}
+    assert {c.recompute for c in choices if c.schedule.rules.splits_backward} == {Recompute.NONE}
+    assert {c.recompute for c in build_space(TRAINING, Pins(recompute=Recompute.FULL), LIMITS).layouts} == {
+        Recompute.FULL
+    }
     assert {c.zero_stage for c in choices} == {0, 1, 2, 3}
     assert {c.schedule for c in choices} == set(ScheduleName) - {ScheduleName.ZB_2P}  # which torch cannot run
     assert any(c.is_plain_fsdp for c in choices)

@@ -1,0 +1,56 @@
+"""``planner check``: the whole plan at full size, without a device of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from costmodels.vocabulary.terms import Counted, MemoryTerm
+from planner.plan.plan_file import read_plan
+from planner.plan.schema import Plan
+from planner.render import seconds, size
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``check`` to ``app``."""
+    app.command("check")(check)
+
+
+def check(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
+) -> int:
+    """Run every pipeline rank's own code at full size on tensors without values: exit code 0 runnable, 1 not."""
+    plan = read_plan(plan_file)
+    from planner.executor import check as executor_check
+
+    rows: list[dict[str, Any]] = [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in
+            enumerate(executor_check.check(plan))]  # fmt: skip
+    problems = [f"pipeline rank {row['pp_rank']}: {row['problem']}" for row in rows if row["problem"] is not None]
+    if as_json:
+        typer.echo(json.dumps({"runnable": not problems, "ranks": rows}))
+        return 1 if problems else 0
+    table = Table(title="Memory that tensors take at the peak of a step", title_justify="left")
+    for name in ("pipeline rank", "predicted", "counted", "counted / predicted", "checked in"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        predicted, counted = row["predicted_bytes"], row["allocated_bytes"]
+        cells = ["" if value is None else size(value) for value in (predicted, counted)]
+        ratio = "" if not predicted or counted is None else f"{counted / predicted:.3f}"
+        table.add_row(str(row["pp_rank"]), *cells, ratio, seconds(row["elapsed_s"]))
+    Console(highlight=False).print(table)
+    typer.echo("\n".join(problems) if problems else f"runnable: all {len(rows)} pipeline ranks took a step")
+    return 1 if problems else 0
+
+
+def allocated_bytes(plan: Plan, pp_rank: int) -> int | None:
+    """What the ledger says that tensors take, without what allocators, libraries and drivers keep besides."""
+    if plan.prediction is None or not plan.prediction.memory_breakdown_bytes:
+        return None
+    ledger = plan.prediction.memory_breakdown_bytes[pp_rank]
+    return sum(value for term, value in ledger.items() if MemoryTerm(term).counted is Counted.ALLOCATED)

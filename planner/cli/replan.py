@@ -1,0 +1,49 @@
+"""``planner replan``: a new plan for the same run after losing or gaining devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli.options import AsJson, Hardware
+from planner.cli.search import check_folder, show_answer
+from planner.plan.plan_file import read_plan
+from planner.plan.schema import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``replan`` to ``app``."""
+    app.command("replan")(replan)
+
+
+def replan(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan that the run was trained under.")],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are now.")],
+    hardware: Hardware = None,
+    as_json: AsJson = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new plan here.")] = None,
+) -> int:
+    """Plan a run again for other devices: the global batch is kept, and any checkpoint of it can be gone on from."""
+    plan = read_plan(plan_file)
+    from planner import api
+    from planner.layout.layout import Pins
+
+    check_folder(output)
+    answer = api.replan(plan, gpus, hardware)
+    if _is_executable(plan) and not _is_executable(answer.plan):  # a run that could be run is to go on
+        answer = api.replan(plan, gpus, hardware, Pins(cp=1, ep=1))
+    show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+    return 130 if answer.interrupted else 0
+
+
+def _is_executable(plan: Plan) -> bool:
+    from planner.errors import PlanError
+    from planner.executor.mesh import check_executable
+
+    try:
+        check_executable(plan)
+    except PlanError:
+        return False
+    return True

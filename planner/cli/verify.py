@@ -1,0 +1,98 @@
+"""``planner verify``: a few real steps, predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
+from planner.errors import PlanError
+from planner.plan.plan_file import read_plan
+from planner.plan.schema import Plan, PredictionSection
+from planner.render import seconds, size
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``verify`` to ``app``."""
+    app.command("verify")(verify)
+
+
+def verify(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search`")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
+    data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may wait for another.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
+) -> int:
+    """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
+    plan = read_plan(plan_file)
+    prediction = _prediction(plan)
+    from planner.executor.outcome import on_all_ranks
+    from planner.executor.train import DataOptions, RunOptions
+    from planner.executor.verify import measure
+
+    options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data))
+    measured = on_all_ranks(plan, lambda: measure(plan, options))
+    if measured is None:
+        return 0
+    times, memory = time_rows(prediction, measured), memory_rows(prediction, measured)
+    if as_json:
+        typer.echo(json.dumps({"time": times, "memory": memory, "measured": measured}))
+        return 0
+    console = Console(highlight=False)
+    spread = f"{seconds(min(measured['step_times_s']))} to {seconds(max(measured['step_times_s']))}"
+    console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
+    console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))
+    return 0
+
+
+def time_rows(prediction: PredictionSection, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """The step, what can be measured by itself, and what only one side knows: seconds."""
+    step_s, optimizer_s = prediction.step_time_s, prediction.breakdown_s.get(Term.OPTIMIZER, 0.0)
+    rows = [
+        _row("step", step_s, measured["step_time_s"]),
+        _row(Term.OPTIMIZER.label, optimizer_s, measured["optimizer_s"]),
+        _row("all but the optimiser", step_s - optimizer_s, measured["step_time_s"] - measured["optimizer_s"]),
+    ]
+    others = [term for term in Term if term is not Term.OPTIMIZER and prediction.breakdown_s.get(term, 0.0) > 0]
+    rows += [_row(f"  of it {term.label}", prediction.breakdown_s[term], None) for term in others]
+    kinds: dict[str, float] = measured["collectives_s"]
+    return rows + [_row(f"  {kind} in flight, waiting included", None, value) for kind, value in kinds.items()]
+
+
+def memory_rows(prediction: PredictionSection, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """What tensors hold at the peak of each pipeline rank: bytes. Without what drivers and allocators keep besides."""
+    rows: list[dict[str, Any]] = []
+    for rank, found in enumerate(measured["memory_bytes"]):
+        ledger = prediction.memory_breakdown_bytes[rank] if prediction.memory_breakdown_bytes else {}
+        held = sum(v for term, v in ledger.items() if MemoryTerm(term).counted is Counted.ALLOCATED)
+        rows.append(_row(f"rank {rank}", held or None, found))
+    return rows
+
+
+def _row(part: str, predicted: float | None, measured: float | None) -> dict[str, Any]:
+    ratio = measured / predicted if predicted and measured is not None else None
+    return {"part": part, "predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def _prediction(plan: Plan) -> PredictionSection:
+    if plan.prediction is None:
+        raise PlanError("this plan has no prediction to hold a run against",
+                        hint="let it be priced first: planner estimate PLAN -o plan.json")  # fmt: skip
+    return plan.prediction
+
+
+def _table(title: str, rows: list[dict[str, Any]], text: Any) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    for name in ("predicted", "measured", "measured / predicted"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = ["" if row[key] is None else text(row[key]) for key in ("predicted", "measured")]
+        table.add_row(row["part"], *cells, "" if row["ratio"] is None else f"{row['ratio']:.2f}")
+    return table

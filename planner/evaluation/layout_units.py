@@ -1,0 +1,272 @@
+"""The units of one layout, stage by stage and rank by rank: what each takes, and the memory of every pipeline rank.
+
+Each unit has its own mode of recomputation. Everything is computed from the numbers of the cost table alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from itertools import chain
+from typing import NamedTuple, Self
+
+from costmodels.ledger import MemoryLedger, RankMemory
+from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
+from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.schedules import peak_in_flight
+from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.exchanges import StageExchanges, unhidden_s
+from planner.evaluation.host import HostMemory, fullest_node, host_states
+from planner.evaluation.rank_memory import RankMemoryModel
+from planner.evaluation.states import num_updated, state_bytes
+from planner.evaluation.unit_times import MODES, LayoutRows, UnitTimes, data_times, unit_times
+from planner.layout.columns import Array, key_of
+from planner.layout.layout import Layout
+from planner.table.cost_table import CostTable
+from planner.table.facts import DeviceFacts
+from planner.table.keys import StateKey
+
+_TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
+
+
+class StageTimes(NamedTuple):
+    """Seconds of each stage on one micro-batch; ``weight_s`` is the part of ``backward_s`` that can wait.
+
+    ``exchanges``: those that may hide beside other micro-batches, with all hidden in the seconds here; () if none may.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    exchanges: tuple[StageExchanges, ...] = ()
+
+    def run(self, schedule: ActionLists, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
+        """The schedule simulated."""
+        input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
+        split_s = input_s, self.weight_s
+        if not self.exchanges:
+            return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, sends_block=sends_block)
+        sends = [send_s] * (len(self.forward_s) - 1) if isinstance(send_s, float | int) else send_s
+        hidden_s = seconds_of_actions(schedule, self.forward_s, self.backward_s, split_s)
+        pairs = zip(hidden_s, unhidden_s(schedule, self.exchanges), strict=True)
+        seconds = tuple(tuple(a + b for a, b in zip(*rank, strict=True)) for rank in pairs)
+        return simulate_actions(schedule, seconds, sends, sends_block=sends_block)
+
+
+class _Priced(NamedTuple):
+    """What the kinds of units take on the devices of one place: the layout's own rows of the table."""
+
+    facts: DeviceFacts
+    times: UnitTimes  # [modes of recomputation, kinds]
+    data_s: Array  # [kinds, Data]
+
+
+class OnDevice(NamedTuple):
+    """What every unit takes on the devices of one place, each in its mode of recomputation."""
+
+    facts: DeviceFacts
+    times: UnitTimes
+    data_s: Array
+    unit_times: StageTimes  # of every unit as a stage of its own
+
+
+class LayoutUnits:
+    """A layout of ``table``, with what its units recompute."""
+
+    def __init__(self, table: CostTable, layout: Layout, modes: Sequence[Recompute] | None = None) -> None:
+        """``modes``: what each unit recomputes; where none are given, what the layout says, or nothing."""
+        self.table, self.layout = table, layout
+        self._rows = LayoutRows.of_one(table, layout)
+        self._kinds = list(table.units.kinds)
+        self._places = device_places(table, layout)
+        self._priced = {
+            place: _Priced(
+                table.cluster.devices[place],
+                unit_times(table, self._rows, place),
+                data_times(table, self._rows, place)[0],
+            )
+            for place in set(self._places)
+        }
+        self._set_modes(modes or [layout.recompute or Recompute.NONE] * len(self._kinds))
+
+    def _set_modes(self, modes: Sequence[Recompute]) -> None:
+        self._memory_of: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
+        of_blocks = {mode for mode, is_block in zip(modes, self.table.units.is_block, strict=True) if is_block}
+        # Units that are no blocks recompute nothing in any mode: they take the name of the only one.
+        self.modes = tuple(of_blocks) * len(modes) if len(of_blocks) == 1 else tuple(modes)
+        self._modes = [MODES[mode] for mode in self.modes]
+        self.memory_model = RankMemoryModel(self.table, self.layout, self._rows, self._modes)
+        of_units: dict[int, OnDevice] = {}
+        for place, priced in self._priced.items():
+            times = priced.times
+            forward_s, backward_s = tuple(self._of_units(times.forward_s)), tuple(self._of_units(times.backward_s))
+            own = StageTimes(forward_s, backward_s, tuple(self._of_units(times.weight_s)))
+            of_units[place] = OnDevice(*priced, own)
+        self._ranks = tuple(of_units[place] for place in self._places)
+
+    def with_modes(self, modes: Sequence[Recompute]) -> Self:
+        """The same layout with other choices of what each unit recomputes."""
+        found = copy(self)
+        found._set_modes(modes)
+        return found
+
+    def with_rank_of(self, other: Self, rank: int) -> Self:
+        """The same layout and modes with the devices of one pipeline rank as ``other`` has them."""
+        found = copy(self)
+        found._ranks = (*self._ranks[:rank], other._ranks[rank], *self._ranks[rank + 1 :])
+        return found
+
+    def _of_units(self, array: Array, units: Sequence[int] | None = None) -> list[float]:
+        """Of an array [modes, kinds] the entries of ``units``, each in its own mode; of all units without them."""
+        places = range(len(self._kinds)) if units is None else units
+        found: list[float] = array[[self._modes[u] for u in places], [self._kinds[u] for u in places]].tolist()
+        return found
+
+    # -- stages ---------------------------------------------------------------------------------
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether exchanges of experts may run beside passes of other micro-batches."""
+        return bool(self._rows.hides_exchanges[0])
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.layout.mesh.pp * self.layout.virtual_stages
+
+    def _rank_of(self, stage: int) -> int:
+        return self.layout.schedule.rules.rank_of(stage, self.layout.mesh.pp)
+
+    def _units_of_stages(self, starts: Sequence[int]) -> list[range]:
+        ends = (*starts[1:], len(self._kinds))
+        return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def stages_of_ranks(self, starts: Sequence[int]) -> list[dict[int, range]]:
+        """For each pipeline rank the units of each stage that it holds."""
+        ranks: list[dict[int, range]] = [{} for _ in range(self.layout.mesh.pp)]
+        for stage, units in enumerate(self._units_of_stages(starts)):
+            ranks[self._rank_of(stage)][stage] = units
+        return ranks
+
+    def _units_of_ranks(self, starts: Sequence[int]) -> list[list[int]]:
+        return [list(chain.from_iterable(stages.values())) for stages in self.stages_of_ranks(starts)]
+
+    @property
+    def capacity_bytes(self) -> tuple[float, ...]:
+        """What a plan may take of one device of each pipeline rank."""
+        return tuple(rank.facts.memory_bytes for rank in self._ranks)
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def memory(self, starts: tuple[int, ...]) -> tuple[RankMemory, ...]:
+        """The memory of every pipeline rank in every phase."""
+        if starts not in self._memory_of:  # that of the last cut is asked for again
+            ranks = enumerate(self.stages_of_ranks(starts))
+            self._memory_of = {starts: tuple(self._rank_memory(rank, stages) for rank, stages in ranks)}
+        return self._memory_of[starts]
+
+    def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
+        return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))
+
+    def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None) -> bool:
+        """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
+        return self.excess_bytes(rank, stages, modes) <= 0
+
+    def excess_bytes(
+        self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None
+    ) -> float:
+        """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
+        chosen = self if modes is None else self._with_some(modes)
+        return chosen._rank_memory(rank, stages).peak.total_bytes - self.capacity_bytes[rank]
+
+    @property
+    def reserve(self) -> float:
+        """Bytes that a byte of tensors that come and go takes, with the allocator's reserve."""
+        return 1 + self.memory_model.software.reserve_fraction
+
+    def _with_some(self, modes: Mapping[int, Recompute]) -> Self:
+        """With other modes of some units; for memory alone."""
+        found = copy(self)
+        places = list(self._modes)
+        for unit, mode in modes.items():
+            places[unit] = MODES[mode]
+        found.memory_model = self.memory_model.with_modes(places)
+        return found
+
+    def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+        """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
+        lasting = self.memory_model.lasting_bytes(list(stages.values()))
+        return (self.capacity_bytes[rank] - lasting) / self.reserve
+
+    def holding_of_modes(self, holding: Holding) -> Array:
+        """Bytes of one holding, [modes of recomputation, kinds]."""
+        return self.table.num_bytes[self._rows.work, self._rows.mode][..., PLACE[holding]]
+
+    def extra_of_modes(self, rank: int) -> Array:
+        """Seconds of one micro-batch in a unit more than if nothing were recomputed, [modes, kinds]."""
+        times = self._ranks[rank].times
+        whole = times.forward_s + times.backward_s
+        return whole - whole[MODES[Recompute.NONE]]
+
+    def flying(self, rank: int) -> tuple[int, ...]:
+        """Micro-batches in flight at each stage when ``rank`` holds most of them; 0 at stages of other ranks."""
+        layout, rules = self.layout, self.layout.schedule.rules
+        pp, m = layout.mesh.pp, layout.num_microbatches
+        if rules.has_one_stage or pp == 1:
+            number = rules.in_flight(pp, m)[rank] if pp > 1 else 1
+            return tuple(number if stage == rank else 0 for stage in range(self.num_stages))
+        counts, _ = rules.in_flight_by_stage(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
+        return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
+
+    def unit_times_of(self, rank: int) -> StageTimes:
+        """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
+        return self._ranks[rank].unit_times
+
+    def place_of(self, rank: int) -> int:
+        """Place of the rank's devices on the table's axis of devices."""
+        return self._places[rank]
+
+    def ledgers(self, starts: tuple[int, ...]) -> tuple[MemoryLedger, ...]:
+        """The memory of every pipeline rank at its peak, row by row."""
+        return tuple(rank.peak for rank in self.memory(starts))
+
+    def host(self, starts: tuple[int, ...]) -> HostMemory | None:
+        """The fullest node's own memory; None where nothing is offloaded."""
+        layout, table = self.layout, self.table
+        if layout.offload is Offload.NONE:
+            return None
+        host = table.cluster.host(layout.offload)
+        on_device = key_of(StateKey, layout)._replace(offload=Offload.NONE)
+        row = table.state_bytes[table.state_rows([on_device])[0]]
+        ranks = [self.memory_model.elements(list(stages.values())) for stages in self.stages_of_ranks(starts)]
+        kept = [
+            host_states(state_bytes(row, trainable, frozen, experts).optimizer, updated, host)
+            for trainable, frozen, experts in ranks
+            for updated in [num_updated(layout, trainable, experts)]
+        ]
+        return fullest_node(kept, table.cluster, host)
+
+    def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+        """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
+        layout, held = self.layout, self.memory_model.held
+        pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
+        kept = {stage: sum(held(unit, Holding.KEPT) for unit in units) for stage, units in stages.items()}
+        if pp == 1 and self.hides_exchanges:  # the next micro-batch's forward pass runs beside a backward pass
+            return min(m, 2) * sum(kept.values())
+        if rules.has_one_stage:
+            return rules.in_flight(pp, m)[rank] * sum(kept.values())
+        # More, or less, from the first to the second half of a split backward pass.
+        waiting = {stage: sum(held(unit, Holding.WAITING) for unit in units) for stage, units in stages.items()}
+        actions = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
+        return peak_in_flight(actions[rank], kept, waiting)
+
+
+def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:
+    """For each pipeline rank the place of its devices on the table's axis of devices."""
+    pp = layout.mesh.pp
+    if not layout.groups:
+        return (0,) * pp
+    each = table.cluster.num_devices // pp
+    places = [table.cluster.place_of(name) for name in layout.groups]
+    return tuple(place for place in places for _ in range(table.cluster.devices[place].num_devices // each))

@@ -1,0 +1,59 @@
+"""The model on every rank, before it is split: built with equal values, or filled from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from planner.errors import ModelError, PlanError
+from planner.executor.parallelize import Tensors
+from planner.executor.weights import load_weights
+from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.plan.schema import Plan
+
+
+def loaded_model(plan: Plan) -> LoadedModel:
+    """The plan's model. PlanError where only one of its sizes can be planned for."""
+    loaded = load_model(resolve_model(plan.model.source))
+    if loaded.stands_for is not None:
+        raise PlanError(
+            f"{plan.model.source} cannot be trained: {loaded.stands_for}",
+            hint="a model of the same sizes stands for it in planning only; give a model.py",
+        )
+    return loaded
+
+
+def build_model(loaded: LoadedModel, seed: int, weights: Path | None = None) -> nn.Module:
+    """The model on the CPU with equal values on every rank, random or those of ``weights``.
+
+    Each process holds the whole model in host memory until it is sharded, which bounds the size
+    of what can be trained.
+    """
+    torch.manual_seed(seed)
+    module = loaded.build()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ModelError(f"{loaded.source.name} builds its parameters on the meta device: they have no values to train",
+                         hint="let the factory build on the current default device")  # fmt: skip
+    module = module.float().train()
+    if weights is not None:
+        load_weights(module, weights)
+    return module
+
+
+def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
+    """One micro-batch of the model's inputs: token ids alone can be filled with text."""
+    named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
+    if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
+        raise ModelError(
+            f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
+            hint="give defaults to the other inputs of its forward",
+        )
+    return named
+
+
+def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:
+    """The model's inputs by name, or where it has none by position."""
+    inputs = loaded.example_inputs(batch_size, seq_len)
+    return inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}

@@ -1,0 +1,146 @@
+"""A plan at full size without a device of it: each pipeline rank runs the executor's code on tensors without values.
+
+One process stands for one rank after the other of a world whose collectives do nothing. What it finds are shapes,
+placements, schedules and operators that do not fit each other, and how much memory tensors take.
+"""
+
+# pyright: reportPrivateUsage=false
+# torch's only process group without other processes is in its tests, and its pipelines vote over real tensors.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.executor.build import example_batch, loaded_model
+from planner.executor.live_memory import LiveMemory
+from planner.executor.mesh import build_mesh, check_executable, place_of
+from planner.executor.optimizer import build_optimizer
+from planner.executor.parallelize import parallelize
+from planner.executor.ranks import quiet_torch
+from planner.executor.step import train_step
+from planner.model_file import LoadedModel
+from planner.plan.plan_file import plan_json
+from planner.plan.schema import Plan
+
+NUM_STEPS = 2  # the first makes the optimiser's states; the last is counted
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """What the first rank of a pipeline rank came to; others of it do the same on other data."""
+
+    pp_rank: int
+    allocated_bytes: int | None  # the most that tensors held in a step; None where it could not be run
+    problem: str | None
+    elapsed_s: float
+
+
+def check(plan: Plan) -> list[dict[str, object]]:
+    """Every pipeline rank of ``plan``. PlanError where it cannot be executed whatever the model."""
+    check_executable(plan)
+    loaded_model(plan)
+    num_processes = min(plan.mesh.pp, os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")  # a process each: DTensor keeps what it learned of a world
+    with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
+        found = pool.map(check_rank, [plan_json(plan)] * plan.mesh.pp, range(plan.mesh.pp))
+        return [asdict(row) for row in found]
+
+
+def check_rank(plan_text: str, pp_rank: int) -> RankCheck:
+    """One pipeline rank of the plan in ``plan_text``, in a process that has not been part of any world."""
+    plan = Plan.model_validate_json(plan_text)
+    with quiet_torch():
+        return _check_rank(plan, loaded_model(plan), pp_rank)
+
+
+def _check_rank(plan: Plan, loaded: LoadedModel, pp_rank: int) -> RankCheck:
+    size, start_s = plan.mesh.shape().world_size, time.perf_counter()
+    dist.init_process_group("fake", rank=pp_rank * (size // plan.mesh.pp), world_size=size, store=FakeStore())
+    allocated, problem = None, None
+    try:
+        mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
+        with FakeTensorMode(allow_non_fake_inputs=True), _meshes_have_values():
+            allocated = _steps(plan, loaded, mesh)
+    except Exception as error:  # whatever the model or torch raises is what is looked for
+        while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
+    return RankCheck(pp_rank, allocated, problem, time.perf_counter() - start_s)
+
+
+def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
+    inputs, training = example_batch(loaded, plan), plan.training
+    model = parallelize(_in_float32(loaded.build()).train(), inputs, loaded.training_loss, plan, mesh)
+    optimizer = build_optimizer(model.parameters(), training.optimizer, None)
+    if model.schedule is not None:
+        model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]
+    shape = (training.global_batch_size // place_of(mesh).dp_degree, training.seq_len)
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in (model.input_name, "labels")}
+    peak = 0
+    for _ in range(NUM_STEPS):
+        tracker = LiveMemory()
+        tracker.note(model.parameters())
+        tracker.note(v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+        with tracker:
+            train_step(model, optimizer, batch, mesh)
+        peak = tracker.peak_bytes
+    return peak
+
+
+@contextlib.contextmanager
+def _meshes_have_values() -> Generator[None]:
+    """Lets torch put meshes together where tensors have values: it looks for this rank in them."""
+    before = {name: vars(DeviceMesh)[name] for name in ("_concatenate", "_get_mesh_tensor_from_full_mesh")}
+
+    def real(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def run(*args: object, **kwargs: object) -> object:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return run
+
+    try:
+        for name, method in before.items():
+            setattr(DeviceMesh, name, staticmethod(real(method.__func__)))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(DeviceMesh, name, method)
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """As ``module.float()``, which cannot be done to parameters without values."""
+    made: dict[int, nn.Parameter] = {}  # so that tied ones stay tied
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+                new = nn.Parameter(parameter.detach().to(torch.float32), requires_grad=parameter.requires_grad)
+                owner.register_parameter(name, made.setdefault(id(parameter), new))
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(torch.float32)
+    return module
+
+
+def _agree_at_once(stages: Sequence[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+    """What stages vote on at the start: all of ours say in advance what they send."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

@@ -1,0 +1,157 @@
+"""The optimiser of a run: its parameter groups, its learning rate at every step, and the norm of all gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from costmodels.vocabulary.choices import Optimizer
+from costmodels.vocabulary.mesh import MeshAxis
+from planner.errors import InputError
+from planner.executor.parallelize import ParallelModel
+
+DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+_OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+    # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
+    Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
+    Optimizer.ADAM: functools.partial(torch.optim.Adam, fused=True),
+    Optimizer.SGD: torch.optim.SGD,
+}
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+WSD_DECAY_SHARE = 0.1  # of all steps; Hu et al., "MiniCPM", 2024, found about a tenth to be enough
+
+
+class LearningRate(StrEnum):
+    """How the learning rate goes on after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"  # warm-up, stable, decay: constant until a linear decay at the end
+
+
+class Decay(StrEnum):
+    """Which parameters weight decay pulls towards zero."""
+
+    ALL = "all"
+    MATRICES = "matrices"  # all but vectors (norms' scales, biases) and whatever is named a bias
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What changes the updates. As it stands nothing is changed: a constant rate, torch's own decay, no clipping."""
+
+    learning_rate: float | None = None  # the highest one; None: the optimiser's default of ours
+    schedule: LearningRate = LearningRate.CONSTANT
+    warmup_steps: int = 0  # in which the rate grows linearly
+    schedule_steps: int | None = None  # at which the schedule ends; None: the run's steps
+    decay_steps: int | None = None  # of WSD; None: a tenth
+    final_share: float = 0.0  # of the highest rate, at the schedule's end
+    weight_decay: float | None = None  # None: torch's own, 0.01 for AdamW
+    decay: Decay = Decay.ALL
+    clip_norm: float | None = None
+
+    def peak(self, name: Optimizer) -> float:
+        """The highest learning rate."""
+        return DEFAULT_LEARNING_RATE[name] if self.learning_rate is None else self.learning_rate
+
+    def check(self, steps: int) -> None:
+        """InputError where the schedule cannot be followed."""
+        end = self.schedule_steps or steps
+        if self.schedule is not LearningRate.CONSTANT and self.warmup_steps >= end:
+            raise InputError(
+                f"the learning rate grows for {self.warmup_steps} steps, but its schedule ends after {end}",
+                hint="lower --warmup, or raise --steps or --schedule-steps",
+            )
+
+
+def rate_at(step: int, options: Optimization, peak: float, steps: int) -> float:
+    """The learning rate of ``step`` (from 0) of a run of ``steps``. It depends on nothing else, so a run can go on."""
+    if step < options.warmup_steps:
+        return peak * (step + 1) / options.warmup_steps
+    end = options.schedule_steps or steps
+    lowest = peak * options.final_share
+    start = options.warmup_steps
+    if options.schedule is LearningRate.WSD:
+        decay = math.ceil(end * WSD_DECAY_SHARE) if options.decay_steps is None else options.decay_steps
+        start = max(start, end - decay)
+    if options.schedule is LearningRate.CONSTANT or step < start:
+        return peak
+    done = min(1.0, (step - start) / max(1, end - start))
+    if options.schedule is LearningRate.COSINE:
+        return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak + (lowest - peak) * done
+
+
+def parameter_groups(named: Sequence[tuple[str, nn.Parameter]], options: Optimization) -> list[dict[str, Any]]:
+    """Trainable parameters in at most two groups: those that decay, and those that do not."""
+    trainable = [(fqn, parameter) for fqn, parameter in named if parameter.requires_grad]
+    extra: dict[str, Any] = {} if options.weight_decay is None else {"weight_decay": options.weight_decay}
+    if options.decay is Decay.ALL:
+        return [{"params": [parameter for _, parameter in trainable], **extra}]
+    kept = [p for fqn, p in trainable if p.ndim < 2 or fqn.endswith("bias")]
+    decayed = [p for fqn, p in trainable if not (p.ndim < 2 or fqn.endswith("bias"))]
+    groups: list[dict[str, Any]] = [{"params": decayed, **extra}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter] | list[dict[str, Any]], name: Optimizer, learning_rate: float | None
+) -> torch.optim.Optimizer:
+    """The plan's optimiser over this rank's shards of the trainable parameters, or over groups of them."""
+    rate = DEFAULT_LEARNING_RATE[name] if learning_rate is None else learning_rate
+    given = [p for p in parameters if isinstance(p, dict) or p.requires_grad]
+    return _OPTIMIZERS[name](given, lr=rate)
+
+
+def gradient_norm(model: ParallelModel, mesh: DeviceMesh) -> torch.Tensor:
+    """The Euclidean norm of all gradients of the whole model, float64 (): what one process would have. Collective.
+
+    Each number counts once: ranks that hold the same one each add their share of its square. Gradients may lie on
+    different meshes, which torch's own ``clip_grad_norm_`` refuses.
+    """
+    copies = {id(p): tie.num_copies for tie in model.ties for p in tie.parameters}
+    total = torch.zeros((), dtype=torch.float64, device=model.parameters()[0].device)
+    ranks = mesh.size() // mesh[MeshAxis.PP.value].size()  # that hold the same stages
+    for root in model.roots:
+        for parameter in root.parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            local, parts = _local(gradient)
+            square = torch.linalg.vector_norm(local, dtype=torch.float64).square()
+            total += square * parts / (ranks * copies.get(id(parameter), 1))
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clip(model: ParallelModel, norm: torch.Tensor, max_norm: float) -> None:
+    """Scales all gradients so that their norm is at most ``max_norm``, as torch's ``clip_grad_norm_`` does."""
+    share = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(share.to(local.dtype))
+
+
+def _local(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What of ``gradient`` lies on this rank, and in how many parts its ranks hold it."""
+    if not isinstance(gradient, DTensor):
+        return gradient, 1
+    if any(placement.is_partial() for placement in gradient.placements):
+        placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        gradient = gradient.redistribute(placements=placements)
+    mesh = gradient.device_mesh
+    sizes = [mesh.size(dim) for dim, p in enumerate(gradient.placements) if not isinstance(p, Replicate)]
+    return gradient.to_local(), math.prod(sizes)

@@ -1,0 +1,136 @@
+"""One step of SGD under a plan against one process: gradient by gradient, and the parameters after it, by FQN.
+
+The other side is plain autograd over the whole batch with the model's own loss; nothing of the executor has a part in
+it. Both sides compute in float32, with modules in evaluation mode so that nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from costmodels.vocabulary.choices import Optimizer, Precision
+from planner.executor.build import build_model, example_batch, loaded_model, named_inputs
+from planner.executor.data import TokenData, open_data
+from planner.executor.loss_probe import recognised
+from planner.executor.mesh import build_mesh, check_world_size
+from planner.executor.optimizer import build_optimizer
+from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.step import local_batch, train_step
+from planner.executor.token_file import TokenDtype
+from planner.model_file import LoadedModel, call_model
+from planner.plan.schema import Plan
+
+LEARNING_RATE = 0.1
+FLOOR = 1e-4  # of the norm of all gradients: what is smaller than this share of it is held against this share
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParityOptions:
+    """What one step is taken on."""
+
+    seed: int = 0
+    data: Path | None = None
+    data_dtype: TokenDtype = TokenDtype.BYTES
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One parameter. Errors are distances of the worst copy that any rank holds, over the norm of one process's own."""
+
+    fqn: str
+    gradient_norm: float
+    gradient_error: float
+    parameter_error: float  # after the step
+    num_copies: int  # ranks that hold some of it; 0: nobody has it
+
+
+def compare(plan: Plan, options: ParityOptions) -> dict[str, object]:
+    """Rows of every parameter, and both losses. Runs on each rank of the plan; every rank gets the same."""
+    with quiet_torch(), process_group(options.timeout_s) as device:
+        return compared(plan, options, device)
+
+
+def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[str, object]:
+    """As ``compare``, among ranks that have found each other."""
+    training = plan.training.model_copy(update={"precision": Precision.FP32, "optimizer": Optimizer.SGD})
+    plan = plan.model_copy(update={"training": training})
+    check_world_size(plan)
+    loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
+    data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
+    module = build_model(loaded, options.seed).eval()
+    names = [fqn for fqn, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+    expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    if dist.get_rank() == 0:
+        reference = build_model(loaded, options.seed).eval()
+        expected_loss, gradients, parameters = _one_process(reference, loaded, plan, data)
+    loss_of = functools.partial(named_inputs, loaded)
+    loss = recognised(loaded.training_loss, module, loss_of, training.seq_len)
+    shapes = {fqn: module.get_parameter(fqn).shape for fqn in names}
+    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    optimizer = build_optimizer(model.parameters(), Optimizer.SGD, LEARNING_RATE)
+    found = float(train_step(model, optimizer, local_batch(model, data, 0, mesh), mesh))
+    rows = _rows(model, shapes, gradients, parameters)
+    return {"loss": found, "expected_loss": expected_loss, "rows": [asdict(row) for row in rows]}
+
+
+def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: TokenData) -> tuple[float, State, State]:
+    """Loss, gradients and parameters after one step on the whole batch, on the CPU."""
+    tokens, labels = data.global_batch(0, plan.training.global_batch_size)
+    inputs = {next(iter(example_batch(loaded, plan))): tokens}
+    loss: object = loaded.loss_fn(call_model(module, inputs), {**inputs, "labels": labels})
+    if isinstance(loss, tuple):  # the sum of terms and their number
+        loss = loss[0] / loss[1]
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    gradients = {fqn: torch.zeros_like(p) if p.grad is None else p.grad for fqn, p in named.items()}
+    torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
+    return float(loss.detach()), gradients, {fqn: p.detach() for fqn, p in named.items()}
+
+
+def _rows(model: ParallelModel, shapes: dict[str, torch.Size], gradients: State, parameters: State) -> list[ParityRow]:
+    """Rank 0 sends what is right, one parameter after the other; those who hold it compare."""
+    device = model.parameters()[0].device
+    held: dict[str, list[nn.Parameter]] = {}
+    for root in model.roots:
+        for fqn, parameter in root.named_parameters(remove_duplicate=False):
+            held.setdefault(fqn, []).append(parameter)
+    norms = torch.zeros(len(shapes), dtype=torch.float64, device=device)
+    errors = torch.zeros(2, len(shapes), dtype=torch.float64, device=device)
+    copies = torch.zeros(len(shapes), dtype=torch.int64, device=device)
+    sizes = torch.zeros(len(shapes), dtype=torch.float64, device=device)
+    for index, (fqn, shape) in enumerate(shapes.items()):
+        gradient, value = (
+            state[fqn].to(device).contiguous() if state else torch.empty(shape, device=device)
+            for state in (gradients, parameters)
+        )
+        for tensor in (gradient, value):
+            dist.broadcast(tensor, src=0)
+        norms[index], sizes[index] = gradient.double().norm(), value.double().norm()
+        for parameter in held.get(fqn, ()):
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for row, (mine, right) in enumerate(((own, gradient), (parameter.detach(), value))):
+                errors[row, index] = max(errors[row, index], (_whole(mine) - right).double().norm())
+            copies[index] += 1
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    dist.all_reduce(copies)
+    floor = FLOOR * norms.norm()
+    relative = errors / torch.stack([norms.clamp(min=floor), sizes.clamp(min=LEARNING_RATE * floor)])
+    return [
+        ParityRow(fqn, float(norms[i]), float(relative[0, i]), float(relative[1, i]), int(copies[i]))
+        for i, fqn in enumerate(shapes)
+    ]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

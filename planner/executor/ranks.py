@@ -1,0 +1,112 @@
+"""One rank as a process: it joins the others, keeps torch quiet, names itself where it fails, and is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import PlannerError
+
+DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
+
+
+@contextlib.contextmanager
+def process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Generator[torch.device]:
+    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        yield device
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def told_to_stop(device: torch.device, *, enabled: bool) -> Generator[Callable[[], bool]]:
+    """Yields whether any rank was sent SIGTERM, which all are to ask at once; not ``enabled``, it ends a rank."""
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+
+    def any_is() -> bool:
+        flag = torch.tensor(int(told.is_set()), device=device)
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    try:
+        yield any_is
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def told_by_rank(step: int) -> Generator[None]:
+    """What goes wrong inside a step, in the user's model or in torch, with the rank it happened on."""
+    rank = dist.get_rank()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        hint = "plan with a smaller micro-batch, recomputation or more sharding"
+        raise PlannerError(f"rank {rank} is out of device memory in step {step + 1}: {error}", hint=hint) from error
+    except PlannerError:
+        raise
+    except Exception as error:
+        cause = _root_cause(error)
+        text = f"rank {rank} failed in step {step + 1}: {type(cause).__name__}: {cause}{_where(cause)}"
+        raise PlannerError(text, hint="run again with --debug for the whole traceback") from cause
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Generator[None]:
+    """Hides torch's remarks about its own internals, which no user can act on."""
+    sharding_log = logging.getLogger("torch.distributed.tensor")
+    level = sharding_log.level
+    sharding_log.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+        try:
+            yield
+        finally:
+            sharding_log.setLevel(level)
+
+
+def say(text: str) -> None:
+    """A line for people, from rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a pipeline schedule wraps in errors of its own, with the arguments' shapes in place of the reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _where(error: BaseException) -> str:
+    """The lines that the error came through, innermost first: of the user's code, or where it is not there of ours."""
+    ours = str(Path(__file__).resolve().parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    users = [f for f in frames if not f.filename.startswith((ours, "<"))]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(users or frames[-1:])]
+    return f" (at {', from '.join(lines)})" if lines else ""

@@ -1,0 +1,118 @@
+"""A few steps of a plan, measured: the step and its parts, and the memory of every pipeline rank."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from costmodels.vocabulary.mesh import MeshAxis
+from planner.executor.build import loaded_model
+from planner.executor.live_memory import LiveMemory
+from planner.executor.mesh import check_world_size
+from planner.executor.randomness import seed_rank
+from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.train import Run, RunOptions, prepare, timed_step
+from planner.plan.schema import Plan
+
+WARM_UP_STEPS = 2  # the first makes the optimiser's states, the second settles FSDP's order
+COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some steps of a plan came to. Times are of the slowest rank."""
+
+    step_times_s: tuple[float, ...]
+    optimizer_s: float  # of one step
+    collectives_s: dict[str, float]  # in flight during one step by kind, hidden or not, waiting for others included
+    memory_bytes: tuple[int, ...]  # by pipeline rank, the fullest of its ranks
+    memory_is: str
+
+    @property
+    def step_time_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_times_s)
+
+
+def measure(plan: Plan, options: RunOptions) -> dict[str, object]:
+    """``options.steps`` steps after a warm-up, one more under torch's profiler, one more with memory counted.
+
+    Runs on each rank of the plan; every rank gets the same.
+    """
+    with quiet_torch(), process_group(options.timeout_s) as device:
+        return measured(plan, options, device)
+
+
+def measured(plan: Plan, options: RunOptions, device: torch.device) -> dict[str, object]:
+    """As ``measure``, among ranks that have found each other."""
+    last = WARM_UP_STEPS + options.steps
+    check_world_size(plan)
+    run = prepare(plan, loaded_model(plan), replace(options, steps=last + 2), device, None)
+    times = [_step(run, step) for step in range(last)][WARM_UP_STEPS:]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    optimizer_s, collectives_s = _parts(run, last)
+    memory, memory_is = _memory(run, last + 1, device)
+    slowest = torch.tensor([optimizer_s, *collectives_s.values(), *times], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    values = slowest.tolist()
+    kinds = dict(zip(collectives_s, values[1 : 1 + len(collectives_s)], strict=True))
+    found = Measured(
+        step_times_s=tuple(values[1 + len(collectives_s) :]),
+        optimizer_s=values[0],
+        collectives_s={kind: value for kind, value in kinds.items() if value > 0},
+        memory_bytes=_by_pipeline_rank(memory, run.mesh, device),
+        memory_is=memory_is,
+    )
+    return {**asdict(found), "step_time_s": found.step_time_s}
+
+
+def _step(run: Run, step: int) -> float:
+    seed_rank(run.options.seed or 0, run.mesh, step)
+    return timed_step(run, step).step_time_s
+
+
+def _parts(run: Run, step: int) -> tuple[float, dict[str, float]]:
+    """Seconds of the optimiser, and of each kind of collective, in one step."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would talk on stderr
+    with torch.profiler.profile() as profiler:
+        _step(run, step)
+    on_gpu = run.model.parameters()[0].device.type == "cuda"
+    optimizer_s, found = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
+    for event in profiler.key_averages():
+        seconds = (event.device_time_total if on_gpu else event.cpu_time_total) / 1e6
+        name = event.key.lower()
+        if event.key.startswith("Optimizer.step"):
+            optimizer_s += seconds
+        if name.startswith(("gloo:", "nccl:")):
+            kind = next((kind for kind in COLLECTIVES if kind in name), None)
+            if kind is not None:
+                found[kind] += seconds
+    return optimizer_s, found
+
+
+def _memory(run: Run, step: int, device: torch.device) -> tuple[int, str]:
+    """The most that tensors of this rank held during a step, and who counted."""
+    if device.type == "cuda":
+        _step(run, step)
+        return torch.cuda.max_memory_allocated(device), "allocated, by torch's allocator"
+    tracker = LiveMemory()
+    tracker.note(run.model.parameters())
+    tracker.note(buffer for root in run.model.roots for buffer in root.buffers())
+    tracker.note(v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    with tracker:
+        _step(run, step)
+    return tracker.peak_bytes, "held by tensors, counted operator by operator"
+
+
+def _by_pipeline_rank(memory: int, mesh: DeviceMesh, device: torch.device) -> tuple[int, ...]:
+    axis = mesh[MeshAxis.PP.value]
+    fullest = torch.zeros(axis.size(), dtype=torch.int64, device=device)
+    fullest[axis.get_local_rank()] = memory
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    return tuple(fullest.tolist())

@@ -1,0 +1,87 @@
+"""Initial weights from safetensors: by FQN, or by Hugging Face's names where ``transformers`` made the model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.errors import InputError
+from planner.models.huggingface import from_pretrained
+
+MAX_HEADER_BYTES = 10**8  # as the format's own reader allows
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+           "BOOL": torch.bool}  # fmt: skip
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Fills ``module`` from ``path``, a .safetensors file or a folder of them. InputError where anything is missing.
+
+    A model of ``transformers`` in a folder with its config.json is read by ``transformers``, which knows how its
+    names and layouts changed.
+    """
+    if path.is_dir() and (path / "config.json").is_file() and hasattr(module, "config"):
+        stored = from_pretrained(module, path)
+    else:
+        stored = read_safetensors(path)
+    own = module.state_dict(keep_vars=True)
+    names = _filled_through_ties(own, stored)
+    missing, foreign = sorted(set(own) - names), sorted(set(stored) - set(own))
+    if missing or foreign:
+        texts = [f"{len(names)} {what}, the first {names[0]}" for what, names in
+                 (("tensors of the model are not in it", missing), ("of its tensors are not in the model", foreign))
+                 if names]  # fmt: skip
+        raise InputError(f"{path} does not fit the model: {'; '.join(texts)}", hint="name the weights of this model")
+    for name, value in stored.items():
+        if value.shape != own[name].shape:
+            raise InputError(f"{path}: {name} has the shape {list(value.shape)}, the model's {list(own[name].shape)}",
+                             hint="name the weights of this model")  # fmt: skip
+        with torch.no_grad():
+            own[name].copy_(value)
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of ``path``, mapped: a header of JSON, then raw bytes. Nothing in the file is executed."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path} holds no .safetensors file", hint="name a folder of weights, or one file")
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            found |= _read_file(file)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+            raise InputError(f"{file} is not a whole safetensors file: {error}", hint="download it again") from error
+    return found
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"its header of {length} bytes is larger than the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, (start, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+        piece = content[start:end]
+        if start < 0 or len(piece) != end - start:
+            raise ValueError(f"{name} lies outside it")
+        if (8 + length + start) % dtype.itemsize:
+            piece = piece.clone()
+        found[name] = piece.view(dtype).view(entry["shape"])
+    return found
+
+
+def _filled_through_ties(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the model that have a value once ``stored`` is copied: tied ones stand in a file once."""
+    filled = {id(own[name]) for name in stored if name in own}
+    return {name for name, value in own.items() if id(value) in filled}

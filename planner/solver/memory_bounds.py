@@ -1,0 +1,226 @@
+"""Lower bounds of the memory of many layouts at once, and of what their blocks must recompute to fit.
+
+However a layout is cut into stages, and whatever each of its blocks recomputes, it needs and takes no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.cuts import stage_sizes
+from planner.evaluation.layout_units import device_places
+from planner.evaluation.rank_memory import reserve_fraction
+from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.layout import Layout
+from planner.table.cost_table import CostTable
+from planner.table.facts import UnitRow
+from planner.table.keys import SendKey
+
+_TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
+_PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
+# Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
+MOST_ROUNDS = 3
+
+
+class AlikeKey(NamedTuple):
+    """Layouts whose pipelines have one shape are bounded together."""
+
+    schedule: ScheduleName
+    pp: int
+    virtual_stages: int
+    offload: Offload
+    groups: tuple[str, ...]
+    recompute: Recompute | None
+
+
+class NumMicroBatches(NamedTuple):
+    """What is worked out once for each number of micro-batches."""
+
+    num_microbatches: int
+
+
+class AlikeMemory:
+    """Layouts with the same schedule, pipeline degree, number of virtual stages, offload and order of groups.
+
+    Arrays have the axes [layouts, kinds of units], or the first alone.
+    """
+
+    def __init__(self, table: CostTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
+        self.table, self._key, self.layouts, self.rows = table, key, layouts, rows
+        self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
+        self.num_microbatches = rows.num_microbatches
+        self.counts = table.counts
+        self.times = unit_times(table, rows, 0)
+        self.work_s = self.times.forward_s + self.times.backward_s
+        self.modes = list(MODES.values()) if key.recompute is None else [MODES[key.recompute]]
+        # The least of every mode: [layouts, kinds, Holding].
+        self._held = np.min([table.num_bytes[rows.work, mode] for mode in self.modes], axis=0)
+        self._places = device_places(table, layouts[0])
+        # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
+        memory = [table.cluster.devices[place].memory_bytes for place in self._places]
+        self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
+        lines = table.send(SendKey(key.pp, key.groups))
+        num_bytes = self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
+        latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
+        self.send_s = latency_s + s_per_byte * num_bytes
+        self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
+
+    @cached_property
+    def elements(self) -> Array:
+        """Parameters of each kind on one tensor-parallel rank, [layouts, kinds, Element]."""
+        return self.table.elements[self.rows.split]
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def memory_bytes(self) -> Array:
+        """The fullest rank's states and activations, with the allocator's reserve and the context.
+
+        Of the working set only the least over all kinds is counted: some unit is at work on every rank.
+        """
+        return self._least(self._held) @ self.counts + self._besides
+
+    @cached_property
+    def _besides(self) -> Array:
+        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
+        return (working * self.reserve + self.table.cluster.software.context_bytes) / self._room.max()
+
+    @cached_property
+    def reserve(self) -> Array:
+        """Bytes that a byte of tensors that come and go takes, with the allocator's reserve."""
+        return 1 + reserve_fraction(self.table, self.rows.mixes_lifetimes)
+
+    @cached_property
+    def _recomputed_s(self) -> Array:
+        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
+
+        Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
+        cannot be parted take no less.
+        Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
+        three units recompute the first way, 0.9 s.
+        """
+        if len(self.modes) == 1 or self._key.groups:
+            return np.zeros(len(self.num_microbatches))
+        table, rows = self.table, self.rows
+        held = [table.num_bytes[rows.work, mode] for mode in self.modes]
+        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+        least = [self._least(each) for each in held]
+        saved = [np.maximum(0.0, least[0] - each) for each in least]
+        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
+        lacking = least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
+            both = few <= many
+            # Steps from no recomputation to the cheaper mode a byte, and from there to what saves more.
+            first = np.where(both, saved[1], saved[2]), np.where(both, few, many)
+            more = np.where(both, np.maximum(0.0, saved[2] - saved[1]), 0.0)
+            second = more, np.where(more > 0, (extra[2] - extra[1]) / more, np.inf)
+        sizes = np.concatenate([first[0] * self.counts, second[0] * self.counts], axis=1)
+        rates = np.concatenate([first[1], np.maximum(second[1], 0.0)], axis=1)
+        order = np.argsort(rates, axis=1)
+        sizes, rates = np.take_along_axis(sizes, order, axis=1), np.take_along_axis(rates, order, axis=1)
+        before = np.cumsum(sizes, axis=1) - sizes
+        taken = np.clip(lacking[:, None] - before, 0.0, sizes)
+        return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
+
+    def _least(self, held: Array) -> Array:
+        """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].
+
+        For weights l_r that sum to 1 the fullest rank needs at least sum_r l_r M_r, M_r what rank r needs. Wherever a
+        unit lies, it adds at least the least over r of l_r (its states + micro-batches in flight on r * what it keeps
+        of one). The weights make the terms of the average unit equal, which is near the best.
+        Example: six units of 2 GiB of states that keep 1 GiB, two and one micro-batches in flight. A unit needs 4 GiB
+        on rank 0 and 3 GiB on rank 1, so the weights are 3/7 and 4/7 and each unit adds 12/7 GiB: at least 10.3 GiB.
+        The best cut, into halves, needs 12 GiB.
+        """
+        static, kept = self.static_bytes, held[..., PLACE[Holding.KEPT]] * self.reserve[:, None]
+        if not self.schedule.rules.has_one_stage:
+            waiting = held[..., PLACE[Holding.WAITING]] * self.reserve[:, None]
+            return self._least_of_stages(static, kept, waiting)
+        weights, flying = self._weights
+        each = weights[:, :, None] * (static[:, None, :] + flying[:, :, None] * kept[:, None, :])
+        return np.min(each, axis=1)
+
+    @cached_property
+    def _weights(self) -> tuple[Array, Array]:
+        """Weights of the ranks and micro-batches in flight on each, [layouts, ranks]."""
+        if self.schedule.rules.forwards_first and self.pp > 1:
+            flying = np.repeat(self.num_microbatches[:, None], self.pp, axis=1)
+        else:
+            flying = self.layouts.each(
+                NumMicroBatches, lambda key: self.schedule.rules.in_flight(self.pp, key.num_microbatches)
+            )
+        kept = self._held[..., PLACE[Holding.KEPT]] * self.reserve[:, None]
+        states, activations = self.static_bytes @ self.counts, kept @ self.counts
+        weights = self._room / (states[:, None] + flying * activations[:, None])
+        weights /= weights.sum(axis=1, keepdims=True) * self._room
+        return weights, flying
+
+    def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
+        """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
+        least = np.empty_like(static)
+        for m, members in self._by_peak():
+            flying, waits = flying_by_stage(self.schedule, self.pp, self.virtual_stages, m)
+            mean = _least_means(self.table.units, flying), _least_means(self.table.units, waits)
+            most = -_least_means(self.table.units, -waits)
+            waited = np.minimum(mean[1] * waiting[members], most * waiting[members])  # they may hold less
+            least[members] = static[members] + mean[0] * kept[members] + waited
+        return least / self.pp
+
+    def _by_peak(self) -> Iterator[tuple[int, Positions]]:
+        """Layouts whose ranks hold most at the same moment, with the micro-batches it takes to see it."""
+        shortened = self.layouts.each(
+            NumMicroBatches,
+            lambda key: self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS),
+        )
+        for m in np.unique(shortened):
+            yield int(m), np.flatnonzero(shortened == m)
+
+    @cached_property
+    def static_bytes(self) -> Array:
+        """States of each unit kind when backward begins."""
+        state = self.table.state_bytes[self.rows.state]  # [layouts, KindOfElement, ...]
+        holds_gradients = (self.num_microbatches > 1) | self.table.framework.keeps_gradients
+        each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
+        each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
+        return np.einsum("lke,le->lk", by_kind(self.elements), each)
+
+
+def by_kind(elements: Array) -> Array:
+    """[..., KindOfElement] of [..., Element]."""
+    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
+    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
+
+
+@lru_cache(maxsize=1024)
+def flying_by_stage(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Array:
+    """Micro-batches in flight, and waiting for gradients of weights, in each stage at its rank's peak; [2, stages]."""
+    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
+    return np.array(found, dtype=np.float64)
+
+
+def _least_means(units: UnitRow, each: Array) -> Array:
+    """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
+
+    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
+    """
+    num_blocks, num_stages = sum(units.is_block), len(each)
+    sizes = stage_sizes(num_blocks, num_stages)
+    found = np.full(len(units.counts), each.min())
+    for kind, number in enumerate(units.counts):
+        if not units.is_block[units.kinds.index(kind)]:
+            continue
+        held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
+        held[[0, -1]] = 0.0
+        for stage in np.argsort(each, kind="stable"):
+            held[stage] += min(sizes.most - held[stage], number - held.sum())
+        found[kind] = each @ held / number
+    return found

@@ -1,0 +1,72 @@
+"""``planner parity`` and ``planner verify`` without ranks: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli.main import app
+from planner.errors import PlanError
+from planner.executor import outcome
+
+EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
+MEASURED = {"step_times_s": [1.0, 3.0, 2.0], "step_time_s": 2.0, "optimizer_s": 0.5, "collectives_s": {"send": 0.25},
+            "memory_bytes": [3 * 2**20, 2**20], "memory_is": "held"}  # fmt: skip
+
+
+def row(error: float, copies: int = 2) -> dict[str, Any]:
+    return {"fqn": "a.weight", "gradient_norm": 1.0, "gradient_error": error, "parameter_error": 0.0,
+            "num_copies": copies}  # fmt: skip
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, value: object, *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(outcome, "on_all_ranks", lambda plan, work: value)
+    result = CliRunner().invoke(app, list(arguments), standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "loss", "code"),
+    [(row(1e-7), 2.0, 0), (row(1e-3), 2.0, 1), (row(0.0, copies=0), 2.0, 1), (row(float("nan")), 2.0, 1),
+     (row(1e-7), 2.1, 1)],
+)  # fmt: skip
+def test_parity_s_exit_code_says_whether_all_is_equal(
+    found: dict[str, Any], loss: float, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"loss": loss, "expected_loss": 2.0, "rows": [found]}
+    returned, text = invoke(monkeypatch, value, "parity", str(EXAMPLE))
+    assert returned == code
+    assert ("NOT equal" in text) == bool(code)
+
+
+def test_verify_puts_predicted_beside_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = json.loads(EXAMPLE.read_text())
+    plan["prediction"] = {
+        "step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0, "model_flops_per_gpu_per_s": 1.0, "mfu": 0.5,
+        "peak_memory_bytes": [2**21, 2**21], "memory_capacity_bytes": 2**30,
+        "memory_breakdown_bytes": [{"parameters": 2**20, "allocator_reserve": 2**20}, {"parameters": 2**20}],
+        "breakdown_s": {"compute": 0.75, "optimizer": 0.25},
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    code, text = invoke(monkeypatch, MEASURED, "verify", str(path), "--json")
+    found = json.loads(text)
+    assert code == 0
+    ratios = {line["part"]: line["ratio"] for line in found["time"] + found["memory"]}
+    assert ratios == {"step": 2.0, "optimiser step": 2.0, "all but the optimiser": 2.0, "  of it compute": None,
+                      "  send in flight, waiting included": None, "rank 0": 3.0, "rank 1": 1.0}  # fmt: skip
+    assert "2.00" in invoke(monkeypatch, MEASURED, "verify", str(path))[1]
+
+
+def test_verify_needs_a_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = json.loads(EXAMPLE.read_text())
+    plan["prediction"] = None
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match="no prediction"):
+        invoke(monkeypatch, MEASURED, "verify", str(tmp_path / "plan.json"))

@@ -1,0 +1,152 @@
+"""Saves that fail, and folders in which nothing is whole: on one rank, which needs no other process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from costmodels.vocabulary.choices import Optimizer, Precision
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint import Checkpointer
+from planner.executor.mesh import build_mesh
+from planner.executor.optimizer import build_optimizer
+from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.ranks import quiet_torch
+from planner.models.loss import NEXT_TOKEN
+from planner.plan.manifest import Progress, read_manifest
+from planner.plan.schema import (
+    MeshSection,
+    ModelSection,
+    PipelineSection,
+    PlacementSection,
+    Plan,
+    StageSection,
+    TrainingSection,
+)
+
+Started = tuple[ParallelModel, torch.optim.Optimizer]
+PLAN = Plan(
+    model=ModelSection(source="toy", digest="", num_params=0),
+    hardware="cpu-gloo",
+    num_devices=1,
+    training=TrainingSection(
+        global_batch_size=1, seq_len=4, precision=Precision.FP32, optimizer=Optimizer.ADAMW
+    ),
+    mesh=MeshSection(),
+    zero_stage=1,
+    pipeline=PipelineSection(
+        schedule=ScheduleName.ONE_F_ONE_B,
+        num_microbatches=1,
+        micro_batch_size=1,
+        stages=(StageSection(index=0, pp_rank=0, modules=("0", "1")),),
+    ),
+    placements=PlacementSection(sharded_units=("0", "1")),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started() -> Generator[Started]:
+    with quiet_torch():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            module = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
+            inputs = {"input": torch.zeros(1, 4, dtype=torch.int64)}
+            model = parallelize(module, inputs, NEXT_TOKEN, PLAN, build_mesh(PLAN, "cpu"))
+            yield model, build_optimizer(model.parameters(), Optimizer.ADAMW, None)
+        finally:
+            dist.destroy_process_group()
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, sequences=step, seed=0, seq_len=4, optimizer=Optimizer.ADAMW, layout="")
+
+
+def save(checkpointer: Checkpointer, started: Started, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(*started, progress(step))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_does_not_see_what_is_trained_meanwhile(started: Started, tmp_path: Path) -> None:
+    model, optimizer = started
+    parameter = model.parameters()[0].detach()
+    before = parameter.clone()
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    save(checkpointer, started, 1)
+    parameter.add_(1.0)
+    checkpointer.close()
+    found = checkpointer.find()
+    assert found is not None
+    checkpointer.load(found, model, optimizer, Optimizer.ADAMW)
+    assert torch.equal(model.parameters()[0].detach(), before)
+
+
+def test_the_newest_stay_and_what_was_interrupted_goes(started: Started, tmp_path: Path) -> None:
+    (tmp_path / ".step-9.partial").mkdir()
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    save(checkpointer, started, 2, 9, 10)
+    checkpointer.close()
+    assert names(tmp_path) == ["step-10", "step-9"]
+
+
+def test_a_save_that_fails_is_told_and_tried_again(
+    started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    save(checkpointer, started, 1)
+    (tmp_path / ".step-2.partial").write_text("in the way")
+    save(checkpointer, started, 2, 3)
+    checkpointer.close()
+    assert "warning: checkpoint step-2 was not written: rank 0: NotADirectoryError" in capsys.readouterr().err
+    assert names(tmp_path) == [".step-2.partial", "step-1", "step-3"]
+    (tmp_path / ".step-4.partial").write_text("in the way")
+    save(checkpointer, started, 4)
+    with pytest.raises(PlannerError, match="step-4 was not written"):
+        checkpointer.close()
+
+
+def test_nothing_whole_is_an_error_not_a_new_beginning(started: Started, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    save(checkpointer, started, 1, 2)
+    checkpointer.close()
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "rank-0.bin").unlink()
+    with pytest.raises(InputError, match=r"no checkpoint in .* is whole; it holds step-2, step-1"):
+        checkpointer.find()
+    assert names(tmp_path) == ["step-1.damaged", "step-2.damaged"]
+
+
+def test_a_pickled_checkpoint_of_torch_is_not_opened(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/no'\ntR.")
+    with pytest.raises(InputError, match="no checkpoint in"):
+        Checkpointer(tmp_path, keep=3).find()
+
+
+def test_another_optimiser_is_refused(started: Started, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    save(checkpointer, started, 1)
+    checkpointer.close()
+    found = checkpointer.find()
+    assert found is not None
+    with pytest.raises(InputError, match="is of adamw, the plan trains with sgd"):
+        checkpointer.load(found, *started, Optimizer.SGD)
+
+
+def test_two_saves_of_one_state_are_alike(started: Started, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        checkpointer = Checkpointer(tmp_path / name, keep=1)
+        save(checkpointer, started, 1)
+        checkpointer.close()
+    one, other = (read_manifest(tmp_path / name / "step-1") for name in ("one", "other"))
+    assert one == other
+    shutil.rmtree(tmp_path / "one")

@@ -1,0 +1,86 @@
+"""Files of tokens are read as those who write them mean it, and refused where they are not whole."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from planner.errors import InputError
+from planner.executor.data import TokenData
+from planner.executor.token_file import TokenDtype, map_tokens
+
+TOKENS = np.array([0, 1, 255, 256, 65535, 7, 8], dtype=np.uint16)
+
+
+def megatron(folder: Path, lengths: list[int], code: int = 8, skip: int = 0) -> Path:
+    """Tokens with an index, laid out as Megatron-Core's ``_IndexWriter`` does."""
+    path = folder / "tokens.bin"
+    TOKENS.tofile(path)
+    starts = np.cumsum([0, *lengths[:-1]]) * 2 + skip
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+    content = header + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(content + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_raw_numbers(dtype: str, tmp_path: Path) -> None:
+    TOKENS.astype(dtype).tofile(tmp_path / "tokens.bin")
+    assert map_tokens(tmp_path / "tokens.bin", TokenDtype(dtype)).long().tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_numpy_s_own(dtype: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", TOKENS.astype(dtype))
+    assert map_tokens(tmp_path / "tokens.npy", TokenDtype.BYTES).long().tolist() == TOKENS.tolist()
+
+
+def test_megatron_s_index_says_the_dtype(tmp_path: Path) -> None:
+    assert map_tokens(megatron(tmp_path, [3, 4]), TokenDtype.BYTES).long().tolist() == TOKENS.tolist()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    np.save(tmp_path / "table.npy", np.zeros((2, 2), np.uint16))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    cases = {"odd.bin": "no multiple of 2", "table.npy": "not a row", "objects.npy": "Python objects", "none": "none"}
+    for name, words in cases.items():
+        with pytest.raises(InputError, match=words):
+            map_tokens(tmp_path / name, TokenDtype.UINT16)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "code", "skip", "words"),
+    [([3, 3], 8, 0, "to its end"), ([3, 4], 8, 2, "to its end"), ([3, 4], 7, 0, "dtype 7"), ([3, 4], 4, 0, "to its")],
+)
+def test_an_index_that_contradicts_its_file_is_refused(
+    lengths: list[int], code: int, skip: int, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        map_tokens(megatron(tmp_path, lengths, code, skip), TokenDtype.BYTES)
+
+
+def test_half_an_index_is_refused(tmp_path: Path) -> None:
+    index = megatron(tmp_path, [3, 4]).with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:40])
+    with pytest.raises(InputError, match="ends before"):
+        map_tokens(tmp_path / "tokens.bin", TokenDtype.BYTES)
+
+
+def test_a_token_beyond_the_vocabulary_is_named() -> None:
+    data = TokenData(torch.tensor([1, 2, 3, 300, 4]), 2, seed=0, vocab_size=256)
+    with pytest.raises(InputError, match="token 300.*0 to 255"):
+        data.global_batch(0, 2)
+
+
+def test_samples_go_on_where_another_batch_size_left_off() -> None:
+    """12 sequences in 3 steps of 4; then steps of 2 begin with the 13th."""
+    whole = TokenData(torch.arange(101), 2, seed=0)
+    other = TokenData(torch.arange(101), 2, seed=0, origin=12 - 3 * 2)
+    tokens, _ = other.global_batch(3, 2)
+    expected, _ = whole.global_batch(6, 2)
+    assert torch.equal(tokens, expected)
