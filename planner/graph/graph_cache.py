@@ -69,7 +69,7 @@ def _version(package: str) -> str:
 
 def _code_digest() -> str:
     """Of the modules that decide what a graph is."""
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).parents[1]
     files = [
         folder / "model_file.py",
         *sorted((folder / "graph").rglob("*.py")),

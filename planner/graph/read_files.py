@@ -70,5 +70,5 @@ def _content(path: str) -> bytes | None:
 def _foreign_folders() -> tuple[str, ...]:
     """Where nothing of the user's lies: installed packages, devices, this package."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = Path(__file__).resolve().parents[1]
+    own = Path(__file__).parents[1]
     return (*installed, sys.prefix + os.sep, "/proc/", "/sys/", "/dev/", "/etc/", f"{own}{os.sep}")
