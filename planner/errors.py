@@ -3,6 +3,7 @@
     PlannerError                 exit code 1
     ├── InputError               exit code 2   the command line or an input file is wrong
     │   ├── ModelError                         MODEL cannot be found, loaded or traced
+    │   ├── NoLayoutError                      no layout has as many devices and obeys the pins
     │   ├── HardwareError                      a hardware profile is unknown or invalid
     │   └── PlanError                          a plan file is damaged, foreign or impossible
     ├── DivergedError            exit code 1   training cannot go on: its loss is no number
@@ -34,6 +35,10 @@ class InputError(PlannerError):
 
 class ModelError(InputError):
     """MODEL cannot be found, loaded or traced."""
+
+
+class NoLayoutError(InputError):
+    """No layout uses all devices and obeys the pins, though these do not contradict each other."""
 
 
 class HardwareError(InputError):

@@ -29,7 +29,8 @@ from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
-from planner.solver.search import Outcome, Progress, probes, search
+from planner.solver.search import Outcome, Progress, Wanted, probes, search
+from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, typical_space
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
@@ -143,9 +144,18 @@ class Problem:
         others = [each for each in outcome.ranking if each.layout != found.layout]
         return replace(outcome, best=found, ranking=tuple(sorted([*others, found], key=lambda each: each.step_time_s)))
 
-    def solved(self, deadline: Deadline | None = None, progress: Progress | None = None) -> Outcome:
-        """The fastest layout of the space that fits, with what was seen on the way."""
-        return search(self.table, self.space.layouts, self.solver, deadline=deadline, progress=progress)
+    def solved(
+        self, deadline: Deadline | None = None, progress: Progress | None = None, cutoff_s: float | None = None
+    ) -> Outcome:
+        """The fastest layout of the space that fits, with what was seen on the way; faster than ``cutoff_s``."""
+        wanted = Wanted(cutoff_s)
+        return search(self.table, self.space.layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
+
+    def worthwhile_counts(self) -> tuple[int, ...]:
+        """Smaller numbers of devices that may train faster, descending; none where devices differ."""
+        if self.target.cluster.mixed is not None:
+            return ()
+        return worthwhile_counts(self.space.training, self.space.pins, self.space.limits)
 
     def solved_baseline(self) -> Outcome:
         """The fastest plain FSDP layout that fits."""
@@ -154,7 +164,7 @@ class Problem:
     @property
     def has_any_fit(self) -> bool:
         """Whether any layout fits; stops at the first."""
-        return search(self.table, self.space.layouts, self.solver, stop_at_first=True).best is not None
+        return search(self.table, self.space.layouts, self.solver, wanted=Wanted(any_will_do=True)).best is not None
 
     @property
     def placements_are_proved(self) -> bool:
@@ -286,6 +296,14 @@ def decided_for_degrees(
             if decision is not None:
                 found[split] = decision
     return found
+
+
+def counts_of(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline) -> tuple[int, ...]:
+    """Smaller numbers of devices that may do better, descending, where there is no problem over all of them."""
+    if target.cluster.mixed is not None:
+        return ()
+    placed = decided_for_degrees(target, pins, placement_solver(deadline), deadline)
+    return worthwhile_counts(training, pins, limits_of(target, placed))
 
 
 def decided(

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from costmodels.vocabulary.choices import ContextMethod, Offload
 from costmodels.vocabulary.terms import Term
-from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection
+from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection, RunSection
 
 GIB, MIB = 2**30, 2**20
 _TAGS = ("fitted", "measured")
@@ -68,7 +68,8 @@ def degrees(mesh: MeshSection) -> str:
 def _headline(plan: Plan) -> Text:
     text = Text()
     text.append(f"{plan.model.source}", style="bold")
-    text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}\n")
+    text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}")
+    text.append(f", {plan.idle_devices} left idle\n" if plan.idle_devices else "\n")
     if plan.prediction is not None:
         p = plan.prediction
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
@@ -83,7 +84,19 @@ def _headline(plan: Plan) -> Text:
             text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
+    if plan.run is not None:
+        text.append(f"\n{_run_text(plan.run)}")
     return text
+
+
+def _run_text(run: RunSection) -> str:
+    """``15 T tokens: 1.79 M steps, 180 days, 276 k GPU-hours, $603 k without interruptions``"""
+    cost = "" if run.usd is None else f", ${count(run.usd)}"
+    days = f"{run.days:,.1f} days" if run.days >= 1 else f"{run.days * 24:.3g} hours"
+    return (
+        f"{count(run.num_tokens)} tokens: {count(run.num_steps)} steps, {days}, {count(run.gpu_hours)} GPU-hours{cost}"
+        " without interruptions"
+    )
 
 
 def _layout(plan: Plan) -> Table:
@@ -233,8 +246,7 @@ def _candidates(plan: Plan) -> Table:
     rows = list(search.runners_up)
     if search.baseline is not None:
         rows.append(search.baseline)
-    if search.roomier is not None:
-        rows.append(search.roomier)
+    rows += [each for each in (search.all_devices, search.roomier) if each is not None]
     for row in rows:
         loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
         memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")
@@ -281,6 +293,9 @@ def _proof(plan: Plan) -> Text:
         )
     text.append(f" (searched in {seconds(search.elapsed_s)})")
     text.append(_room(plan))
+    for case in search.cases:
+        text.append(f"\n{case.case}: {seconds(case.step_time_s)}")
+        text.append(f" (the plan that is fastest as predicted: {seconds(case.fastest_step_time_s)})")
     return text
 
 

@@ -45,10 +45,13 @@ class Request:
     optimizer: Optimizer = Optimizer.ADAMW
     pins: Pins = NO_PINS
     time_limit_s: float | None = None  # from the call on
-    num_runners_up: int = 5
+    num_runners_up: int | None = None  # None: up to five of those that the search comes by
     prefer: Preference = Preference.SIMPLE
     framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
+    may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
+    robust: bool = False  # choose by the worst of a few cases in place of the nominal one
+    num_tokens: int | None = None  # of the whole training run, for what it takes
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:

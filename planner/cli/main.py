@@ -11,7 +11,21 @@ from rich.console import Console
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from planner.cli import check, estimate, hardware, models, parity, profile, replan, run, schedule, search, trace, verify
+from planner.cli import (
+    check,
+    estimate,
+    fit,
+    hardware,
+    models,
+    parity,
+    profile,
+    replan,
+    run,
+    schedule,
+    search,
+    trace,
+    verify,
+)
 from planner.errors import PlannerError
 
 app = typer.Typer(
@@ -30,7 +44,7 @@ def _root(
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
 
 
-for _group in (search, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify):
+for _group in (search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify):
     _group.register(app)
 
 

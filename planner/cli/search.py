@@ -16,7 +16,8 @@ from rich.spinner import Spinner
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.cli.options import AsJson, Framework, Hardware
+from planner.cli.front import Shown, range_progress, show_range
+from planner.cli.options import AsJson, Framework, GpuRange, Hardware, gpu_range
 from planner.cli.process import interruptible, process_began_s
 from planner.layout.deadline import Deadline
 from planner.plan.plan_file import plan_json, write_plan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Objective(StrEnum):
-    """What is minimised. On a fixed number of equal GPUs the cheapest step is the fastest one."""
+    """What is minimised. Of plans over the same equal GPUs the cheapest step is the fastest one."""
 
     TIME = "time"
     COST = "cost"
@@ -48,7 +49,14 @@ def search(  # over 6 arguments: one for each option of the command line
         str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
     ],
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Number of GPUs; default: what --hardware counts.")
+        GpuRange | None,
+        typer.Option(
+            "--gpus",
+            parser=gpu_range,
+            metavar="N|A..B",
+            help="Number of GPUs, of which some may stay idle, or a range: a Pareto front of time, GPUs, memory and "
+            "dollars; default: what --hardware counts.",
+        ),
     ] = None,
     hardware: Hardware = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
@@ -59,13 +67,27 @@ def search(  # over 6 arguments: one for each option of the command line
     precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
     optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,
     objective: Annotated[
-        Objective, typer.Option(help="What to minimise; the same on a fixed number of equal GPUs.")
+        Objective, typer.Option(help="What to minimise: time, or dollars a step, for which GPUs may stay idle.")
     ] = Objective.TIME,
     prefer: Annotated[
         Preference, typer.Option(help="Of plans that are predicted alike (within 1 %): the simplest, or the fastest.")
     ] = Preference.SIMPLE,
     framework: Framework = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows of the comparison.")] = 5,
+    idle: Annotated[
+        bool, typer.Option("--idle/--no-idle", help="Whether GPUs may stay idle where fewer are faster.")
+    ] = True,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Best where links or a host are slow: the worst of a few cases decides.")
+    ] = False,
+    tokens: Annotated[
+        float | None, typer.Option(metavar="N", help="Tokens of the whole run, as 15e12: its days, GPU-hours, dollars.")
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", min=1, help="Rows of the comparison, unlike in mesh, ZeRO or schedule; default: 5 at most."
+        ),
+    ] = None,
     memory_risk: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
@@ -123,17 +145,21 @@ def search(  # over 6 arguments: one for each option of the command line
         cp_method=cp_method,
     )  # fmt: skip
     request = Request(
-        model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
+        model=model, num_devices=None if gpus is None else gpus.last, hardware=hardware, seq_len=seq_len,
+        global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
-        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
+        memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
+        num_tokens=None if tokens is None else round(tokens),
     )  # fmt: skip
     check_folder(output)
-    import_module("planner.api")  # a part of the start-up, for which no limit counts
+    import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:
         with interruptible(deadline):
-            answer = _find(request, deadline)
+            if gpus is not None and not gpus.is_one:
+                return show_range(request, gpus.first, deadline, Shown(objective is Objective.COST, as_json, output))
+            answer = _find(request, deadline, by_cost=objective is Objective.COST)
             show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     except KeyboardInterrupt:  # there was no plan yet
         Console(stderr=True).print("interrupted")
@@ -163,11 +189,15 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
         Console(highlight=False).print(show_plan(plan))
 
 
-def _find(request: Request, deadline: Deadline) -> Answer:
+def _find(request: Request, deadline: Deadline, *, by_cost: bool) -> Answer:
     """The search, with its progress on a terminal's stderr."""
     from planner.api import find_plan
 
     talk = Console(stderr=True, highlight=False)
+    if by_cost:
+        from planner.api.front import cheapest_plan
+
+        return cheapest_plan(request, range_progress(), deadline)
     if not talk.is_terminal:
         return find_plan(request, None, deadline)
     spinner = Spinner("dots", f"tracing {escape(request.model)}")

@@ -111,6 +111,12 @@ class LayoutUnits:
         found._set_modes(modes)
         return found
 
+    def with_rank_of(self, other: Self, rank: int) -> Self:
+        """The same layout and modes with the devices of one pipeline rank as ``other`` has them."""
+        found = copy(self)
+        found._ranks = (*self._ranks[:rank], other._ranks[rank], *self._ranks[rank + 1 :])
+        return found
+
     def _of_units(self, array: Array, units: Sequence[int] | None = None) -> list[float]:
         """Of an array [modes, kinds] the entries of ``units``, each in its own mode; of all units without them."""
         places = range(len(self._kinds)) if units is None else units

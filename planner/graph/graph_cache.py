@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-import planner
 from planner.graph.disk_cache import DiskCache
 from planner.graph.model_graph import ModelGraph
 from planner.graph.read_files import file_digest, variables_named_in
@@ -70,7 +69,7 @@ def _version(package: str) -> str:
 
 def _code_digest() -> str:
     """Of the modules that decide what a graph is."""
-    folder = Path(planner.__file__).parent
+    folder = Path(__file__).parents[1]
     files = [
         folder / "model_file.py",
         *sorted((folder / "graph").rglob("*.py")),

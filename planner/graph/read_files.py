@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import planner
-
 MAX_BYTES = 2**26  # a file above is data, and is not looked into
 NAME = re.compile(rb"[A-Za-z_]\w+")
 
@@ -72,5 +70,5 @@ def _content(path: str) -> bytes | None:
 def _foreign_folders() -> tuple[str, ...]:
     """Where nothing of the user's lies: installed packages, devices, this package."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = Path(planner.__file__).parent
+    own = Path(__file__).parents[1]
     return (*installed, sys.prefix + os.sep, "/proc/", "/sys/", "/dev/", "/etc/", f"{own}{os.sep}")

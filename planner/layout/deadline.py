@@ -82,6 +82,10 @@ class Deadline:
         """From now on the answer is chosen."""
         self._has_answer = self._is_settled = True
 
+    def resume(self) -> None:
+        """A better answer is looked for again; the one there is stays."""
+        self._is_settled = False
+
     @property
     def is_cut(self) -> bool:
         """Whether somebody wanted the answer earlier."""

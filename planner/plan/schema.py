@@ -169,6 +169,14 @@ class Candidate(_Value):
     fit_probability: float | None = None
 
 
+class CaseSection(_Value):
+    """One thing that may go wrong, and the step then; ``fastest_step_time_s`` of the plan that is fastest nominally."""
+
+    case: str
+    step_time_s: float
+    fastest_step_time_s: float
+
+
 class SearchSection(_Value):
     """What the search proved. ``gap`` = (step_time_s - bound_step_time_s) / step_time_s."""
 
@@ -183,8 +191,22 @@ class SearchSection(_Value):
     pins: dict[str, int | bool | str] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: tuple[Candidate, ...] = ()
+    # Where devices are left idle: the fastest found over all of them.
+    all_devices: Candidate | None = None
+    cases: tuple[CaseSection, ...] = ()  # that a robust plan was chosen for, the nominal one first
+    fewer_devices: tuple[Positive, ...] = ()  # smaller numbers of devices that were searched besides
     # Where the plan takes more than nine tenths of the memory it may: the fastest found that does not.
     roomier: Candidate | None = None
+
+
+class RunSection(_Value):
+    """A whole training run of ``num_tokens``, without interruptions. Only devices that are used are counted."""
+
+    num_tokens: Positive
+    num_steps: Positive
+    days: float
+    gpu_hours: float
+    usd: float | None = None  # None: the profile has no price
 
 
 class Plan(_Value):
@@ -194,7 +216,8 @@ class Plan(_Value):
     model: ModelSection
     hardware: str
     framework: str = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
-    num_devices: Positive
+    num_devices: Positive  # that are used
+    idle_devices: Annotated[int, Field(ge=0)] = 0  # of those there are, what the plan leaves to others
     training: TrainingSection
     mesh: MeshSection
     zero_stage: Annotated[int, Field(ge=0, le=3)]
@@ -205,4 +228,5 @@ class Plan(_Value):
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # how attention reaches other ranks' positions, where cp > 1
     prediction: PredictionSection | None = None
     search: SearchSection | None = None
+    run: RunSection | None = None
     warnings: tuple[str, ...] = ()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from planner.axes.data import MAX_MICRO_BATCH_SIZE
 from planner.axes.traced import representatives, whole_work
 from planner.graph.model_graph import OpClass
 from planner.layout.layout import Training
+from planner.pricing.kernels import kernel_times
 from planner.pricing.target import PricingTarget
 
 
@@ -27,3 +31,18 @@ def ideal_step_s(target: PricingTarget, training: Training) -> float:
         for unit in representatives(graph)
     }
     return training.global_batch_size * sum(flops_of_kind[unit.kind] for unit in graph.units) / peak
+
+
+def compute_device_s(target: PricingTarget, training: Training) -> float:
+    """Device-seconds that the kernels of a step take at least, by the recipe's own rooflines.
+
+    Kernels run whole, on as many sequences at once as a micro-batch may have: no layout splits them into larger ones.
+    Devices of a mixed cluster count as its weakest, so of these it is no bound.
+    """
+    size = np.array([float(MAX_MICRO_BATCH_SIZE)])
+    of_kind: dict[int, float] = {}
+    for unit in representatives(target.graph):
+        kernels = [kernel for kernel in whole_work(target.graph, unit).unit.kernels if kernel.follows_batch]
+        times = kernel_times(kernels, size, target.machine, target.framework)
+        of_kind[unit.kind] = float(times.forward_s.sum() + times.backward_s.sum()) / MAX_MICRO_BATCH_SIZE
+    return training.global_batch_size * sum(of_kind[unit.kind] for unit in target.graph.units)

@@ -86,6 +86,13 @@ def build_table(
     )
 
 
+def slowed(table: CostTable, factor: float) -> CostTable:
+    """The same with all compute ``factor`` times as long."""
+    time_s = table.time_s.copy()
+    time_s[..., _COMPUTE] *= factor
+    return replace(table, time_s=time_s)
+
+
 def _clusters(target: PricingTarget) -> list[ClusterSpec]:
     """All devices, as the weakest where they differ; then each group."""
     mixed = target.cluster.mixed

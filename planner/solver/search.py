@@ -46,6 +46,17 @@ Progress = Callable[[int, float, float | None], None]
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """Which layouts are of interest: those that take less than ``cutoff_s``; where any will do, the first is enough."""
+
+    cutoff_s: float | None = None
+    any_will_do: bool = False
+
+
+ALL = Wanted()
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a search found. ``best`` is None where nothing fits or nothing was found in time."""
 
@@ -61,9 +72,10 @@ class Outcome:
 
 
 class _Best:
-    """The layouts that were priced and fit."""
+    """The layouts that were priced and fit; of interest are those that take less than ``cutoff_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, cutoff_s: float | None = None) -> None:
+        self._cutoff_s = cutoff_s
         self.best: Evaluated | None = None
         self.found: dict[Layout, Evaluated] = {}
 
@@ -74,17 +86,17 @@ class _Best:
         known = self.found.get(priced.layout)
         if known is None or priced.step_time_s < known.step_time_s:
             self.found[priced.layout] = priced
-        if self.best is None or priced.step_time_s < self.best.step_time_s * (1 - LEAST_GAIN):
+        if self.time_s is None or priced.step_time_s < self.time_s * (1 - LEAST_GAIN):
             self.best = priced
 
     @property
     def time_s(self) -> float | None:
-        """Step time of the best layout."""
-        return None if self.best is None else self.best.step_time_s
+        """Step time of the best layout, and before there is one the cutoff."""
+        return self._cutoff_s if self.best is None else self.best.step_time_s
 
     def beats(self, bound_s: float) -> bool:
         """Whether no layout with this bound can be better by more than the tolerance."""
-        return self.best is not None and bound_s >= self.best.step_time_s * (1 - TOLERANCE)
+        return self.time_s is not None and bound_s >= self.time_s * (1 - TOLERANCE)
 
     def ranking(self) -> tuple[Evaluated, ...]:
         """Fastest first."""
@@ -98,22 +110,23 @@ def search(
     *,
     deadline: Deadline | None = None,
     progress: Progress | None = None,
-    stop_at_first: bool = False,
+    wanted: Wanted = ALL,
 ) -> Outcome:
     """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has.
 
-    ``stop_at_first``: any layout that fits will do. OutOfTimeError where there was no time for the bounds.
+    With a cutoff ``Outcome.is_exhausted`` says that no layout takes less besides what was found.
+    OutOfTimeError where there was no time for the bounds.
     """
     deadline = deadline or Deadline.never()
     listed = Columns.of(Layout, layouts)
     lower = _bounds_in_time(table, listed, deadline)
     order = _in_order(table, listed, lower)
-    best = _Best()
+    best = _Best(wanted.cutoff_s)
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)
 
     def is_over() -> bool:
-        return deadline.is_over() or (stop_at_first and best.best is not None)
+        return deadline.is_over() or (wanted.any_will_do and best.best is not None)
 
     try:
         walk.probe(order, is_over)
@@ -126,7 +139,7 @@ def search(
     except (KeyboardInterrupt, OutOfTimeError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
     bound_s = walk.bound_s(order)
-    is_proved = best.beats(bound_s) and not stop_at_first
+    is_proved = best.beats(bound_s) and not wanted.any_will_do
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
     near = order[lower.step_time_s[order] <= reach_s]
     return Outcome(
@@ -134,7 +147,7 @@ def search(
         near=tuple((listed[i], float(lower.step_time_s[i])) for i in near),
         ranking=best.ranking(),
         bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
-        is_exhausted=is_proved if best.best is not None else bound_s == float("inf"),
+        is_exhausted=is_proved if best.time_s is not None else bound_s == float("inf"),
         interrupted=interrupted,
         num_candidates=len(listed),
         num_visited=walk.num_visited,

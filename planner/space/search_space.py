@@ -21,7 +21,7 @@ from planner.axes.pipeline import PIPELINE, schedules
 from planner.axes.recompute import modes
 from planner.axes.registry import violations
 from planner.axes.tensor import TENSOR, sequence_parallel_options
-from planner.errors import InputError
+from planner.errors import InputError, NoLayoutError
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Limits, Pins, Training
@@ -51,7 +51,7 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
         )
     layouts = _layouts(asked, deadline or Deadline.never())
     if not layouts:
-        raise InputError(
+        raise NoLayoutError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
             hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
@@ -74,6 +74,11 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
     )
     layouts = _layouts(Asked(training, usual, limits), Deadline.never())
     return SearchSpace(training, pins, limits, layouts)
+
+
+def num_meshes(asked: Asked) -> int:
+    """Ways to lay pipeline, data, context and tensor parallelism over the devices that some micro-batch allows."""
+    return len({(mesh.pp, mesh.dp, mesh.cp, mesh.tp) for mesh in _meshes(asked) if any(micro_batches(asked, mesh.dp))})
 
 
 def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:

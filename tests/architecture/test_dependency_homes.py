@@ -15,7 +15,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ortools": ("planner.solver",),
     "typer": ("planner.cli",),
     "click": ("planner.cli",),
-    "rich": ("planner.cli", "planner.render", "planner.render_schedule"),
+    "rich": ("planner.cli", "planner.render", "planner.render_schedule", "planner.render_front", "planner.render_fit"),
     "plotly": ("planner.report",),
     "transformers": ("planner.models.huggingface",),
     "psutil": ("hardware_profiles.probes",),

@@ -37,7 +37,7 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def test_nothing_is_said_where_nothing_is_assumed() -> None:
-    answer = find_plan(Request("llama-tiny", 4, hardware=A100, global_batch_size=8, seq_len=32))
+    answer = find_plan(Request("llama-tiny", 4, hardware=A100, global_batch_size=8, seq_len=32, may_idle=False))
     assert answer.notes == ()
     assert (answer.plan.training.seq_len, answer.plan.training.global_batch_size) == (32, 8)
 
@@ -187,7 +187,7 @@ def test_a_batch_that_is_larger_for_the_gpus_sake_is_said_to_be() -> None:
 
 
 def test_a_batch_that_the_gpus_do_not_divide_is_said_to_leave_out_plain_fsdp() -> None:
-    answer = find_plan(Request("llama-tiny", 4, hardware=A100, global_batch_size=6, seq_len=32))
+    answer = find_plan(Request("llama-tiny", 4, hardware=A100, global_batch_size=6, seq_len=32, may_idle=False))
     (note,) = answer.notes
     assert note.startswith("4 GPUs do not divide 6 sequences")
     assert answer.plan.search is not None

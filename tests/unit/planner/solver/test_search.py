@@ -14,7 +14,7 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.exhaustive import ExhaustiveSolver
-from planner.solver.search import TOLERANCE, probe, search, visit
+from planner.solver.search import TOLERANCE, Wanted, probe, search, visit
 from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 
 TINY = {"batch": 16, "seq_len": 64}
@@ -96,7 +96,7 @@ def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
 
 def test_any_point_that_fits_will_do() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
-    found = search(problem.table, problem.space.layouts, problem.solver, stop_at_first=True)
+    found = search(problem.table, problem.space.layouts, problem.solver, wanted=Wanted(any_will_do=True))
     assert found.best is not None
     assert found.best.fits
 

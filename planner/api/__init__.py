@@ -8,14 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.errors import HardwareError, InfeasibleError, InputError, ModelError, PlanError, TimeLimitError
+from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
+from planner.api.money import whole_run
+from planner.api.robust import most_robust
+from planner.api.runners_up import unlike_runners
+from planner.errors import (
+    HardwareError,
+    InfeasibleError,
+    InputError,
+    ModelError,
+    NoLayoutError,
+    PlanError,
+    TimeLimitError,
+)
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Pins, Training
-from planner.plan.schema import Plan, SearchSection
+from planner.plan.schema import CaseSection, Plan, SearchSection
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import EVEN_RISK, Problem, decided, placement_solver, solved_by
+from planner.problem import EVEN_RISK, Problem, Solved, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
@@ -50,6 +62,43 @@ class Answer:
     interrupted: bool
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request with all its words looked up, and what was assumed."""
+
+    request: Request
+    target: PricingTarget
+    training: Training
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def of(request: Request) -> Question:
+        """InputError: the request is wrong or contradicts itself."""
+        notes: list[str] = []
+        check_memory_risk(request.memory_risk)
+        cluster = load_cluster(request.hardware, request.num_devices, notes)
+        check_precision(cluster, request.precision)
+        check_offload(cluster, request.pins.offload)
+        graph = load_graph(request.model, request.seq_len, request.precision)
+        notes += graph.warnings
+        training = training_of(request, cluster, graph, notes)
+        target = target_of(graph, cluster, training.precision, request.framework, notes)
+        return Question(request, target, training, tuple(notes))
+
+    @staticmethod
+    def in_time(request: Request) -> Question:
+        """The same; TimeLimitError where the clock ended it."""
+        try:
+            return Question.of(request)
+        except OutOfTimeError:
+            raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+
+    def over(self, num_devices: int) -> Question:
+        """The same training over another number of devices of one kind; nothing more is assumed."""
+        cluster = self.target.cluster.model_copy(update={"num_devices": num_devices})
+        return replace(self, target=replace(self.target, cluster=cluster), notes=())
+
+
 def find_plan(request: Request, progress: Progress | None = None, deadline: Deadline | None = None) -> Answer:
     """The fastest plan that fits, or the best by the deadline: ``request.time_limit_s`` from now, where none is given.
 
@@ -57,28 +106,52 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     TimeLimitError: nothing was found in time.
     """
     deadline = deadline or Deadline.answering_within(request.time_limit_s)
-    notes: list[str] = []
-    check_memory_risk(request.memory_risk)
-    cluster = load_cluster(request.hardware, request.num_devices, notes)
-    check_precision(cluster, request.precision)
-    check_offload(cluster, request.pins.offload)
-    graph = load_graph(request.model, request.seq_len, request.precision)
-    notes += graph.warnings
-    training = training_of(request, cluster, graph, notes)
-    target = target_of(graph, cluster, training.precision, request.framework, notes)
+    return answer_of(Question.in_time(request), deadline, progress)
+
+
+def answer_of(question: Question, deadline: Deadline, progress: Progress | None = None) -> Answer:
+    """The fastest plan that fits, or the best by the deadline; errors as of ``find_plan``."""
+    request, target, notes = question.request, question.target, list(question.notes)
     try:
-        solved = solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
+        solved = _solved(question, deadline, progress)
+        counted = with_fewer(solved, deadline, progress) if request.may_idle else Counted(solved)
     except OutOfTimeError:
         raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
-    problem, outcome = solved.problem, solved.outcome
+    problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
         raise no_plan(problem, outcome)
     deadline.settle()
     baseline = problem.solved_baseline()
-    outcome = problem.preferred(outcome, baseline, request.prefer)
+    cases: tuple[CaseSection, ...] = ()
+    if request.robust:
+        robust = most_robust(problem, outcome)
+        outcome, cases = robust.outcome, robust.cases
+        notes.append(robust.note)
+    else:
+        outcome = problem.preferred(outcome, baseline, request.prefer)
     roomier = problem.roomier(outcome, deadline)
-    plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline.elapsed_s)
-    return Answer(plan.model_copy(update={"framework": request.framework}), tuple(notes), outcome.interrupted)
+    plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline)
+    plan = plan.model_copy(update={"search": plan.search and plan.search.model_copy(update={"cases": cases})})
+    plan = over_devices(plan, counted, target.cluster.num_devices, target)
+    run = None if request.num_tokens is None else whole_run(plan, request.num_tokens)
+    if plan.idle_devices:
+        notes.append(idle_note(plan))
+    plan = plan.model_copy(update={"framework": request.framework, "run": run})
+    return Answer(plan, tuple(notes), outcome.interrupted)
+
+
+def _solved(question: Question, deadline: Deadline, progress: Progress | None) -> Solved:
+    """The best over all devices, or where these cannot be shared out over the largest number that can."""
+    request, target, training = question.request, question.target, question.training
+    try:
+        return solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
+    except NoLayoutError:
+        if not request.may_idle:
+            raise
+        found = solved_over_fewer(deadline, target, training, request.pins, request.memory_risk)
+        if found is None:
+            raise
+        return found
 
 
 def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pins = NO_PINS) -> Answer:
@@ -121,6 +194,7 @@ def _same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping
         optimizer=training.optimizer,
         pins=pins,
         framework=plan.framework,
+        may_idle=False,
     )
 
 
@@ -128,17 +202,17 @@ def plan_of(
     problem: Problem,
     outcome: Outcome,
     baseline: Outcome,
-    num_runners_up: int,
+    num_runners_up: int | None,
     roomier: Evaluated | None,
-    elapsed_s: float,
+    deadline: Deadline,
 ) -> Plan:
-    """The plan of the best layout; beside it the runners-up, plain FSDP, and a plan that leaves more memory free.
+    """The plan of the best layout; beside it runners-up unlike each other, plain FSDP, and one with more memory free.
 
-    ``elapsed_s``: seconds that the answer took so far.
+    ``deadline`` says how many seconds the answer took so far.
     """
     assert outcome.best is not None
     target, best = problem.target, problem.exactly(outcome.best)
-    runners = [found for found in outcome.ranking if found.layout != best.layout][:num_runners_up]
+    runners = unlike_runners(problem, outcome, num_runners_up, deadline)
     reference = problem.closest_baseline(baseline)
     is_proved = outcome.is_exhausted and problem.placements_are_proved
     fastest = best if outcome.ranking[0].layout == best.layout else problem.exactly(outcome.ranking[0])
@@ -150,7 +224,7 @@ def plan_of(
                 bound_step_time_s=bound,
                 gap=(best.step_time_s - bound) / best.step_time_s,
                 num_candidates=outcome.num_candidates,
-                elapsed_s=elapsed_s,
+                elapsed_s=deadline.elapsed_s,
                 memory_risk=problem.memory_risk,
                 error_between_layouts=problem.table.framework.error_between_layouts,
                 pins=problem.space.pins.given(),

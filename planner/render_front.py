@@ -1,0 +1,35 @@
+"""Plans over several numbers of GPUs as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from planner.plan.schema import Plan
+from planner.render import degrees, seconds, size
+
+
+def show_front(plans: Sequence[Plan], chosen: Plan, *, by_cost: bool) -> Table:
+    """A row for each plan, by GPUs ascending; the chosen one is marked."""
+    has_price = all(plan.prediction is not None and plan.prediction.usd_per_step is not None for plan in plans)
+    table = Table(title="Pareto front of step time, GPUs, memory and dollars", title_justify="left")
+    table.add_column("GPUs", no_wrap=True)
+    for name in ("step", "tokens/s/GPU", "memory", *(["$ a step"] if has_price else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("layout")
+    for plan in plans:
+        p = plan.prediction
+        assert p is not None
+        cost = [] if p.usd_per_step is None or not has_price else [f"{p.usd_per_step:.3g}"]
+        mark = "" if plan is not chosen else ", cheapest" if by_cost else ", fastest"
+        table.add_row(
+            f"{plan.num_devices}{mark}",
+            seconds(p.step_time_s),
+            f"{p.tokens_per_s_per_gpu:,.0f}",
+            size(max(p.peak_memory_bytes)),
+            *cost,
+            f"{degrees(plan.mesh)}, ZeRO {plan.zero_stage}",
+            style="bold" if mark else None,
+        )
+    return table

@@ -1,0 +1,136 @@
+"""Fewer devices than there are, where that is faster or cheaper; and several numbers of devices side by side."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from planner.api import find_plan
+from planner.api.front import counts_between, find_front
+from planner.errors import InputError, NoLayoutError
+from planner.graph.graph_file import write_graph
+from planner.layout.layout import NO_PINS, Limits, Pins
+from planner.request import Request
+from planner.space.device_counts import worthwhile_counts
+from tests.planning import graph_of, training_of
+
+Tiny = Callable[..., Request]
+A100 = "dgx-a100-80gb"
+
+
+def limits(num_devices: int) -> Limits:
+    """Nodes of 8 and a model of 32 blocks and 32 heads."""
+    degrees = frozenset(d for d in (2, 4, 8) if num_devices % d == 0)
+    return Limits(num_devices, min(8, num_devices), 32, degrees, degrees, context_splits=True, num_heads=32)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    write_graph(graph_of("llama-tiny", 64), path)
+    return str(path)
+
+
+@pytest.fixture
+def tiny(graph: str) -> Tiny:
+    def request(num_devices: int, batch: int = 16, *, may_idle: bool = True, pins: Pins = NO_PINS) -> Request:
+        return Request(
+            graph, num_devices, A100, global_batch_size=batch, pins=pins, may_idle=may_idle, num_tokens=10**6
+        )
+
+    return request
+
+
+@pytest.mark.parametrize(("there_are", "richer"), [(25, 24), (67, 64), (127, 120)])
+def test_a_number_with_few_divisors_leaves_a_richer_one_below_it(there_are: int, richer: int) -> None:
+    assert richer in worthwhile_counts(training_of(240, 1024), NO_PINS, limits(there_are))
+
+
+def test_what_is_worth_a_search_for_some_devices_is_for_twice_as_many() -> None:
+    for number in (25, 36, 64):
+        counts = worthwhile_counts(training_of(240, 1024), NO_PINS, limits(number))
+        assert set(counts) | {number} <= set(worthwhile_counts(training_of(240, 1024), NO_PINS, limits(2 * number)))
+
+
+def test_pins_are_obeyed_where_devices_are_left_idle(tiny: Tiny) -> None:
+    assert worthwhile_counts(training_of(240, 1024), Pins(tp=8, pp=2, dp=4, cp=1), limits(64)) == ()
+    plan = find_plan(tiny(12, pins=Pins(pp=2, tp=1))).plan
+    assert (plan.mesh.pp, plan.mesh.tp) == (2, 1)
+
+
+def test_devices_that_cannot_share_the_work_stay_idle_and_it_is_said(tiny: Tiny) -> None:
+    with pytest.raises(NoLayoutError):
+        find_plan(tiny(11, may_idle=False))
+    answer = find_plan(tiny(11))
+    plan = answer.plan
+    assert plan.num_devices + plan.idle_devices == 11
+    assert plan.mesh.shape().world_size == plan.num_devices < 11
+    assert answer.notes[-1].startswith(f"{plan.num_devices} of 11 GPUs are used: no layout over all 11")
+
+
+def test_twice_the_devices_are_never_slower(tiny: Tiny) -> None:
+    times: list[float] = []
+    for number in (4, 8, 16):
+        prediction = find_plan(tiny(number, 4)).plan.prediction
+        assert prediction is not None
+        times.append(prediction.step_time_s)
+    for fewer, more in pairwise(times):
+        assert more <= fewer * (1 + 1e-3)  # of plans so alike, the simplest is taken
+
+
+def test_idle_devices_are_a_gain_over_all_of_them(tiny: Tiny) -> None:
+    plan = find_plan(tiny(16, 4)).plan
+    every = find_plan(tiny(16, 4, may_idle=False)).plan
+    assert every.idle_devices == 0
+    assert plan.prediction is not None
+    assert every.prediction is not None
+    assert plan.idle_devices > 0
+    assert plan.search is not None
+    assert plan.search.all_devices is not None
+    assert plan.prediction.step_time_s < every.prediction.step_time_s
+    assert plan.search.all_devices.step_time_s == pytest.approx(every.prediction.step_time_s, rel=1e-3)
+
+
+def test_a_whole_run_is_its_steps(tiny: Tiny) -> None:
+    plan = find_plan(tiny(4)).plan
+    assert plan.run is not None
+    assert plan.prediction is not None
+    assert plan.prediction.usd_per_step is not None
+    assert plan.run.num_steps == -(-(10**6) // (16 * 64))
+    assert plan.run.days * 86400 == pytest.approx(plan.run.num_steps * plan.prediction.step_time_s)
+    assert plan.run.gpu_hours * 3600 == pytest.approx(plan.run.days * 86400 * plan.num_devices)
+    assert plan.run.usd == pytest.approx(plan.run.num_steps * plan.prediction.usd_per_step)
+
+
+def test_numbers_of_a_range() -> None:
+    assert counts_between(8, 64, 8) == (8, 16, 24, 32, 48, 64)
+    assert counts_between(1, 9, 8) == (1, 2, 3, 4, 6, 8, 9)
+    assert counts_between(5, 5, 8) == (5,)
+
+
+def test_no_plan_of_a_front_is_beaten_in_everything(tiny: Tiny) -> None:
+    front = find_front(tiny(16, may_idle=False), 4)
+    assert front.chosen in front.plans
+    rows = [(p.num_devices, p.prediction.step_time_s) for p in front.plans if p.prediction is not None]
+    assert [number for number, _ in rows] == sorted(number for number, _ in rows)
+    assert {*(number for number, _ in rows), *front.dominated, *(n for n, _ in front.refused)} == {4, 6, 8, 16}
+    chosen = front.chosen.prediction
+    assert chosen is not None
+    assert chosen.step_time_s == min(seconds for _, seconds in rows)
+
+
+def test_a_cost_needs_a_price(graph: str) -> None:
+    with pytest.raises(InputError, match="has no price"):
+        find_front(Request(graph, 2, "cpu-gloo", global_batch_size=4), 1, by_cost=True)
+
+
+def test_runners_up_differ_in_something_that_matters(graph: str) -> None:
+    asked = Request(graph, 8, A100, global_batch_size=16, num_runners_up=12, may_idle=False)
+    plan = find_plan(asked).plan
+    assert plan.search is not None
+    rows = plan.search.runners_up
+    assert len(rows) == 12
+    assert [row.step_time_s for row in rows] == sorted(row.step_time_s for row in rows)
+    differ = {(row.mesh.shape(), row.zero_stage, row.schedule) for row in rows}
+    assert len(differ) == 12
+    assert (plan.mesh.shape(), plan.zero_stage, plan.pipeline.schedule) not in differ
