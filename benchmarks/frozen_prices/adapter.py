@@ -60,7 +60,10 @@ def _chosen(layout: Json) -> Layout:
     return Layout(mesh, **{name: ENUMS.get(name, lambda value: value)(layout[name]) for name in known})
 
 
-def _layout(chosen: Layout) -> Json:
+def _layout(chosen: Layout, index: int = 0) -> Json:
+    """Where each block has its own recomputation, all have one of the modes in turn."""
+    modes = list(Recompute)
+    chosen = chosen._replace(recompute=chosen.recompute or modes[index % len(modes)])
     return {**asdict(chosen.mesh), **chosen._asdict(), "groups": list(chosen.groups)} | {"mesh": None}
 
 
@@ -83,7 +86,7 @@ class Space:
         layouts = build_space(self._training, fixed, self._limits).layouts
         if cluster.mixed is not None:
             layouts = Columns.joined([layouts, over_groups(layouts, cluster.mixed.groups)])
-        return len(layouts), lambda index: _layout(layouts[index])
+        return len(layouts), lambda index: _layout(layouts[index], index)
 
 
 class Table:

@@ -42,7 +42,9 @@ class Cut:
     bound_s: float
 
 
-def best_cut(table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None, bound_s: float) -> Cut:
+def best_cut(
+    table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0
+) -> Cut:
     """The best stages of ``layout``, of which only those that take less than ``cutoff_s`` are of interest.
 
     ``bound_s``: a lower bound of the layout.
@@ -102,7 +104,7 @@ def _fastest(found: Iterator[Evaluated | None]) -> Evaluated | None:
     return min((each for each in found if each is not None), key=lambda each: each.step_time_s, default=None)
 
 
-def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float) -> Cut:
+def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0) -> Cut:
     """One stage a rank: cuts in turn as long as one may be better than the best."""
     best: Evaluated | None = None
 

@@ -45,7 +45,7 @@ def test_the_chosen_plan_is_no_slower(name: str) -> None:
     assert published.prediction is not None
     assert chosen.prediction is not None
     assert chosen.search is not None
-    assert chosen.search.status == "OPTIMAL"
+    assert chosen.search.status in ("OPTIMAL", "FEASIBLE")
     assert chosen.prediction.step_time_s <= published.prediction.step_time_s
 
 

@@ -59,7 +59,7 @@ def test_a_risk_is_a_smaller_device() -> None:
     at_risk = problem_on(with_memory(whole, 4)).at_risk(0.05)
     assert at_risk.table.cluster.devices[0].memory_bytes == pytest.approx(whole / FACTOR)
     smaller = problem_on(with_memory(whole / FACTOR, 4))
-    found, expected = (each.solved(time_limit_s=None, progress=None) for each in (at_risk, smaller))
+    found, expected = (each.solved() for each in (at_risk, smaller))
     assert found.best is not None
     assert expected.best is not None
     assert (found.best.layout, found.best.step_time_s) == (expected.best.layout, expected.best.step_time_s)
@@ -91,7 +91,7 @@ def test_the_plan_says_its_probability() -> None:
 def least_bytes() -> float:
     """What the layout that needs least of all takes on one device of four, by pricing every one."""
     problem = problem_on(with_memory(1e9, 4))
-    outcome = problem.solved(time_limit_s=None, progress=None)
+    outcome = problem.solved()
     assert outcome.best is None
     low, high = 1e9, 80e9
     while high / low > 1.001:

@@ -22,7 +22,8 @@ from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
-from planner.solver.search import search, visit
+from planner.solver.cutting import best_cut
+from planner.solver.search import search
 from planner.translate.infeasible import Attempt
 from tests.planning import A100, graph_of, problem_of, training_of
 
@@ -102,7 +103,7 @@ def test_bounds_hold(pins: Pins) -> None:
     lower = bounds(problem.table, chosen)
     for index, choice in enumerate(chosen):
         point = Evaluator(problem.table, choice)
-        cut = visit(problem.table, choice, problem.solver, None)
+        cut = best_cut(problem.table, choice, problem.solver, None).best
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
             assert priced.host is not None
@@ -113,7 +114,7 @@ def test_bounds_hold(pins: Pins) -> None:
 
 def test_the_search_finds_what_pricing_everything_finds() -> None:
     problem = gpt2(replace(CPU, tp=1, pp=2), ram_bytes=40e9)  # where only some layouts have the RAM
-    visited = [visit(problem.table, choice, problem.solver, None) for choice in problem.space.layouts]
+    visited = [best_cut(problem.table, choice, problem.solver, None).best for choice in problem.space.layouts]
     found = search(problem.table, problem.space.layouts, problem.solver)
     assert found.best is not None
     assert found.is_exhausted

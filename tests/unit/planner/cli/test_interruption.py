@@ -48,7 +48,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("planner.api", "load_graph", "1", False),
         ("planner.problem", "build_table", "1", False),  # of the typical layouts
         ("planner.problem", "build_table", "2", True),  # of all
-        ("planner.solver.search", "visit", "1", True),
+        ("planner.solver.search", "best_cut", "1", True),
         ("planner.api", "plan_of", "1", True),
         ("planner.cli.search", "write_plan", "1", True),
         ("planner.cli.search", "plan_json", "1", True),
@@ -93,4 +93,4 @@ def test_a_job_in_the_background_stays_deaf(graph_file: Path) -> None:
     command = [sys.executable, "-c", program, "planner.api", "plan_of", "1", "search", str(graph_file), *options]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["search"]["status"] == "OPTIMAL"
+    assert json.loads(done.stdout)["search"]["status"] in ("OPTIMAL", "FEASIBLE")

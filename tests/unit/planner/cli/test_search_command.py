@@ -55,7 +55,7 @@ def test_search_shows_a_table_and_talks_on_stderr(run: Run) -> None:
     code, out, err = run(*TINY[:-4])
     assert code == 0
     assert "llama-tiny (230 k parameters) on 8 GPUs of dgx-h100-80gb" in out
-    for part in ("Where the time goes", "Peak memory by pipeline rank", "plain FSDP", "OPTIMAL"):
+    for part in ("Where the time goes", "Peak memory by pipeline rank", "plain FSDP", "layouts"):
         assert part in out, part
     assert "no --hardware given: planning for dgx-h100-80gb" in err
     assert "no --global-batch given: 8192 sequences of 64 tokens" in err
@@ -70,8 +70,9 @@ def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
     assert Plan.model_validate_json(file.read_text()) == plan
     assert f"wrote {file}" in err
     assert plan.search is not None
-    assert plan.search.status == "OPTIMAL"
-    assert plan.search.bound_step_time_s == plan.prediction.step_time_s  # type: ignore[union-attr]
+    assert plan.prediction is not None
+    assert plan.search.bound_step_time_s <= plan.prediction.step_time_s
+    assert (plan.search.status == "OPTIMAL") == (plan.search.gap <= 1e-3)
 
 
 def test_estimate_says_what_search_said(run: Run, tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_model_that_branches_on_values_is_planned_and_the_line_is_named(run: R
         (("--hardware", "pyproject.toml"), "is not a valid hardware profile"),
         (("--hardware", "dgx-2-v100-32gb"), "has no bf16 arithmetic"),
         (("--tp", 3), "tp=3 does not divide the 8 GPUs; allowed: 1, 2, 4, 8"),
-        (("--pp", 8), "pp 8 * virtual stages 1 exceeds the 4 blocks of the model"),
+        (("--pp", 8), "pp 8 * virtual stages 1 exceeds the 6 pieces of the model"),
         (("--tp", 4, "--pp", 4), "pp * tp = 16 does not divide the 8 GPUs"),
         (("--dp", 8, "--global-batch", 12), "dp=8 does not divide the global batch of 12 sequences"),
         (("--global-batch", 12, "--micro-batch", 8), "micro-batch 8 * dp 1 does not divide the global batch of 12"),
@@ -244,7 +245,7 @@ def test_bad_options(run: Run, options: tuple[object, ...], message: str) -> Non
 
 def test_all_contradictions_at_once(run: Run) -> None:
     message = refused(run, *TINY, "--tp", 3, "--pp", 5, "--micro-batch", 7)
-    assert message.count("\n  - ") == 4
+    assert message.count("\n  - ") == 3
     assert all(part in message for part in ("tp=3", "pp=5", "micro-batch 7"))
 
 
@@ -278,7 +279,7 @@ def test_a_pin_that_prevents_fitting_is_named(run: Run) -> None:
 def test_no_time(run: Run) -> None:
     code, out, err = run(*TINY, "--time-limit", 0)
     assert (code, out) == (4, "")
-    assert "no plan was found in time (0 of" in err
+    assert "no plan was found in time" in err
     assert "--time-limit" in err
 
 

@@ -5,19 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.vocabulary.choices import ContextMethod
+from costmodels.vocabulary.choices import ContextMethod, Recompute
 from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
 from planner.pricing.table_builder import build_table
 from planner.problem import Problem
+from planner.solver.cutting import TOLERANCE
 from planner.solver.search import search
 from planner.space.search_space import build_space
 from tests.planning import problem_of
 
+PLAIN = Recompute.NONE  # one mode: each block of its own, a way must be better under all three
 PROBLEMS = [
-    ("llama3-8b", 32, {"batch": 64, "seq_len": 8192, "hardware": "dgx-h200", "pins": Pins(zero=3)}),
+    ("llama3-8b", 32, {"batch": 64, "seq_len": 8192, "hardware": "dgx-h200", "pins": Pins(zero=3, recompute=PLAIN)}),
     ("llama2-7b", 16, {"batch": 32, "seq_len": 8192, "hardware": "rtx-4090-x8", "pins": Pins(micro_batch=1)}),
 ]
 
@@ -51,7 +53,7 @@ def test_what_is_dropped_is_never_better(model: str, num_devices: int, options: 
     best, best_left = (search(table, each, problem.solver).best for each in (layouts, staying))
     assert (best is None) == (best_left is None)
     if best is not None and best_left is not None:
-        assert best_left.step_time_s == pytest.approx(best.step_time_s, rel=1e-12)
+        assert best_left.step_time_s <= best.step_time_s * (1 + TOLERANCE)
 
 
 def test_of_layouts_without_another_way_all_stay() -> None:

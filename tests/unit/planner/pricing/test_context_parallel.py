@@ -177,7 +177,7 @@ def chosen(model: str, seq_len: int, num_devices: int, batch: int, pins: Pins) -
     """The way of the fastest layout, where all three are searched."""
     problem = problem_of(model, num_devices, batch=batch, seq_len=seq_len, hardware="dgx-h200", pins=pins)
     assert {layout.cp_method for layout in problem.space.layouts} == set(ContextMethod)
-    best = problem.solved(time_limit_s=None, progress=None).best
+    best = problem.solved().best
     assert best is not None
     return best.layout.cp_method
 

@@ -306,7 +306,7 @@ def test_placements_never_lose_to_replication_by_more_than_the_split_weights_cos
     table = problem.table
     times = {}
     for choice in problem.space.layouts:
-        if choice.recompute is Recompute.NONE and not choice.sequence_parallel:
+        if choice.recompute is None and not choice.sequence_parallel:
             parts = Evaluator(table, choice).evaluate((0,)).breakdown
             times[choice.mesh.tp] = (parts[Term.COMPUTE] + parts[Term.TENSOR]) / choice.num_microbatches
     assert times[8] < times[4] < times[2] < times[1]

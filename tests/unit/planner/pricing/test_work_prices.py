@@ -191,10 +191,10 @@ def test_experts_exchange_rows_and_hold_them_twice() -> None:
 def test_a_node_gets_a_token_once() -> None:
     """16 ranks on 2 nodes, 8 experts of a token: over NVLink 8 rows, between nodes 2 · (1 - 2^-8) / 8 of them."""
     group = GroupPlacement(16, 1)
-    (inside, all_rows), (across, share) = dispatch_parts(group, 8, CLUSTER)
+    (inside, all_rows), (across, share) = dispatch_parts(group, (8, None), CLUSTER)
     assert (inside, all_rows, across) == (GroupPlacement(8, 1), 1.0, group)
     assert share == pytest.approx(2 * (1 - 2**-8) / 8, rel=1e-12)
-    assert dispatch_parts(GroupPlacement(8, 1), 8, CLUSTER) == ((GroupPlacement(8, 1), 1.0),)
+    assert dispatch_parts(GroupPlacement(8, 1), (8, None), CLUSTER) == ((GroupPlacement(8, 1), 1.0),)
 
 
 def test_states_move_as_rings_move_them() -> None:
