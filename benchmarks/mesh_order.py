@@ -184,7 +184,7 @@ def line_of(case: Case) -> str:
 def _mesh_text(found: Evaluated) -> str:
     mesh = found.layout.mesh
     text = f"pp {mesh.pp} dp {mesh.dp} cp {mesh.cp} tp {mesh.tp} ZeRO {found.layout.zero_stage}"
-    return text + f" {found.layout.recompute.value}"
+    return text + f" {'mixed' if found.only_mode is None else found.only_mode.value}"
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.json_file import write_text
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.pricing.table_builder import build_table
@@ -212,7 +213,7 @@ def _section(published: Published) -> Iterator[str]:
     for recipe in (published.recipe, OUR_RECIPE):
         target = _target(published, graph, recipe)
         yield _row(recipe, f"published: {_words(published.layout)}", _priced(published, target), measured_s)
-        outcome = Problem.build(target, published.training, Pins()).solved(time_limit_s=SEARCH_LIMIT_S, progress=None)
+        outcome = Problem.build(target, published.training, Pins()).solved(Deadline.within(SEARCH_LIMIT_S))
         if outcome.best is not None:
             proved = "" if outcome.is_exhausted else " (search ended by its time limit)"
             yield _row(recipe, f"pick: {_words(outcome.best.layout)}{proved}", outcome.best, measured_s)
@@ -266,7 +267,7 @@ def _words(layout: Layout) -> str:
         stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.schedule.value}{stages}")
     words.append(f"micro-batch {layout.micro_batch_size}")
-    if layout.recompute is not Recompute.NONE:
+    if layout.recompute not in (None, Recompute.NONE):
         words.append(f"{layout.recompute.value} recomputation")
     return " · ".join(words)
 

@@ -63,7 +63,8 @@ class Outcome:
     best: Evaluated | None
     ranking: tuple[Evaluated, ...]  # the visited layouts that fit, fastest first
     bound_s: float  # no layout is faster
-    is_exhausted: bool  # no layout, cut or recomputation is faster than ``best`` by more than the tolerance
+    # No layout, cut or recomputation is faster than ``best`` by more than the tolerance; or all were visited in vain.
+    is_exhausted: bool
     interrupted: bool
     num_candidates: int
     num_visited: int
@@ -178,6 +179,10 @@ class _Walk:
                 return
             self._best.keep(probe(self._table, self._listed[index]))
 
+    def has_seen(self, number: int) -> bool:
+        """Whether so many layouts were visited, and one of them fits: where none does, all are."""
+        return len(self._visited) >= number and self._best.time_s is not None
+
     def known_s(self, index: int) -> float:
         """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
         return float(self._open_s[index])
@@ -209,7 +214,7 @@ class _Walk:
 def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound."""
     for index in order.tolist():
-        if best.beats(float(lower.estimate_s[index])) or walk.num_visited >= MOST_VISITS:
+        if best.beats(float(lower.estimate_s[index])) or walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
             yield index
@@ -224,12 +229,12 @@ def _open_visits(layouts: list[int], walk: _Walk) -> Iterator[int]:
         bound_s, index = heappop(left)
         is_open = walk.is_open(index)  # which may raise its bound
         if is_open and walk.known_s(index) <= bound_s:
-            if walk.num_visited >= MOST_VISITS + MOST_OPEN_VISITS:
+            if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS):
                 return
             yield index
         if walk.known_s(index) > bound_s:
             heappush(left, (walk.known_s(index), index))
-        elif not is_open:  # visited, and still the least: the others' bounds do not matter
+        elif not is_open and walk.has_seen(1):  # visited, and still the least: the others' bounds do not matter
             return
 
 

@@ -53,8 +53,8 @@ def test_only_a_measured_error_makes_plans_equal() -> None:
     recipe = load_recipe()
     assert recipe.error_band is not None
     assert share_of(recipe) == MOST_TIE
-    narrow = recipe.error_band.model_copy(update={"between_layouts": 0.004})
-    assert share_of(recipe.model_copy(update={"error_band": narrow})) == 0.004
+    narrow = recipe.error_band.model_copy(update={"between_layouts": 0.0004})
+    assert share_of(recipe.model_copy(update={"error_band": narrow})) == 0.0004
     assert share_of(recipe.model_copy(update={"error_band": None})) == 0.0
 
 

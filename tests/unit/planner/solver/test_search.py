@@ -20,14 +20,14 @@ from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 TINY = {"batch": 16, "seq_len": 64}
 
 SMALL = [
-    ("llama-tiny", 8, TINY),
+    ("llama-tiny", 8, TINY | {"pins": Pins(cp=1)}),
     ("llama-tiny", 8, TINY | {"pins": Pins(pp=4)}),
     ("llama-tiny", 8, TINY | {"pins": Pins(pp=2, recompute=Recompute.FULL, micro_batch=1)}),
     ("llama-tiny", 8, TINY | {"pins": Pins(schedule=ScheduleName.GPIPE, pp=4)}),
     ("llama-tiny", 4, TINY | {"hardware": "cpu-gloo"}),
-    ("gpt-tiny", 8, TINY | {"hardware": "rtx-4090-x8", "pins": Pins(zero=1)}),
-    ("gpt-tiny", 16, TINY | {"pins": Pins(tp=2)}),
-    ("gpt3-1.3b", 4, {"batch": 8, "seq_len": 512, "pins": Pins(pp=2)}),
+    ("gpt-tiny", 8, TINY | {"hardware": "rtx-4090-x8", "pins": Pins(zero=1, cp=1)}),
+    ("gpt-tiny", 16, TINY | {"pins": Pins(tp=2, cp=1)}),
+    ("gpt3-1.3b", 4, {"batch": 8, "seq_len": 512, "pins": Pins(pp=2, cp=1, zero=1)}),
 ]
 
 

@@ -42,7 +42,7 @@ def fill_state(posed: Problem, key: StateKey) -> object:
 
 
 def fill_sends(posed: Problem, key: SendKey) -> object:
-    return _send_lines(key, posed.target.cluster)
+    return _send_lines(key, posed.target)
 
 
 FILLERS: dict[type, Callable[..., object]] = {
