@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
@@ -114,7 +115,8 @@ def test_bounds_hold(pins: Pins) -> None:
 
 def test_the_search_finds_what_pricing_everything_finds() -> None:
     one = ScheduleName.ONE_F_ONE_B
-    problem = gpt2(replace(CPU, tp=1, pp=2, cp=1, schedule=one), ram_bytes=40e9)  # where only some layouts have the RAM
+    # Where only some layouts have the RAM.
+    problem = gpt2(replace(CPU, tp=1, pp=2, cp=1, schedule=one), ram_bytes=40e9)
     visited = [best_cut(problem.table, choice, problem.solver, None).best for choice in problem.space.layouts]
     found = search(problem.table, problem.space.layouts, problem.solver)
     assert found.best is not None
