@@ -100,7 +100,7 @@ def test_disks_are_never_faster_than_memory_and_hold_the_states() -> None:
 @pytest.mark.parametrize("pins", [CPU, NVME])
 def test_bounds_hold(pins: Pins) -> None:
     problem = gpt2(pins)
-    chosen = sample(problem, 100)
+    chosen = sample(problem, 25)
     lower = bounds(problem.table, chosen)
     for index, choice in enumerate(chosen):
         point = Evaluator(problem.table, choice)

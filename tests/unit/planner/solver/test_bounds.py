@@ -13,7 +13,7 @@ from planner.solver.bounds import bounds, pipeline_coefficient
 from planner.solver.cutting import best_cut, probe
 from tests.planning import problem_of
 
-SAMPLE = 60
+SAMPLE = 25
 ROUNDING = 1 + 1e-9
 
 PROBLEMS = [
