@@ -171,6 +171,19 @@ class Problem:
         """Whether no operators can be placed in less time, for any degree."""
         return all(unit.is_proved for decision in self.decisions.values() for unit in decision)
 
+    @property
+    def lower_bound_s(self) -> float:
+        """What holds for layouts that are not searched: infinite where all are.
+
+        Over unlike devices only schedules with one stage a rank are laid. Others may be faster, and are bounded by the
+        model's FLOPs at peak alone.
+        """
+        pins = self.space.pins
+        has_one_stage = pins.schedule is not None and pins.schedule.rules.has_one_stage
+        if self.target.cluster.mixed is None or pins.pp == 1 or has_one_stage:
+            return float("inf")
+        return ideal_step_s(self.target, self.space.training)
+
     def exactly(self, found: Evaluated) -> Evaluated:
         """The same layout and cut with every micro-batch simulated."""
         return Evaluator(self.table, found.layout, found.modes).evaluate(found.starts, exact=True)

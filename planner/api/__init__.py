@@ -214,9 +214,9 @@ def plan_of(
     target, best = problem.target, problem.exactly(outcome.best)
     runners = unlike_runners(problem, outcome, num_runners_up, deadline)
     reference = problem.closest_baseline(baseline)
-    is_proved = outcome.is_exhausted and problem.placements_are_proved
+    is_proved = outcome.is_exhausted and problem.placements_are_proved and problem.lower_bound_s >= best.step_time_s
     fastest = best if outcome.ranking[0].layout == best.layout else problem.exactly(outcome.ranking[0])
-    bound = min(best.step_time_s, fastest.step_time_s if is_proved else outcome.bound_s)
+    bound = min(best.step_time_s, fastest.step_time_s if is_proved else outcome.bound_s, problem.lower_bound_s)
     return described(problem, best).model_copy(
         update={
             "search": SearchSection(
