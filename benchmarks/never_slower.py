@@ -11,7 +11,6 @@ slower.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -25,12 +24,12 @@ from rich.table import Table
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.pairs import TOLERANCE, idle_question, leaves_devices_idle, lost, pair_of, without_devices
 from benchmarks.judging.questions import Reply, as_data, ask
-from benchmarks.judging.records import RESULTS, Record, Records, run
+from benchmarks.judging.records import RESULTS, Record, Records, arguments, run
 
 
 def main() -> int:
     """Exit code 0; 1 where a second plan is slower; 130 after Ctrl-C."""
-    options = _parser().parse_args()
+    options = arguments(__doc__, 300, "pairs").parse_args()
     name = f"never_slower{'_small' if options.small else ''}_seed{options.seed}.json"
     records = Records(options.output or RESULTS / name, {"seed": options.seed, "small": options.small})
     console = Console()
@@ -99,16 +98,6 @@ def table_of(records: Sequence[Record]) -> Table:
             seconds = ("-" if each is None else f"{each:.5g}" for each in record["step_time_s"])
             table.add_row(str(record["index"]), record["change"], record["text"], *seconds, record["lost"][:80])
     return table
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=300, help="pairs")
-    parser.add_argument("--first", type=int, default=0, help="index of the first one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="small models and clusters, as in the tests")
-    parser.add_argument("--output", type=Path, help="file of records; default: benchmarks/results/")
-    return parser
 
 
 if __name__ == "__main__":

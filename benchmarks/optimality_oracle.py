@@ -14,7 +14,6 @@ and oracle differ.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -28,12 +27,12 @@ from rich.table import Table
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.oracle import TOLERANCE, Oracle, disagreement, instance_of
 from benchmarks.judging.questions import as_data, ask
-from benchmarks.judging.records import RESULTS, Record, Records, run
+from benchmarks.judging.records import RESULTS, Record, Records, arguments, run
 
 
 def main() -> int:
     """Exit code 0; 1 where search and oracle differ; 130 after Ctrl-C."""
-    options = _parser().parse_args()
+    options = arguments(__doc__, 500, "instances").parse_args()
     name = f"optimality_oracle{'_small' if options.small else ''}_seed{options.seed}.json"
     records = Records(options.output or RESULTS / name, {"seed": options.seed, "small": options.small})
     console = Console()
@@ -108,16 +107,6 @@ def table_of(records: Sequence[Record]) -> Table:
                 str(record["index"]), record["text"], *seconds, record["differs"], record["oracle_plan"] or "-"
             )
     return table
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=500, help="instances")
-    parser.add_argument("--first", type=int, default=0, help="index of the first one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="the smallest models and clusters, as in the tests")
-    parser.add_argument("--output", type=Path, help="file of records; default: benchmarks/results/")
-    return parser
 
 
 if __name__ == "__main__":

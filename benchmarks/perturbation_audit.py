@@ -14,7 +14,6 @@ where a plan was refuted, where search and estimate name different prices for on
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -28,12 +27,12 @@ from rich.table import Table
 from benchmarks.judging.audit import TOLERANCE, Verdict, audited, question_of
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.questions import CRASHED, as_data
-from benchmarks.judging.records import RESULTS, Record, Records, run
+from benchmarks.judging.records import RESULTS, Record, Records, arguments, run
 
 
 def main() -> int:
     """Exit code 0; 1 where something was refuted; 130 after Ctrl-C."""
-    options = _parser().parse_args()
+    options = arguments(__doc__, 200, "searches").parse_args()
     name = f"perturbation_audit{'_small' if options.small else ''}_seed{options.seed}.json"
     records = Records(options.output or RESULTS / name, {"seed": options.seed, "small": options.small})
     console = Console()
@@ -129,16 +128,6 @@ def table_of(records: Sequence[Record]) -> Table:
             times = f"{record['bound_s']:.5g}", f"{each['step_time_s']:.5g}", f"{record['gain']:.2%}"
             table.add_row(str(record["index"]), record["text"], *times, f"{each['kind']}: {each['edit']}")
     return table
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=200, help="searches")
-    parser.add_argument("--first", type=int, default=0, help="index of the first one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="small models and clusters, as in the tests")
-    parser.add_argument("--output", type=Path, help="file of records; default: benchmarks/results/")
-    return parser
 
 
 if __name__ == "__main__":

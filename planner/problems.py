@@ -1,4 +1,4 @@
-"""The three programs that solvers answer, and their solutions: numbers only, with what they mean to be minimised.
+"""The two programs that solvers answer, and their solutions: numbers only, with what they mean to be minimised.
 
 A defect of a solver reproduces from these values alone, without torch, a model or a GPU.
 """

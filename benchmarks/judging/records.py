@@ -5,6 +5,7 @@ Records of other code than today's are not counted: the file names a digest of t
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -58,6 +59,17 @@ class Records:
     def ordered(self) -> list[Record]:
         """By index."""
         return [self.by_index[index] for index in sorted(self.by_index)]
+
+
+def arguments(description: str | None, num: int, of: str) -> argparse.ArgumentParser:
+    """The options of a judge that looks at ``num`` cases by default; ``of``: what they are called."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=num, help=of)
+    parser.add_argument("--first", type=int, default=0, help="index of the first one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="small models and clusters, as in the tests")
+    parser.add_argument("--output", type=Path, help="file of records; default: benchmarks/results/")
+    return parser
 
 
 def run(records: Records, indices: Iterable[int], judge: Callable[[int], Record], console: Console) -> bool:
