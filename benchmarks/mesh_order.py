@@ -35,7 +35,7 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.solver.base import UnprovedError
 from planner.solver.bounds import bounds
-from planner.solver.cutting import best_cut
+from planner.solver.cutting import Pricer, best_cut
 
 PP, DATA, TP = "pp", "data", "tp"
 OUR_ORDER = (PP, DATA, TP)
@@ -135,7 +135,7 @@ def priced_in_orders(problem: Problem) -> dict[tuple[str, ...], Evaluated]:
             table = build_table(reordered, training, problem.decisions, layouts)
             for layout in layouts:
                 try:
-                    found = best_cut(table, layout, problem.solver, None).best
+                    found = best_cut(Pricer(table, layout), problem.solver, None).best
                 except UnprovedError:
                     continue
                 if found is not None and (order not in best or found.step_time_s < best[order].step_time_s):

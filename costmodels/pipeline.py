@@ -154,7 +154,7 @@ def simulate_actions(
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-class _Same:
+class SameSchedule:
     """A schedule that is looked up by what it is, not by what is in it: its lists are long, and made once."""
 
     def __init__(self, schedule: ActionLists) -> None:
@@ -164,11 +164,11 @@ class _Same:
         return id(self.schedule)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.schedule is self.schedule
+        return isinstance(other, SameSchedule) and other.schedule is self.schedule
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class Numbered:
     """What of ``_Problem`` does not depend on times."""
 
     keys: tuple[tuple[int, ...], ...]
@@ -189,14 +189,16 @@ def seconds_of_actions(
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
     input_s, weight_s = split_s or (backward_s, [0.0] * num_stages)
     all_s = [*forward_s, *backward_s, *input_s, *weight_s]
-    return tuple(tuple([all_s[place] for place in places]) for places in _places(_Same(schedule), num_stages))
+    return tuple(
+        tuple([all_s[place] for place in places]) for places in places_of_seconds(SameSchedule(schedule), num_stages)
+    )
 
 
 _KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 @lru_cache(maxsize=64)
-def _places(same: _Same, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def places_of_seconds(same: SameSchedule, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Place of each action's seconds among those of all kinds, each in all stages."""
     unknown = next((s for _, s, _ in chain.from_iterable(same.schedule) if not 0 <= s < num_stages), None)
     if unknown is not None:
@@ -206,12 +208,13 @@ def _places(same: _Same, num_stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _Problem:
-    numbered = _numbered(_Same(schedule), num_stages)
-    return _Problem(numbered.keys, seconds, numbered.producers, numbered.rank_of_stage, numbered.num_microbatches)
+    known = numbered(SameSchedule(schedule), num_stages)
+    return _Problem(known.keys, seconds, known.producers, known.rank_of_stage, known.num_microbatches)
 
 
 @lru_cache(maxsize=64)
-def _numbered(same: _Same, num_stages: int) -> _Numbered:
+def numbered(same: SameSchedule, num_stages: int) -> Numbered:
+    """The keys of all actions and of their inputs; ValueError where actions are missing or stand twice."""
     schedule = same.schedule
     num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
     rank_of_stage = [-1] * num_stages
@@ -226,7 +229,7 @@ def _numbered(same: _Same, num_stages: int) -> _Numbered:
     offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
     keys = tuple(tuple([offset[k] + s * num_microbatches + i for k, s, i in actions]) for actions in schedule)
     producers = _producers(num_stages, num_microbatches)
-    return _Numbered(keys, producers, tuple(rank_of_stage), num_microbatches)
+    return Numbered(keys, producers, tuple(rank_of_stage), num_microbatches)
 
 
 def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:

@@ -145,10 +145,17 @@ class Problem:
         return replace(outcome, best=found, ranking=tuple(sorted([*others, found], key=lambda each: each.step_time_s)))
 
     def solved(
-        self, deadline: Deadline | None = None, progress: Progress | None = None, cutoff_s: float | None = None
+        self,
+        deadline: Deadline | None = None,
+        progress: Progress | None = None,
+        cutoff_s: float | None = None,
+        known: Evaluated | None = None,
     ) -> Outcome:
-        """The fastest layout of the space that fits, with what was seen on the way; faster than ``cutoff_s``."""
-        wanted = Wanted(cutoff_s)
+        """The fastest layout of the space that fits, with what was seen on the way; faster than ``cutoff_s``.
+
+        ``known``: a layout of it that fits.
+        """
+        wanted = Wanted(cutoff_s, known=known)
         return search(self.table, self.space.layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
 
     def worthwhile_counts(self) -> tuple[int, ...]:
@@ -235,7 +242,7 @@ def solved_by(
             deadline.promise()
         placed = decided_for_degrees(target, pins, solver, deadline, placed)
         problem = Problem.of(target, training, pins, placed, deadline).at_risk(memory_risk)
-        outcome = problem.solved(deadline, progress)
+        outcome = problem.solved(deadline, progress, known=None if first is None else first.outcome.best)
         if outcome.best is not None:
             deadline.settle()
     except OutOfTimeError:

@@ -29,6 +29,9 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from costmodels.vocabulary.action import (
     BACKWARD,
     FORWARD,
@@ -272,6 +275,25 @@ def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tup
             counts[stage] += _HELD[kind]
             waits[stage] += _WAITING[kind]
     return tuple(counts), tuple(waits)
+
+
+@lru_cache(maxsize=256)
+def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[NDArray[np.float64], ...]:
+    """What each rank holds at every moment that differs from the others, [moments, 2 v].
+
+    Micro-batches in flight at each of the rank's stages, lowest stage first, and then those that wait there for their
+    weight gradients. Times the bytes of one it is what ``peak_in_flight`` takes the largest of.
+    """
+    found: list[NDArray[np.float64]] = []
+    for actions in _actions(name, p, v, m):
+        place = {stage: at for at, stage in enumerate(sorted({action.stage for action in actions}))}
+        split = {(action.stage, action.microbatch) for action in actions if action.kind == INPUT_GRADIENT}
+        changes = np.zeros((len(actions), 2 * v))
+        for row, (kind, stage, microbatch) in zip(changes, actions, strict=True):
+            row[place[stage]] = _HELD[kind]
+            row[v + place[stage]] = _WAITING[kind] if (stage, microbatch) in split else 0
+        found.append(np.unique(np.cumsum(changes, axis=0), axis=0))
+    return tuple(found)
 
 
 def peak_in_flight(

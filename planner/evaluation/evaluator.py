@@ -14,9 +14,10 @@ import numpy as np
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s
 from costmodels.pipeline import Timeline
+from costmodels.pipeline_many import simulate_many, whole_s
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import Offload, Recompute
-from costmodels.vocabulary.schedules import STEADY_ROUNDS, ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
 from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s, without_pipeline
@@ -24,7 +25,7 @@ from planner.evaluation.host import HostMemory
 from planner.evaluation.layout_units import LayoutUnits, OnDevice, StageTimes
 from planner.evaluation.once_a_step import Collected, Passes, once_a_step_s
 from planner.evaluation.states import num_updated
-from planner.layout.columns import Array
+from planner.layout.columns import Array, Positions
 from planner.layout.layout import Layout
 from planner.table.keys import SendKey
 
@@ -189,8 +190,11 @@ class Evaluator(LayoutUnits):
 
     def once_a_step(self, starts: tuple[int, ...]) -> list[tuple[float, float]]:
         """What each rank does after its last action: exposed data-parallel communication, and the optimiser step."""
-        pairs = zip(self._ranks, self._units_of_ranks(starts), strict=True)
-        return [self._once_a_step_s(rank, units) for rank, units in pairs]
+        return [self.once_a_step_of(rank, units) for rank, units in enumerate(self._units_of_ranks(starts))]
+
+    def once_a_step_of(self, rank: int, units: list[int]) -> tuple[float, float]:
+        """The same of one rank that holds these units."""
+        return self._once_a_step_s(self._ranks[rank], units)
 
     def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
         """Seconds of each stage on one micro-batch."""
@@ -217,20 +221,20 @@ class Evaluator(LayoutUnits):
         if pp == 1:
             return m * (times.forward_s[0] + times.backward_s[0]) + self._unhidden_s(times)[0]
 
-        def run(num_microbatches: int) -> float:
-            schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
-            timeline = times.run(schedule, send_s, sends_block=self.table.framework.sends_block)
-            return timeline.longest_rank_s if rules.overlaps_steps else timeline.makespan_s
+        sends = [send_s] * (self.num_stages - 1) if isinstance(send_s, float | int) else send_s
 
-        # In the steady state the busiest rank works without a pause; with unequal stages it takes long to get there.
-        each, rounds, seen = rules.microbatches_a_round(pp, m), m // pp, STEADY_ROUNDS
-        steady_s = each * max(self._work_of_ranks(times)) * (1 - 1e-9)  # at least: with all exchanges hidden
-        while not exact and seen + 1 < rounds:
-            near, far = run(rules.shortened(pp, m, seen)), run(rules.shortened(pp, m, seen + 1))
-            if far - near >= steady_s:
-                return near + (rounds - seen) * (far - near)
-            seen *= 2
-        return run(m)
+        def run(num_microbatches: int, _sets: Positions | None = None) -> Array:
+            schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
+            blocks = self.table.framework.sends_block
+            if times.exchanges:  # what is left of them differs from action to action
+                span = times.run(schedule, sends, sends_block=blocks)
+            else:
+                span = simulate_many(schedule, times.of_actions, sends, sends_block=blocks)
+            return np.atleast_1d(span.longest_rank_s if rules.overlaps_steps else span.makespan_s)
+
+        # With all exchanges hidden the busiest rank works no longer.
+        work_s = np.array([max(self._work_of_ranks(times))])
+        return float((run(m) if exact else whole_s(run, rules, pp, m, work_s))[0])
 
     def _work_of_ranks(self, times: StageTimes) -> list[float]:
         """Seconds of each pipeline rank on one micro-batch."""

@@ -10,11 +10,13 @@ from copy import copy
 from itertools import chain
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import Offload, Recompute
-from costmodels.vocabulary.schedules import peak_in_flight
+from costmodels.vocabulary.schedules import held_counts
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
 from planner.evaluation.host import HostMemory, fullest_node, host_states
@@ -40,6 +42,12 @@ class StageTimes(NamedTuple):
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
     exchanges: tuple[StageExchanges, ...] = ()
+
+    @property
+    def of_actions(self) -> Array:
+        """Forward, backward, input gradient and weight gradient of every stage, [4 stages, 1]."""
+        forward, backward, weight = (np.array(each) for each in (self.forward_s, self.backward_s, self.weight_s))
+        return np.concatenate([forward, backward, backward - weight, weight])[:, None]
 
     def run(self, schedule: ActionLists, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
         """The schedule simulated."""
@@ -177,7 +185,7 @@ class LayoutUnits:
         self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
-        chosen = self if modes is None else self._with_some(modes)
+        chosen = self if modes is None else self.with_some(modes)
         return chosen._rank_memory(rank, stages).peak.total_bytes - self.capacity_bytes[rank]
 
     @property
@@ -185,14 +193,23 @@ class LayoutUnits:
         """Bytes that a byte of tensors that come and go takes, with the allocator's reserve."""
         return 1 + self.memory_model.software.reserve_fraction
 
-    def _with_some(self, modes: Mapping[int, Recompute]) -> Self:
-        """With other modes of some units; for memory alone."""
+    def with_some(self, modes: Mapping[int, Recompute]) -> Self:
+        """With other modes of some units; for what is asked of these units alone."""
         found = copy(self)
-        places = list(self._modes)
+        found._modes = list(self._modes)
         for unit, mode in modes.items():
-            places[unit] = MODES[mode]
-        found.memory_model = self.memory_model.with_modes(places)
+            found._modes[unit] = MODES[mode]
+        found.memory_model = self.memory_model.with_modes(found._modes)
         return found
+
+    def times_of_stages(self, rank: int, stages: Sequence[range]) -> StageTimes:
+        """Seconds of each of these stages on the devices of ``rank``."""
+        times = self._ranks[rank].times
+        rows = [
+            tuple(sum(self._of_units(seconds, units)) for units in stages)
+            for seconds in (times.forward_s, times.backward_s, times.weight_s)
+        ]
+        return StageTimes(rows[0], rows[1], rows[2])
 
     def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
@@ -257,9 +274,10 @@ class LayoutUnits:
         if rules.has_one_stage:
             return rules.in_flight(pp, m)[rank] * sum(kept.values())
         # More, or less, from the first to the second half of a split backward pass.
-        waiting = {stage: sum(held(unit, Holding.WAITING) for unit in units) for stage, units in stages.items()}
-        actions = rules.actions(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
-        return peak_in_flight(actions[rank], kept, waiting)
+        counts = held_counts(layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))[rank]
+        in_order = sorted(stages)
+        waiting = [sum(held(unit, Holding.WAITING) for unit in stages[stage]) for stage in in_order]
+        return float((counts @ [*(kept[stage] for stage in in_order), *waiting]).max())
 
 
 def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:

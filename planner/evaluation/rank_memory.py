@@ -77,6 +77,7 @@ class RankMemoryModel:
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
         self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
+        self._elements_of: dict[tuple[tuple[int, ...], ...], tuple[float, float, float]] = {}
 
     def _set_modes(self, modes: Sequence[int]) -> None:
         pairs = zip(modes, self._table.units.kinds, strict=True)
@@ -149,10 +150,14 @@ class RankMemoryModel:
 
     def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
         """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
-        pp = self._layout.mesh.pp
+        kinds, pp = self._table.units.kinds, self._layout.mesh.pp
         # A tied parameter is held twice where owner and user lie in different stages.
-        found = [self._elements(unit, tied_copy=pp > 1 and 0 not in stage) for stage in stages for unit in stage]
-        return sum(t for t, _, _ in found), sum(f for _, f, _ in found), sum(e for _, _, e in found)
+        key = tuple((int(pp > 1 and 0 not in stage), *(kinds[unit] for unit in stage)) for stage in stages)
+        if key not in self._elements_of:
+            found = [self._elements(kind, tied_copy=bool(is_apart)) for is_apart, *stage in key for kind in stage]
+            trainable, frozen, experts = zip(*found, strict=True)
+            self._elements_of[key] = sum(trainable), sum(frozen), sum(experts)
+        return self._elements_of[key]
 
     def _backward(
         self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float, transient: Transient
@@ -253,8 +258,8 @@ class RankMemoryModel:
     def _most(self, variants: Sequence[int], holding: Holding) -> float:
         return max((self._of(variant, holding) for variant in set(variants)), default=0.0)
 
-    def _count(self, unit: int, element: Element) -> float:
-        return self._counts[self._table.units.kinds[unit]][PLACE[element]]
+    def _count(self, kind: int, element: Element) -> float:
+        return self._counts[kind][PLACE[element]]
 
     @cached_property
     def _sizes(self) -> list[float]:
@@ -264,6 +269,10 @@ class RankMemoryModel:
             *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
         )
         return [held_elements(row[trainable] + row[frozen], row[experts], ep) for row in self._counts]
+
+    def reduced_bytes(self, kind: int) -> float:
+        """Gradients of units of a kind in transit while the unit before them is at work."""
+        return self._reduction_bytes(self._sizes[kind])
 
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""
@@ -277,10 +286,10 @@ class RankMemoryModel:
             stranded=transient.stranded if transient else 0.0,
         )
 
-    def _elements(self, unit: int, *, tied_copy: bool) -> tuple[float, float, float]:
-        """Trainable and frozen ones, and of the trainable those of experts."""
-        trainable = self._count(unit, Element.TRAINABLE) + (self._count(unit, Element.TIED) if tied_copy else 0.0)
-        return trainable, self._count(unit, Element.FROZEN), self._count(unit, Element.EXPERT)
+    def _elements(self, kind: int, *, tied_copy: bool) -> tuple[float, float, float]:
+        """Of a unit: trainable and frozen ones, and of the trainable those of experts."""
+        trainable = self._count(kind, Element.TRAINABLE) + (self._count(kind, Element.TIED) if tied_copy else 0.0)
+        return trainable, self._count(kind, Element.FROZEN), self._count(kind, Element.EXPERT)
 
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""

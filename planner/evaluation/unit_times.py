@@ -228,6 +228,18 @@ def _free_backward_s(time_s: Array) -> Array:
     return compute_s - time_s[..., PLACE[Time.HIDING_BACKWARD]]
 
 
+def hiding_s(table: CostTable, rows: LayoutRows, device: int) -> tuple[Array, Array]:
+    """At most so much compute of one micro-batch hides what happens once a step, forward and backward.
+
+    Whatever is recomputed; [layouts, kinds].
+    """
+    work, of = np.unique(rows.work, return_inverse=True)
+    time_s = table.time_s[device][work]
+    forward_s, backward_s = _free_forward_s(time_s), _free_backward_s(time_s) + time_s[..., PLACE[Time.SPLIT_EXTRA]]
+    accumulation = data_times(table, rows, device)[..., PLACE[Data.ACCUMULATE]]
+    return forward_s.max(axis=1)[of], backward_s.max(axis=1)[of] + accumulation
+
+
 def data_times(table: CostTable, rows: LayoutRows, device: int) -> Array:
     """Gathers, reductions and sums of gradients once each, nothing hidden, [layouts, kinds, Data]."""
     return table.data_s[device][rows.data]

@@ -37,24 +37,27 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from costmodels.overlap import exposed_s
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import Element
+from costmodels.vocabulary.terms import PLACE, Data, Element, Term, Time
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import LayoutRows, unit_times
+from planner.evaluation.unit_times import LayoutRows, data_times, hiding_s, unit_times
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
-from planner.table.keys import StateKey
+from planner.table.keys import StateKey, WorkKey
 
 CHUNK = 20_000
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
+_SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,20 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
             found.host_share[part] = group.host_share()
             found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
     return found
+
+
+def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
+    """What each layout takes at least, at a glance: some rank works no less than the mean.
+
+    Counted is what units take by themselves, on the fastest devices, whatever they recompute.
+    """
+    framework = table.framework
+    may_hide = framework.exchanges_hide_without_pipeline or framework.exchanges_hide_under
+    counted = [time for time in Time if time.term and not (may_hide and time.term is Term.EXPERT)]
+    keys, of = layouts.by(WorkKey)
+    times = table.time_s[:, table.work_rows(keys)][..., [PLACE[time] for time in counted]].sum(axis=-1)
+    least_s = (times @ table.counts).min(axis=(0, 2))
+    return layouts.numbers("num_microbatches") * least_s[of] / layouts.numbers("pp") * (1 - 1e-12)
 
 
 class AlikeLayouts(AlikeMemory):
@@ -130,7 +147,31 @@ class AlikeLayouts(AlikeMemory):
 
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        return self._pipeline_s() + self.update_s() / self.pp
+        return self._pipeline_s() + self.once_s()
+
+    def once_s(self) -> Array:
+        """The optimiser step of the average rank and its exposed data-parallel communication that comes once a step.
+
+        What compute hides is a concave function of both that grows as they do, so all ranks hide no more than one that
+        had all units would; the slowest rank takes no less than the average.
+        """
+        return (self.update_s() + self._data_once_s()) / self.pp
+
+    def _data_once_s(self) -> Array:
+        framework, rows = self.table.framework, self.rows
+        if self._key.groups:
+            return np.zeros_like(self.num_microbatches)
+        data = data_times(self.table, rows, 0)
+        forward_s, backward_s = (each @ self.counts for each in hiding_s(self.table, rows, 0))
+        reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ self.counts, data[..., PLACE[Data.GATHER]] @ self.counts
+        overlap = self.table.cluster.devices[0].overlap
+        if framework.overlaps_reduction and not self.schedule.rules.splits_backward:
+            reduce_s = exposed_s(reduce_s, backward_s, overlap)
+        if framework.overlaps_gather:
+            gather_s = exposed_s(gather_s, forward_s, overlap)
+        zero = rows.zero_stage
+        gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
+        return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
 
     def _pipeline_s(self) -> Array:
         if self._key.groups:
@@ -243,7 +284,7 @@ class AlikeLayouts(AlikeMemory):
             sent = work - self.times.weight_s
             whole = self.times.forward_s @ below.T + hops + m * (work @ ranks.T)
             even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
-        return even + self.update_s() / self.pp
+        return even + self.once_s()
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.

@@ -8,7 +8,7 @@ unit from cuts that are nearly even; no proof comes of that, so the layout's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from planner.evaluation.cuts import balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
+from planner.evaluation.many_cuts import ManyCuts
 from planner.evaluation.stage_program import refine, stage_problem
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
@@ -27,8 +28,10 @@ TOLERANCE = 1e-3
 # Cuts of one layout that are priced one after the other to close its bound.
 MOST_CUTS = 24
 # Ranks of several stages: cuts are improved where the best found is at most this share above the best price.
-WORTH_IMPROVING = 0.03
-MOST_ROUNDS = 12
+WORTH_IMPROVING = 0.05
+MOST_ROUNDS = 24
+# Neighbouring cuts are priced so many at a time, until one is faster.
+AT_ONCE = 48
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,12 @@ class Cut:
     bound_s: float
 
 
-def best_cut(
-    table: CostTable, layout: Layout, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0
-) -> Cut:
-    """The best stages of ``layout``, of which only those that take less than ``cutoff_s`` are of interest.
+def best_cut(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0) -> Cut:
+    """The best stages of a layout, of which only those that take less than ``cutoff_s`` are of interest.
 
     ``bound_s``: a lower bound of the layout.
     """
-    pricer = _Pricer(table, layout)
+    layout = pricer.evaluator.layout
     if layout.mesh.pp == 1:
         priced = pricer.price((0,))
         return Cut(priced, np.inf if priced is None else priced.step_time_s)
@@ -58,12 +59,13 @@ def best_cut(
     return Cut(improved(pricer, cutoff_s), bound_s)
 
 
-class _Pricer:
+class Pricer:
     """Prices of cuts of one layout, each once."""
 
     def __init__(self, table: CostTable, layout: Layout) -> None:
         self.evaluator = Evaluator(table, layout)
         self.least = LeastRecompute(self.evaluator)
+        self._many = ManyCuts(self.evaluator, self.least)
         self._priced: dict[tuple[int, ...], Evaluated | None] = {}
 
     def price(self, starts: tuple[int, ...]) -> Evaluated | None:
@@ -80,6 +82,24 @@ class _Pricer:
         host = evaluator.host(starts)
         return None if host is not None and host.share > 1 else evaluator.evaluate(starts)
 
+    def worth_a_look(self, base: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Of ``cuts`` those that may be faster than ``base``, the likeliest first."""
+        return self._many.worth_a_look(base, cuts) if ManyCuts.can_price(self.evaluator) else list(cuts)
+
+    def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
+        """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
+        if not ManyCuts.can_price(self.evaluator):
+            found = _fastest(self.price(starts) for starts in cuts)
+            return None if found is None or found.step_time_s >= limit_s else found
+        times = self._many.step_s(cuts)
+        for place in np.argsort(times, kind="stable").tolist():
+            if times[place] >= limit_s or not np.isfinite(times[place]):
+                return None
+            found = self.price(cuts[place])
+            if found is not None:  # a node's own memory may be short
+                return found
+        return None
+
     def first_cuts(self) -> list[tuple[int, ...]]:
         """Cuts that are nearly even: in blocks, and in time."""
         evaluator = self.evaluator
@@ -94,17 +114,16 @@ class _Pricer:
         return [starts for starts in cuts if not several or is_allowed(starts, units.is_block)]
 
 
-def probe(table: CostTable, layout: Layout) -> Evaluated | None:
+def probe(pricer: Pricer) -> Evaluated | None:
     """The best of the nearly even cuts, where one fits."""
-    pricer = _Pricer(table, layout)
-    return _fastest(pricer.price(starts) for starts in pricer.first_cuts())
+    return pricer.fastest(pricer.first_cuts())
 
 
-def _fastest(found: Iterator[Evaluated | None]) -> Evaluated | None:
+def _fastest(found: Iterable[Evaluated | None]) -> Evaluated | None:
     return min((each for each in found if each is not None), key=lambda each: each.step_time_s, default=None)
 
 
-def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0) -> Cut:
+def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0) -> Cut:
     """One stage a rank: cuts in turn as long as one may be better than the best."""
     best: Evaluated | None = None
 
@@ -117,7 +136,7 @@ def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_
         first = next(solver.cuts(problem, limit_s), None)
         if first is None:
             return Cut(best, np.inf)
-        best = _fastest(iter((best, pricer.price(first.starts))))
+        best = _fastest((best, pricer.price(first.starts)))
         bound_s = max(bound_s, first.bound_s)
         refined = refine(problem, first.starts, pricer.least)
         if refined is None:
@@ -126,29 +145,37 @@ def _proved(pricer: _Pricer, solver: StageSolver, cutoff_s: float | None, bound_
     for tried, solution in enumerate(solver.cuts(problem, limit_s)):
         if tried == MOST_CUTS:
             return Cut(best, bound_s)
-        best = _fastest(iter((best, pricer.price(solution.starts))))
+        best = _fastest((best, pricer.price(solution.starts)))
     return Cut(best, np.inf)
 
 
-def improved(pricer: _Pricer, cutoff_s: float | None) -> Evaluated | None:
-    """Units are moved over one border at a time as long as that is faster."""
-    best = _fastest(pricer.price(starts) for starts in pricer.first_cuts())
+def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
+    """One unit at a time is moved to another stage as long as that is faster."""
+    best = pricer.fastest(pricer.first_cuts())
     if best is None or (cutoff_s is not None and best.step_time_s > cutoff_s * (1 + WORTH_IMPROVING)):
         return best
     units = pricer.evaluator.table.units
     for _ in range(MOST_ROUNDS):
-        better = _fastest(pricer.price(starts) for starts in _neighbours(best.starts, units))
-        if better is None or better.step_time_s >= best.step_time_s * (1 - 1e-6):
+        cuts = pricer.worth_a_look(best.starts, _neighbours(best.starts, pricer.evaluator.layout.mesh.pp, units))
+        limit_s = best.step_time_s * (1 - 1e-6)
+        parts = (cuts[at : at + AT_ONCE] for at in range(0, len(cuts), AT_ONCE))
+        better = next((found for part in parts if (found := pricer.fastest(part, limit_s)) is not None), None)
+        if better is None:
             break
         best = better
     return best
 
 
-def _neighbours(starts: Sequence[int], units: UnitRow) -> Iterator[tuple[int, ...]]:
-    """Cuts with one unit moved over one border, or every border from one on moved by a unit."""
-    for border in range(1, len(starts)):
-        for step in (-1, 1):
-            for last in {border + 1, len(starts)}:
-                moved = tuple(at + step if border <= place < last else at for place, at in enumerate(starts))
+def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[tuple[int, ...]]:
+    """Cuts with one unit less in one stage and one more in another, up to as many stages apart as there are ranks.
+
+    The borders between the two move by a unit each, so that every stage between them keeps its size.
+    """
+    found: list[tuple[int, ...]] = []
+    for first in range(1, len(starts)):
+        for last in range(first + 1, min(first + num_ranks, len(starts)) + 1):
+            for step in (-1, 1):
+                moved = (*starts[:first], *(start + step for start in starts[first:last]), *starts[last:])
                 if is_allowed(moved, units.is_block):
-                    yield moved
+                    found.append(moved)
+    return found

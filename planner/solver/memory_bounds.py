@@ -111,11 +111,18 @@ class AlikeMemory:
             return np.zeros(len(self.num_microbatches))
         table, rows = self.table, self.rows
         held = [table.num_bytes[rows.work, mode] for mode in self.modes]
+        none = self._least(held[0])
+        lacking = none @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
+        short = np.flatnonzero(lacking > 0)
+        if len(short) < len(lacking):
+            found = np.zeros(len(lacking))
+            if len(short):
+                found[short] = AlikeMemory(table, self._key, self.layouts.take(short), rows.take(short))._recomputed_s
+            return found
         times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
-        least = [self._least(each) for each in held]
+        least = [none, *(self._least(each) for each in held[1:])]
         saved = [np.maximum(0.0, least[0] - each) for each in least]
         extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
-        lacking = least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
             both = few <= many

@@ -13,7 +13,8 @@ from __future__ import annotations
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.complexity import complexity
 from planner.solver.base import StageSolver
-from planner.solver.cutting import TOLERANCE, best_cut
+from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.cutting import TOLERANCE, Pricer, best_cut
 from planner.solver.search import Outcome
 from planner.table.cost_table import CostTable
 
@@ -41,9 +42,10 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
     for number, bound_s, layout in simpler[:MOST_VISITS]:
         if best is not None and number > complexity(best.layout):
             break
-        if bound_s > (limit_s if best is None else best.step_time_s):
+        enough_s = limit_s if best is None else best.step_time_s
+        if bound_s > enough_s or (is_closer_bounded(layout) and closer_bound_s(table, layout, enough_s) > enough_s):
             continue
-        priced = best_cut(table, layout, solver, None, bound_s).best
-        if priced is not None and priced.step_time_s <= (limit_s if best is None else best.step_time_s):
+        priced = best_cut(Pricer(table, layout), solver, enough_s / (1 - TOLERANCE), bound_s).best
+        if priced is not None and priced.step_time_s <= enough_s:
             best = priced
     return best

@@ -21,13 +21,15 @@ from planner.layout.complexity import complexity
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds
-from planner.solver.cutting import TOLERANCE, best_cut, probe
-from planner.solver.several_stages import bound_of_several_s
+from planner.solver.bounds import Bounds, bounds, rough_bound_s
+from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
-NUM_PROBES = 24
+NUM_PROBES = 8
+# And so many others at the end, so that there is something to show beside the best.
+NUM_OTHERS = 12
 # Of typical layouts only so many that fit are priced.
 ENOUGH_PROBES = 8
 # A layout replaces the best only if it is faster by more than this share.
@@ -38,7 +40,7 @@ HEAD = 10_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine.
-MOST_VISITS, MOST_OPEN_VISITS = 80, 20
+MOST_VISITS, MOST_OPEN_VISITS = 32, 8
 # Layouts are bounded so many at a time.
 SLICE = 250_000
 
@@ -47,10 +49,14 @@ Progress = Callable[[int, float, float | None], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which layouts are of interest: those that take less than ``cutoff_s``; where any will do, the first is enough."""
+    """Which layouts are of interest: those that take less than ``cutoff_s``; where any will do, the first is enough.
+
+    ``known``: a layout that fits, the best so far.
+    """
 
     cutoff_s: float | None = None
     any_will_do: bool = False
+    known: Evaluated | None = None
 
 
 ALL = Wanted()
@@ -119,10 +125,11 @@ def search(
     OutOfTimeError where there was no time for the bounds.
     """
     deadline = deadline or Deadline.never()
-    listed = Columns.of(Layout, layouts)
+    best = _Best(wanted.cutoff_s)
+    best.keep(wanted.known)
+    listed = _within_reach(table, Columns.of(Layout, layouts), best.time_s)
     lower = _bounds_in_time(table, listed, deadline)
     order = _in_order(table, listed, lower)
-    best = _Best(wanted.cutoff_s)
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)
 
@@ -137,6 +144,8 @@ def search(
             walk.visit(index)
             if progress is not None:
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
+        if wanted.cutoff_s is None and not wanted.any_will_do:
+            walk.probe_others(order, lower, is_over)
     except (KeyboardInterrupt, OutOfTimeError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
     bound_s = walk.bound_s(order)
@@ -150,7 +159,7 @@ def search(
         bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
         is_exhausted=is_proved if best.time_s is not None else bound_s == float("inf"),
         interrupted=interrupted,
-        num_candidates=len(listed),
+        num_candidates=len(layouts),
         num_visited=walk.num_visited,
         closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
     )
@@ -164,6 +173,7 @@ class _Walk:
     ) -> None:
         self._table, self._listed, self._solver, self._best = table, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
+        self._pricers: dict[int, Pricer] = {}
         self._visited: set[int] = set()
         self._refined: set[int] = set()
 
@@ -177,7 +187,18 @@ class _Walk:
         for index in order[:NUM_PROBES].tolist():
             if is_over():
                 return
-            self._best.keep(probe(self._table, self._listed[index]))
+            self._best.keep(probe(self._pricer(index)))
+
+    def probe_others(self, order: Positions, lower: Bounds, is_over: Callable[[], bool]) -> None:
+        """Prices layouts that were not visited, the likeliest first: a plan is shown beside what comes next."""
+        if self._best.best is None:
+            return
+        guess_s = np.maximum(lower.estimate_s[order], self._open_s[order])
+        likely = order[np.argsort(guess_s, kind="stable")[: NUM_OTHERS + len(self._visited)]].tolist()
+        for index in [index for index in likely if self._listed[index] not in self._best.found][:NUM_OTHERS]:
+            if is_over():
+                return
+            self._best.keep(probe(self._pricer(index)))
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
@@ -192,19 +213,26 @@ class _Walk:
         if index in self._visited or self._best.beats(float(self._open_s[index])):
             return False
         layout = self._listed[index]
-        if layout.mesh.pp > 1 and not layout.schedule.rules.has_one_stage and index not in self._refined:
+        if is_closer_bounded(layout) and index not in self._refined:
             self._refined.add(index)
             enough_s = np.inf if self._best.time_s is None else self._best.time_s
-            self._open_s[index] = max(self._open_s[index], bound_of_several_s(self._table, layout, enough_s))
+            self._open_s[index] = max(self._open_s[index], closer_bound_s(self._table, layout, enough_s))
         return not self._best.beats(float(self._open_s[index]))
 
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
         self._visited.add(index)
         bound_s = float(self._open_s[index])
-        cut = best_cut(self._table, self._listed[index], self._solver, self._best.time_s, bound_s)
+        cut = best_cut(self._pricer(index), self._solver, self._best.time_s, bound_s)
+        self._pricers.pop(index)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
+
+    def _pricer(self, index: int) -> Pricer:
+        """What is known of a layout's cuts from its probe is not worked out again by its visit."""
+        if index not in self._pricers:
+            self._pricers[index] = Pricer(self._table, self._listed[index])
+        return self._pricers[index]
 
     def bound_s(self, order: Positions) -> float:
         """What no layout of ``order`` undercuts by more than the tolerance."""
@@ -212,30 +240,44 @@ class _Walk:
 
 
 def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterator[int]:
-    """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound."""
-    for index in order.tolist():
-        if best.beats(float(lower.estimate_s[index])) or walk.has_seen(MOST_VISITS):
+    """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
+
+    By the bounds it ends at a layout that was visited: where nothing raises the least bound, no other layout matters
+    for what is proved.
+    """
+    guesses = list(zip(lower.estimate_s[order].tolist(), order.tolist(), strict=True))
+    for index in _nearest(guesses, best, walk):
+        if walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
             yield index
-    yield from _open_visits([index for index in order.tolist() if not best.beats(walk.known_s(index))], walk)
+    left = [(walk.known_s(index), index) for index in order.tolist() if not best.beats(walk.known_s(index))]
+    for index in _nearest(left, best, walk):
+        if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or (walk.has_seen(1) and not walk.is_open(index)):
+            break
+        yield index
 
 
-def _open_visits(layouts: list[int], walk: _Walk) -> Iterator[int]:
-    """From the least bound on: where nothing raises that, no other layout matters for what is proved."""
-    left = [(walk.known_s(index), index) for index in layouts]
-    heapify(left)
-    while left:
-        bound_s, index = heappop(left)
-        is_open = walk.is_open(index)  # which may raise its bound
-        if is_open and walk.known_s(index) <= bound_s:
-            if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS):
-                return
+def _nearest(guesses: list[tuple[float, int]], best: _Best, walk: _Walk) -> Iterator[int]:
+    """Layouts from the least guess on, as long as it may be better than the best; no guess is less than the bound.
+
+    A layout whose bound rises when it is looked at closely waits for its turn.
+    """
+    heapify(guesses)
+    while guesses and not best.beats(guesses[0][0]):
+        guess_s, index = heappop(guesses)
+        walk.is_open(index)  # which may raise its bound
+        if walk.known_s(index) > guess_s:
+            heappush(guesses, (walk.known_s(index), index))
+        else:
             yield index
-        if walk.known_s(index) > bound_s:
-            heappush(left, (walk.known_s(index), index))
-        elif not is_open and walk.has_seen(1):  # visited, and still the least: the others' bounds do not matter
-            return
+
+
+def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | None) -> Columns[Layout]:
+    """Layouts that may take no more than about the best so far; the others need no closer look."""
+    if best_s is None or not len(listed):
+        return listed
+    return listed.take(np.flatnonzero(rough_bound_s(table, listed) < best_s * (1 + NEAR)))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:
@@ -270,5 +312,5 @@ def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> O
         if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):
             break
         visited += 1
-        best.keep(probe(table, listed[index]))
+        best.keep(probe(Pricer(table, listed[index])))
     return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)

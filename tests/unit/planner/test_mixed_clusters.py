@@ -22,7 +22,7 @@ from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
-from planner.solver.cutting import best_cut
+from planner.solver.cutting import Pricer, best_cut
 from planner.solver.search import search
 from tests.planning import NO_PINS, graph_of, training_of
 
@@ -154,7 +154,7 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
     smallest = problem.table.cluster.devices[0].memory_bytes
     for index in random.Random(0).sample(range(len(choices)), 10):
         point = Evaluator(problem.table, choices[index])
-        cut = best_cut(problem.table, choices[index], problem.solver, None, 0.0).best
+        cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None, 0.0).best
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
             filled = max(

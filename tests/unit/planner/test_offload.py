@@ -23,7 +23,7 @@ from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
-from planner.solver.cutting import best_cut
+from planner.solver.cutting import Pricer, best_cut
 from planner.solver.search import search
 from planner.translate.infeasible import Attempt
 from tests.planning import A100, graph_of, problem_of, training_of
@@ -104,7 +104,7 @@ def test_bounds_hold(pins: Pins) -> None:
     lower = bounds(problem.table, chosen)
     for index, choice in enumerate(chosen):
         point = Evaluator(problem.table, choice)
-        cut = best_cut(problem.table, choice, problem.solver, None).best
+        cut = best_cut(Pricer(problem.table, choice), problem.solver, None).best
         for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
             assert priced.host is not None
@@ -117,7 +117,7 @@ def test_the_search_finds_what_pricing_everything_finds() -> None:
     one = ScheduleName.ONE_F_ONE_B
     # Where only some layouts have the RAM.
     problem = gpt2(replace(CPU, tp=1, pp=2, cp=1, schedule=one), ram_bytes=40e9)
-    visited = [best_cut(problem.table, choice, problem.solver, None).best for choice in problem.space.layouts]
+    visited = [best_cut(Pricer(problem.table, choice), problem.solver, None).best for choice in problem.space.layouts]
     found = search(problem.table, problem.space.layouts, problem.solver)
     assert found.best is not None
     assert found.best.fits

@@ -7,10 +7,12 @@ import pytest
 
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.cuts import is_allowed
 from planner.layout.layout import Pins
 from planner.problems import StageProblem, pipeline_bound_s
-from planner.solver.bounds import bounds, pipeline_coefficient
-from planner.solver.cutting import best_cut, probe
+from planner.solver.bounds import bounds, pipeline_coefficient, rough_bound_s
+from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.cutting import Pricer, best_cut, probe
 from tests.planning import problem_of
 
 SAMPLE = 25
@@ -35,15 +37,47 @@ PROBLEMS = [
 def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
     choices = list(problem.space.layouts)
-    lower = bounds(problem.table, choices)
+    lower, rough_s = bounds(problem.table, choices), rough_bound_s(problem.table, problem.space.layouts)
     sample = random.Random(0).sample(range(len(choices)), min(SAMPLE, len(choices)))
     for index in sample:
-        cut = best_cut(problem.table, choices[index], problem.solver, None).best
-        found = [each for each in (cut, probe(problem.table, choices[index])) if each is not None]
+        cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None).best
+        found = [each for each in (cut, probe(Pricer(problem.table, choices[index]))) if each is not None]
         for priced in found:  # whatever blocks recompute so that it fits
             assert priced.fits
+            assert rough_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "options"),
+    [
+        ("llama3-8b", 16, {"batch": 32, "seq_len": 2048, "hardware": "rtx-4090-x8"}),
+        ("llama3-70b", 64, {"batch": 128, "seq_len": 4096}),
+        ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
+        ("moe-tiny", 8, {"batch": 32, "seq_len": 64}),
+    ],
+)
+def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: int, options: dict) -> None:
+    """Cuts anywhere, with what blocks must recompute: where memory is short that is most of what the bound counts."""
+    problem = problem_of(model, num_devices, **options)
+    rng, tried = random.Random(5), 0
+    several = [layout for layout in problem.space.layouts if is_closer_bounded(layout)]
+    for layout in rng.sample(several, min(120, len(several))):
+        pricer, units = Pricer(problem.table, layout), problem.table.units
+        num_units = len(units.kinds)
+        bound_s = closer_bound_s(problem.table, layout, np.inf)
+        cuts = pricer.first_cuts()
+        for _ in range(4):
+            cuts.append((0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1))))
+        for starts in cuts:
+            if not layout.schedule.rules.has_one_stage and not is_allowed(starts, units.is_block):
+                continue
+            priced = pricer.price(starts)
+            if priced is not None:
+                tried += 1
+                assert bound_s <= priced.step_time_s * ROUNDING, (layout, starts)
+    assert tried >= 40
 
 
 def test_bounds_are_of_use() -> None:
@@ -54,7 +88,7 @@ def test_bounds_are_of_use() -> None:
     times: list[float] = []
     memories: list[float] = []
     for index in random.Random(1).sample(range(len(choices)), min(SAMPLE, len(choices))):
-        cut = best_cut(problem.table, choices[index], problem.solver, None).best
+        cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None).best
         if cut is not None:
             times.append(lower.step_time_s[index] / cut.step_time_s)
             memories.append(lower.memory_bytes[index] / cut.peak_memory_bytes)

@@ -17,7 +17,7 @@ from planner.pricing.facts import framework_facts
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
-from planner.solver.cutting import best_cut
+from planner.solver.cutting import Pricer, best_cut
 from planner.solver.preference import MOST_TIE, simplest, tie_share
 from planner.solver.search import Outcome, search
 from tests.planning import problem_of
@@ -41,7 +41,7 @@ def test_nothing_simpler_is_as_fast(name: str, share: float) -> None:
     outcome = outcome_of(problem)
     assert outcome.best is not None
     limit_s = outcome.best.step_time_s * (1 + share)
-    priced = [best_cut(problem.table, choice, problem.solver, None).best for choice in problem.space.layouts]
+    priced = [best_cut(Pricer(problem.table, choice), problem.solver, None).best for choice in problem.space.layouts]
     alike = [p for p in priced if p is not None and p.step_time_s <= limit_s]
     expected = min(alike, key=lambda p: (complexity(p.layout), p.step_time_s))
     found = simplest(problem.table, outcome, limit_s, problem.solver) or outcome.best

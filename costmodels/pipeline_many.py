@@ -1,0 +1,169 @@
+"""Times of one schedule for many sets of stage seconds at once: what a search over cuts asks for.
+
+The order of every rank's actions is given, so an action's end is the longest path to it (``pipeline``). Actions whose
+inputs are all known are worked out together: those of one *level*, the number of actions on the longest chain before
+them, for all sets at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.pipeline import Numbered, SameSchedule, numbered, places_of_seconds
+from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
+
+Array = NDArray[np.float64]
+Positions = NDArray[np.intp]
+
+# Ends that are held at once, so many numbers: a long schedule takes its sets in several parts.
+MOST_NUMBERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds of each set: until the last action has ended, and the longest that one rank takes from its first."""
+
+    makespan_s: Array
+    longest_rank_s: Array
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The actions of a schedule, level by level; action k of them is number k + 1, and number 0 is the start."""
+
+    ends: tuple[int, ...]  # of each level
+    before: Positions  # the rank's previous action
+    producer: Positions  # the action that makes the input
+    border: Positions  # over which the input comes; the last of all: none
+    leaves: Positions  # the border over which the result goes
+    seconds: Positions  # place of its seconds among those of all kinds, each in all stages
+    first: Positions  # of each rank
+    last: Positions
+
+
+def simulate_many(
+    schedule: ActionLists,
+    seconds: Array,
+    send_s: Sequence[float],
+    *,
+    sends_block: bool = False,
+) -> Span:
+    """As ``pipeline.simulate`` for every column of ``seconds``, [4 stages, sets].
+
+    The rows are those of ``pipeline.seconds_of_actions``: forward, backward, input gradient and weight gradient, each
+    of all stages. ``send_s``: [stages - 1]. ValueError as there.
+    """
+    num_stages = len(send_s) + 1
+    levels = _levels(SameSchedule(schedule), num_stages)
+    ways = np.array([*_ways_s(levels, schedule, num_stages, send_s), 0.0])
+    each = max(1, MOST_NUMBERS // len(levels.before))
+    parts = [
+        _spans(levels, seconds[:, at : at + each], ways, sends_block=sends_block)
+        for at in range(0, seconds.shape[1], each)
+    ]
+    return Span(*(np.concatenate([part[k] for part in parts]) for k in range(2)))
+
+
+def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: int, work_s: Array) -> Array:
+    """Seconds of m micro-batches on p ranks for many sets: the steady part of a long schedule is extrapolated.
+
+    ``run``: of a number of micro-batches and some of the sets, their seconds. ``work_s``: the seconds that the busiest
+    rank of each set works on one micro-batch. In the steady state it works without a pause; with unequal stages it
+    takes long to get there.
+    """
+    found, left = np.zeros(len(work_s)), np.arange(len(work_s))
+    steady_s = rules.microbatches_a_round(p, m) * work_s * (1 - 1e-9)
+    rounds, seen = m // p, STEADY_ROUNDS
+    while len(left) and seen + 1 < rounds:
+        near, far = run(rules.shortened(p, m, seen), left), run(rules.shortened(p, m, seen + 1), left)
+        is_steady = far - near >= steady_s[left]
+        found[left[is_steady]] = (near + (rounds - seen) * (far - near))[is_steady]
+        left, seen = left[~is_steady], 2 * seen
+    if len(left):
+        found[left] = run(m, left)
+    return found
+
+
+def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -> tuple[Array, Array]:
+    end = np.zeros((len(levels.before) + 1, seconds.shape[1]))
+    free = end  # when the rank can go on after an action
+    if sends_block:
+        free = np.zeros_like(end)
+    way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
+    start = 0
+    for stop in levels.ends:
+        begins = end[levels.producer[start:stop]]
+        begins += way_to[start:stop]
+        np.maximum(begins, free[levels.before[start:stop]], out=begins)
+        begins += seconds[levels.seconds[start:stop]]
+        end[start + 1 : stop + 1] = begins
+        if sends_block:
+            np.add(begins, held[start:stop], out=free[start + 1 : stop + 1])
+        start = stop
+    began = end[levels.first] - seconds[levels.seconds[levels.first - 1]]
+    return end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0)
+
+
+def _ways_s(levels: _Levels, schedule: ActionLists, num_stages: int, send_s: Sequence[float]) -> list[float]:
+    ranks = numbered(SameSchedule(schedule), num_stages).rank_of_stage
+    return [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]
+
+
+@lru_cache(maxsize=64)
+def _levels(same: SameSchedule, num_stages: int) -> _Levels:
+    known = numbered(same, num_stages)
+    places = places_of_seconds(same, num_stages)
+    level = _level_of_keys(known)
+    keys = np.concatenate([np.array(each, dtype=np.intp) for each in known.keys])
+    before_keys = np.concatenate([np.array([-1, *each[:-1]], dtype=np.intp) for each in known.keys])
+    order = np.argsort(level[keys], kind="stable")
+    number = np.zeros(3 * num_stages * known.num_microbatches + 1, dtype=np.intp)  # of a key; the last: none
+    number[keys[order]] = 1 + np.arange(len(keys))
+    stage, kind = keys // known.num_microbatches % num_stages, keys // (known.num_microbatches * num_stages)
+    none = num_stages - 1  # no border
+    comes = np.select([kind == 0, kind == 1], [stage - 1, stage], none)
+    goes = np.select([kind == 0, kind == 1], [stage, stage - 1], none)
+    return _Levels(
+        ends=tuple(np.cumsum(np.bincount(level[keys])).tolist()),
+        before=number[before_keys][order],
+        producer=number[np.array(known.producers, dtype=np.intp)[keys]][order],
+        border=np.where(comes < 0, none, comes)[order],
+        leaves=np.where(goes < 0, none, goes)[order],
+        seconds=np.concatenate([np.array(each, dtype=np.intp) for each in places])[order],
+        first=number[[each[0] for each in known.keys if each]],
+        last=number[[each[-1] for each in known.keys if each]],
+    )
+
+
+def _level_of_keys(known: Numbered) -> Positions:
+    """Actions on the longest chain before each key; ValueError where the lists wait for each other."""
+    level = np.full(3 * len(known.rank_of_stage) * known.num_microbatches, -1, dtype=np.intp).tolist()
+    waiting = [-1] * len(level)
+    done, ready = [0] * len(known.keys), list(range(len(known.keys)))
+    while ready:
+        rank = ready.pop()
+        keys = known.keys[rank]
+        below = level[keys[done[rank] - 1]] if done[rank] else -1
+        while done[rank] < len(keys):
+            key = keys[done[rank]]
+            producer = known.producers[key]
+            if producer >= 0:
+                if level[producer] < 0:
+                    waiting[producer] = rank
+                    break
+                below = max(below, level[producer])
+            below += 1
+            level[key] = below
+            done[rank] += 1
+            if waiting[key] >= 0:
+                ready.append(waiting[key])
+                waiting[key] = -1
+    if any(number < len(keys) for number, keys in zip(done, known.keys, strict=True)):
+        raise ValueError("the schedule deadlocks: simulate it alone for the actions that wait")
+    return np.array(level, dtype=np.intp)

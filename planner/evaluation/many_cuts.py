@@ -1,0 +1,143 @@
+"""Step times of many cuts of one layout at once, each with the least recomputation that its ranks need to fit.
+
+What a rank recomputes, takes and does once a step depends on its own units alone, so it is worked out once for each
+set of units; the schedule is simulated for all cuts together (``costmodels.pipeline_many``). The times are those of
+``Evaluator.evaluate``, which says besides how they come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.pipeline_many import simulate_many, whole_s
+from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.least_recompute import LeastRecompute
+from planner.layout.columns import Array, Positions
+
+Starts = tuple[int, ...]
+
+
+class _OfRank(NamedTuple):
+    """What one pipeline rank takes; the first three of each of its stages, on one micro-batch."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    data_s: float  # once a step
+    update_s: float
+
+
+class ManyCuts:
+    """Cuts of one layout whose exchanges, if it has any, hide behind nothing of other micro-batches."""
+
+    def __init__(self, evaluator: Evaluator, least: LeastRecompute) -> None:
+        self._evaluator, self._least = evaluator, least
+        self._kinds = tuple(evaluator.table.units.kinds)
+        self._known: dict[tuple[object, ...], _OfRank | None] = {}
+
+    @staticmethod
+    def can_price(evaluator: Evaluator) -> bool:
+        """Whether nothing of a step depends on more than the seconds of stages, and the ranks' own units."""
+        return not evaluator.hides_exchanges and evaluator.table.framework.overflow_s_per_byte is None
+
+    def step_s(self, cuts: Sequence[Starts]) -> Array:
+        """Seconds of a step under each cut; infinite where a rank fits its device with no choice."""
+        found = np.full(len(cuts), np.inf)
+        ranks = [self._of_ranks(starts) for starts in cuts]
+        fits = [place for place, each in enumerate(ranks) if each is not None]
+        priced = [each for each in ranks if each is not None]
+        if not priced:
+            return found
+        once = [max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced]
+        found[fits] = self._makespans_s(priced) + np.array(once)
+        return found
+
+    def worth_a_look(self, base: Starts, cuts: Sequence[Starts]) -> list[Starts]:
+        """Of ``cuts`` those under which no rank works longer than the longest does under ``base``; the shortest first.
+
+        ``base`` must fit. A rank that holds no fewer units than under ``base`` recomputes no less. This proves nothing:
+        a step may be shorter although its longest rank works longer.
+        """
+        now = self._of_ranks(base)
+        if now is None or not cuts:
+            return list(cuts)
+        work, held = self._works_s([base, *cuts])
+        now_s = np.array([sum(rank.forward_s) + sum(rank.backward_s) for rank in now])
+        least = work + np.where(held >= held[0], now_s - work[0], 0.0)
+        longest = least[1:].max(axis=1)
+        order = np.argsort(longest, kind="stable")
+        return [cuts[k] for k in order.tolist() if longest[k] <= now_s.max() * (1 + 1e-9)]
+
+    def _works_s(self, cuts: Sequence[Starts]) -> tuple[Array, Array]:
+        """Seconds of every rank on one micro-batch if nothing is recomputed, and its units; [cuts, ranks]."""
+        layout, num_units = self._evaluator.layout, len(self._kinds)
+        rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
+        borders = np.array([(*starts, num_units) for starts in cuts], dtype=np.intp)
+        work, units = np.zeros((len(cuts), layout.mesh.pp)), np.zeros((len(cuts), layout.mesh.pp))
+        for rank in range(layout.mesh.pp):
+            times = self._evaluator.unit_times_of(rank)
+            passed = np.concatenate(([0.0], np.cumsum(np.add(times.forward_s, times.backward_s))))[borders]
+            stages = [stage for stage, of in enumerate(rank_of) if of == rank]
+            work[:, rank] = np.diff(passed, axis=1)[:, stages].sum(axis=1)
+            units[:, rank] = np.diff(borders, axis=1)[:, stages].sum(axis=1)
+        return work, units
+
+    def _of_ranks(self, starts: Starts) -> list[_OfRank] | None:
+        found: list[_OfRank] = []
+        for rank, stages in enumerate(self._evaluator.stages_of_ranks(starts)):
+            each = self._of_rank(rank, stages)
+            if each is None:
+                return None
+            found.append(each)
+        return found
+
+    def _of_rank(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
+        """None where it does not fit."""
+        held = [self._kinds[units.start : units.stop] for units in stages.values()]
+        key = (rank, min(units.start for units in stages.values()) == 0, *held)
+        if key not in self._known:
+            self._known[key] = self._priced(rank, stages)
+        return self._known[key]
+
+    def _priced(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
+        choice = self._least.of_rank(rank, stages)
+        if choice is None:
+            return None
+        evaluator = self._evaluator.with_some(choice.modes)
+        forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
+        data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
+        return _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+
+    def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+        layout = self._evaluator.layout
+        rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
+        work_s = np.array([max(sum(rank.forward_s) + sum(rank.backward_s) for rank in each) for each in priced])
+        if p == 1:
+            return m * work_s
+        seconds = self._seconds(priced)
+
+        def run(num_microbatches: int, cuts: Positions) -> Array:
+            schedule = rules.actions(p, layout.virtual_stages, num_microbatches)
+            blocks = self._evaluator.table.framework.sends_block
+            span = simulate_many(schedule, seconds[:, cuts], self._evaluator.send_s, sends_block=blocks)
+            return span.longest_rank_s if rules.overlaps_steps else span.makespan_s
+
+        return whole_s(run, rules, p, m, work_s)
+
+    def _seconds(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+        """Forward, backward, input gradient and weight gradient of every stage, [4 stages, cuts]."""
+        evaluator = self._evaluator
+        stages, p = evaluator.num_stages, evaluator.layout.mesh.pp
+        ranks = [evaluator.layout.schedule.rules.rank_of(stage, p) for stage in range(stages)]
+        place = [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
+        of_stage = list(zip(ranks, place, strict=True))
+        parts = [
+            [[(each[rank].forward_s, each[rank].backward_s, each[rank].weight_s)[part][at] for rank, at in of_stage]]
+            for each in priced
+            for part in range(3)
+        ]
+        forward, backward, weight = np.array(parts).reshape(len(priced), 3, stages).transpose(1, 2, 0)
+        return np.concatenate([forward, backward, backward - weight, weight])
