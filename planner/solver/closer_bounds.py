@@ -18,8 +18,8 @@ from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.cuts import StageSizes, stage_sizes
 from planner.evaluation.rank_memory import RankMemoryModel
-from planner.evaluation.unit_times import LayoutRows, unit_times
-from planner.layout.columns import Array, Columns, Positions
+from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
+from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, flying_by_stage
@@ -52,9 +52,11 @@ class _Pipeline:
     """One layout. Blocks of several kinds have no bound of loads."""
 
     def __init__(self, table: CostTable, layout: Layout) -> None:
-        listed = Columns.of(Layout, [layout])
-        keys, _ = listed.by(AlikeKey)
-        self._of = AlikeLayouts(table, keys[0], listed, LayoutRows.of(table, listed))
+        rows, first = LayoutRows.of_one(table, layout), np.zeros(1, dtype=np.intp)
+        rows = replace(
+            rows, work=rows.work[:1], mode=first if layout.recompute is None else first + MODES[layout.recompute]
+        )
+        self._of = AlikeLayouts(table, key_of(AlikeKey, layout), Columns.of(Layout, [layout]), rows)
 
     @cached_property
     def _block(self) -> int | None:

@@ -41,6 +41,8 @@ NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine.
 MOST_VISITS, MOST_OPEN_VISITS = 32, 8
+# Layouts that are bounded more closely, a millisecond or two each, to prove how near the best is.
+MOST_CLOSE = 2000
 # Layouts are bounded so many at a time.
 SLICE = 250_000
 
@@ -219,6 +221,11 @@ class _Walk:
             self._open_s[index] = max(self._open_s[index], closer_bound_s(self._table, layout, enough_s))
         return not self._best.beats(float(self._open_s[index]))
 
+    @property
+    def looked_enough(self) -> bool:
+        """Whether so many layouts were bounded closely that others wait; not as long as none is known that fits."""
+        return len(self._refined) >= MOST_CLOSE and self._best.time_s is not None
+
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
         self._visited.add(index)
@@ -252,13 +259,15 @@ def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterat
         if walk.is_open(index):
             yield index
     left = [(walk.known_s(index), index) for index in order.tolist() if not best.beats(walk.known_s(index))]
-    for index in _nearest(left, best, walk):
+    for index in _nearest(left, best, walk, until_enough=True):
         if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or (walk.has_seen(1) and not walk.is_open(index)):
             break
         yield index
 
 
-def _nearest(guesses: list[tuple[float, int]], best: _Best, walk: _Walk) -> Iterator[int]:
+def _nearest(
+    guesses: list[tuple[float, int]], best: _Best, walk: _Walk, *, until_enough: bool = False
+) -> Iterator[int]:
     """Layouts from the least guess on, as long as it may be better than the best; no guess is less than the bound.
 
     A layout whose bound rises when it is looked at closely waits for its turn.
@@ -266,6 +275,8 @@ def _nearest(guesses: list[tuple[float, int]], best: _Best, walk: _Walk) -> Iter
     heapify(guesses)
     while guesses and not best.beats(guesses[0][0]):
         guess_s, index = heappop(guesses)
+        if until_enough and walk.looked_enough:
+            return
         walk.is_open(index)  # which may raise its bound
         if walk.known_s(index) > guess_s:
             heappush(guesses, (walk.known_s(index), index))
