@@ -27,8 +27,10 @@ from planner.table.facts import UnitRow
 TOLERANCE = 1e-3
 # Cuts of one layout that are priced one after the other to close its bound.
 MOST_CUTS = 24
-# Ranks of several stages: cuts are improved where the best found is at most this share above the best price.
+# Ranks of several stages: cuts are improved where the best found is at most this share above the best price, by likely
+# moves alone; by all where it is at most the second share above.
 WORTH_IMPROVING = 0.05
+WORTH_ALL = 0.005
 MOST_ROUNDS = 24
 # Neighbouring cuts are priced so many at a time, until one is faster.
 AT_ONCE = 48
@@ -150,20 +152,30 @@ def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s
 
 
 def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
-    """One unit at a time is moved to another stage as long as that is faster."""
+    """One unit at a time is moved to another stage as long as that is faster.
+
+    Where no move that is likely to help does, and the cut is near ``cutoff_s``, all moves are tried.
+    """
     best = pricer.fastest(pricer.first_cuts())
-    if best is None or (cutoff_s is not None and best.step_time_s > cutoff_s * (1 + WORTH_IMPROVING)):
+    enough_s = np.inf if cutoff_s is None else cutoff_s
+    if best is None or best.step_time_s > enough_s * (1 + WORTH_IMPROVING):
         return best
-    units = pricer.evaluator.table.units
+    ranks, units = pricer.evaluator.layout.mesh.pp, pricer.evaluator.table.units
     for _ in range(MOST_ROUNDS):
-        cuts = pricer.worth_a_look(best.starts, _neighbours(best.starts, pricer.evaluator.layout.mesh.pp, units))
-        limit_s = best.step_time_s * (1 - 1e-6)
-        parts = (cuts[at : at + AT_ONCE] for at in range(0, len(cuts), AT_ONCE))
-        better = next((found for part in parts if (found := pricer.fastest(part, limit_s)) is not None), None)
+        cuts = _neighbours(best.starts, ranks, units)
+        better = _first_faster(pricer, pricer.worth_a_look(best.starts, cuts), best.step_time_s)
+        if better is None and best.step_time_s < enough_s * (1 + WORTH_ALL):
+            better = _first_faster(pricer, cuts, best.step_time_s)
         if better is None:
             break
         best = better
     return best
+
+
+def _first_faster(pricer: Pricer, cuts: Sequence[tuple[int, ...]], step_s: float) -> Evaluated | None:
+    """The fastest of the first few that hold one which is faster than ``step_s``; None where there is none."""
+    parts = (cuts[at : at + AT_ONCE] for at in range(0, len(cuts), AT_ONCE))
+    return next((found for part in parts if (found := pricer.fastest(part, step_s * (1 - 1e-6)))), None)
 
 
 def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[tuple[int, ...]]:
