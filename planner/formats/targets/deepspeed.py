@@ -16,8 +16,8 @@ OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam", Optimizer.SGD: "
 DEVICES = {Offload.NONE: "none", Offload.CPU: "cpu", Offload.NVME: "nvme"}  # runtime/zero/offload_config.py
 NVME_PATH = "/local_nvme"  # left to the user
 ABILITIES = Abilities(
-    # Stages of a pipeline (PipelineModule) and experts (MoE) are made in the training script: the JSON has no key.
-    axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    # Stages of a pipeline (PipelineModule) are made in the training script: the JSON has no key.
+    axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"}),
     zero_stages=(1, 2, 3),
     schedules=(),
     recompute=(Recompute.NONE, Recompute.FULL),
@@ -42,8 +42,11 @@ def limits(job: Job) -> Iterator[Refusal]:
         yield Refusal("its groups of shards do not go with sequence parallelism", "search with --cp 1")
     if layout.cp > 1 and layout.tp > 1:
         yield Refusal("its tensor parallelism does not go with sequence parallelism", "search with --tp 1 or --cp 1")
-    if layout.tp > 1 and layout.zero_stage == 3:
-        yield Refusal("its tensor parallelism (AutoTP) goes with ZeRO stages 0 to 2", "search with --zero 2 or --tp 1")
+    if layout.ep > 1 and layout.tp * layout.cp * layout.dp_replicate > 1:
+        yield Refusal(
+            "its experts (AutoEP) are whole on a rank and go neither with sequence parallelism nor groups of shards",
+            "search with --tp 1 --cp 1 and without replicas",
+        )
     if layout.offload is not Offload.NONE and layout.zero_stage == 0:
         yield Refusal("offload goes with ZeRO stages 1 to 3", "search with --zero 1")
     if layout.offload is Offload.NVME and layout.zero_stage != 3:
@@ -77,6 +80,8 @@ def write(job: Job) -> Written:
     if layout.cp > 1:
         document |= {"sequence_parallel_size": layout.cp, "data_parallel_size": layout.dp}
         notes.append("register Ulysses attention in the model (deepspeed.runtime.sequence_parallel)")
+    if layout.ep > 1:
+        document["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
     if layout.recompute is Recompute.FULL:
         document["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
         notes.append("recomputation is the model's: call deepspeed.checkpointing, or its gradient_checkpointing_enable")
@@ -101,7 +106,8 @@ def read(text: str) -> Read:
     optimizer = section(document, "optimizer").get("type", "AdamW")
     whole = number(document, "train_batch_size")
     settings = Settings(
-        pp=1, tp=number(section(document, "tensor_parallel"), "autotp_size", 0) or 1, cp=cp, ep=1, zero_stage=stage,
+        pp=1, tp=number(section(document, "tensor_parallel"), "autotp_size", 0) or 1, cp=cp, ep=_experts(document),
+        zero_stage=stage,
         dp_shard=1 if stage == 0 else sharded, dp_replicate=None if stage == 0 or sharded else 1,
         micro_batch_size=number(document, "train_micro_batch_size_per_gpu"),
         num_microbatches=number(document, "gradient_accumulation_steps", None if whole else 1),
@@ -137,6 +143,14 @@ def _check_priced(zero: dict[str, object], document: dict[str, object]) -> None:
         raise InputError(f"{', '.join(unpriced)}: not priced", hint="leave these out")
 
 
+def _experts(document: dict[str, object]) -> int:
+    """The degree of AutoEP."""
+    experts = section(document, "expert_parallel")
+    if (number(experts, "expert_tensor_parallel_size", 1) or 1) > 1:
+        raise InputError("expert_parallel.expert_tensor_parallel_size is not priced", hint="leave it out")
+    return (number(experts, "autoep_size", 1) or 1) if flag(experts, "enabled") else 1
+
+
 def _precision(document: dict[str, object]) -> Precision | None:
     words = {name: section(document, name).get("enabled", False) for name in ("bf16", "bfloat16", "fp16")}
     if words["bf16"] is True or words["bfloat16"] is True:
@@ -164,7 +178,7 @@ TARGETS = (
         version=VERSION,
         sources=(
             "deepspeedai/DeepSpeed@v0.19.5: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py",
-            "deepspeed/runtime/tensor_parallel/config.py, activation_checkpointing/config.py, deepspeed/__init__.py",
+            "runtime/tensor_parallel/config.py, activation_checkpointing/config.py, module_inject/auto_ep_config.py",
         ),
         write=write,
         abilities=ABILITIES,
