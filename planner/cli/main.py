@@ -17,6 +17,7 @@ from planner.cli import (
     export,
     fit,
     hardware,
+    import_,
     models,
     parity,
     profile,
@@ -47,6 +48,7 @@ def _root(
 
 for _group in (
     search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify, export,
+    import_,
 ):  # fmt: skip
     _group.register(app)
 

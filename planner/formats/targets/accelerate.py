@@ -134,7 +134,10 @@ def _data(
     stage = _zero_stage(fsdp)
     if not parallel:
         if str(fsdp.get("fsdp_sharding_strategy", "")).upper().startswith("HYBRID"):
-            return None, None, stage  # replicas across nodes, which the import's hardware tells
+            raise InputError(
+                "fsdp_sharding_strategy HYBRID_SHARD makes a replica of every node, and the file does not say its GPUs",
+                hint=f"say {PREFIX}dp_replicate_size and {PREFIX}dp_shard_size in parallelism_config",
+            )
         return 1, devices, stage
     replicate = number(parallel, f"{PREFIX}dp_replicate_size", 1)
     shard = number(parallel, f"{PREFIX}dp_shard_size", 1)

@@ -24,14 +24,17 @@ FLAVORS = {
     "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
 }
 FP8 = "quantize.linear.float8"
-RESHARD = {3: "always", 2: "never"}  # fsdp_reshard_after_forward
+# fsdp_reshard_after_forward. Under a pipeline gradients are reduced behind the last micro-batch, and parameters that
+# are never given back are gathered once a step: that divides what ZeRO 1 divides (planner.frameworks.as_run).
+RESHARD = {3: "always", 2: "never"}
+RESHARD_IN_PIPELINE = {3: "always", 1: "never"}
 # torch passes keys and values on by all-to-all, which is a ring; heads are never exchanged.
 ROTATE = {ContextMethod.ALL_GATHER: "allgather", ContextMethod.RING: "alltoall"}
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam"}  # components/optimizer.py
 ABILITIES = Abilities(
     axes=frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}),
-    zero_stages=(2, 3),  # FSDP2 shards all states; it may keep parameters gathered from forward to backward
+    zero_stages=(1, 2, 3),  # FSDP2 shards all states; it may keep parameters gathered from forward to backward
     schedules=tuple(name for name in ScheduleName if name.rules.in_torch),
     recompute=tuple(Recompute),
     precisions=tuple(DTYPES),
@@ -49,6 +52,13 @@ def limits(job: Job) -> Iterator[Refusal]:
         yield Refusal(
             "its replicas without sharding are DDP, which goes with no other axis",
             "search with --zero 3, or --tp 1 --pp 1",
+        )
+    kept = RESHARD_IN_PIPELINE if layout.pp > 1 else RESHARD
+    if layout.zero_stage and layout.zero_stage not in kept:
+        yield Refusal(
+            f"its FSDP2 divides what ZeRO {' or '.join(map(str, sorted(kept)))} divides with pp = {layout.pp}, not "
+            f"ZeRO {layout.zero_stage}",
+            f"search with --zero {min(kept)}",
         )
     if shape is not None and shape.family == "gpt":
         yield Refusal("it has no model with learned positions and LayerNorm", "export with --to megatron")
@@ -106,7 +116,7 @@ def _parallelism(layout: Layout) -> dict[str, object]:
         "pipeline_parallel_degree": layout.pp,
     }
     if layout.dp_shard * layout.cp > 1:
-        found["fsdp_reshard_after_forward"] = RESHARD[layout.zero_stage]
+        found["fsdp_reshard_after_forward"] = (RESHARD_IN_PIPELINE if layout.pp > 1 else RESHARD)[layout.zero_stage]
     if layout.cp > 1:
         found["context_parallel_rotate_method"] = ROTATE[layout.cp_method]
     if layout.ep > 1:  # experts are split over tp as the rest is
@@ -186,7 +196,8 @@ def _zero_stage(parallelism: dict[str, object], degrees: dict[str, int | None]) 
     """``default`` gathers parameters once a step under a pipeline, and for each pass without one."""
     if degrees["dp_shard"] == 1 and degrees["cp"] == 1:
         return 0
-    stages = {"always": 3, "never": 2, "default": 2 if (degrees["pp"] or 1) > 1 else 3}
+    kept = 1 if (degrees["pp"] or 1) > 1 else 2
+    stages = {"always": 3, "never": kept, "default": 3 if kept == 2 else kept}
     word = str(parallelism.get("fsdp_reshard_after_forward", "default"))
     if word not in stages:
         raise InputError(f"parallelism.fsdp_reshard_after_forward {word!r:.40} is unknown", hint="correct the file")
