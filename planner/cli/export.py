@@ -15,6 +15,7 @@ from planner.plan.plan_file import read_plan
 
 if TYPE_CHECKING:
     from planner.formats.settings import Job
+    from planner.formats.target import Target, Written
     from planner.plan.schema import Plan
 
 
@@ -41,18 +42,13 @@ def export(
 ) -> None:
     """Write a plan in the format of a framework or of a launcher. What it cannot express is refused."""
     from planner.formats.registry import target_called
-    from planner.formats.target import written
 
     target = target_called(to)
     plan = read_plan(plan_file)
     to_file = output is not None and str(output) != "-"
     if to_file:
         check_folder(output)
-    if target.abilities is None:
-        from planner.executor.mesh import check_executable
-
-        check_executable(plan)  # a launcher runs what `planner run` can
-    found = written(target, job_of(plan, plan_file, gpus_per_node))
+    found = exported(target, job_of(plan, plan_file, gpus_per_node))
     talk = Console(stderr=True, highlight=False)
     for note in found.notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
@@ -61,6 +57,17 @@ def export(
         talk.print(f"wrote {escape(str(output))} for {escape(target.version)}", soft_wrap=True)
     else:
         typer.echo(found.text, nl=False)
+
+
+def exported(target: Target, job: Job) -> Written:
+    """The config of ``job``; InputError with every reason where ``target``, or what it starts, cannot run it."""
+    from planner.formats.target import written
+
+    if target.abilities is None:
+        from planner.executor.mesh import check_executable
+
+        check_executable(job.plan)  # a launcher runs what `planner run` can
+    return written(target, job)
 
 
 def job_of(plan: Plan, plan_file: Path, gpus_per_node: int | None) -> Job:

@@ -19,7 +19,7 @@ from planner.models.config import FamilyConfig, MlpType
 
 ABILITIES = Abilities(
     axes=frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}),
-    zero_stages=(1, 2, 3),  # the distributed optimizer; Megatron-FSDP's optim_grads and optim_grads_params
+    zero_stages=(0, 1, 2, 3),  # DDP; the distributed optimizer; Megatron-FSDP's optim_grads and optim_grads_params
     schedules=(ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED_1F1B),  # core/pipeline_parallel/schedules.py
     recompute=tuple(Recompute),
     precisions=(Precision.BF16, Precision.FP16, Precision.FP32, Precision.FP8),

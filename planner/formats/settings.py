@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -45,6 +45,13 @@ class Settings:
         """What the config says, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+    def joined(self, *others: Settings) -> Settings:
+        """With what ``others`` say, which say other things."""
+        found = self
+        for other in others:
+            found = replace(found, **other.said())  # pyright: ignore[reportArgumentType]
+        return found
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Abilities:
     """What a target can express of each choice by itself; what does not go together is in ``Target.limits``."""
 
     axes: frozenset[str]  # of the mesh, that may be above 1: pp, dp_replicate, dp_shard, cp, tp, ep
-    zero_stages: tuple[int, ...]  # over more than one rank
+    zero_stages: tuple[int, ...]  # over more than one rank of dp_shard * cp
     schedules: tuple[ScheduleName, ...]  # where pp is above 1
     recompute: tuple[Recompute, ...]
     precisions: tuple[Precision, ...]

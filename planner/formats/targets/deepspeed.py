@@ -18,7 +18,7 @@ NVME_PATH = "/local_nvme"  # left to the user
 ABILITIES = Abilities(
     # Stages of a pipeline (PipelineModule) are made in the training script: the JSON has no key.
     axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"}),
-    zero_stages=(1, 2, 3),
+    zero_stages=(0, 1, 2, 3),
     schedules=(),
     recompute=(Recompute.NONE, Recompute.FULL),
     precisions=(Precision.BF16, Precision.FP16, Precision.FP32),

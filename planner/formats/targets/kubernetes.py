@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.formats import launch
 from planner.formats.documents import commented, yaml_text
 from planner.formats.settings import Job
@@ -60,7 +62,7 @@ def write_pytorch_job(job: Job) -> Written:
     return _written(job, PYTORCH_JOB, document)
 
 
-def _written(job: Job, version: str, document: dict[str, object]) -> Written:
+def _written(job: Job, version: str, document: Mapping[str, object]) -> Written:
     head = commented([f"{version}, written by planner export from {job.plan_path}", *NOTES])
     return Written(head + yaml_text(document), NOTES)
 

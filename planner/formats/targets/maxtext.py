@@ -64,11 +64,6 @@ def limits(job: Job) -> Iterator[Refusal]:
         )
     if shape is not None and shape.mlp not in ACTIVATIONS and job.preset not in MODEL_NAMES:
         yield Refusal(f"it has no {shape.mlp.value} feed-forward network", "use a model with gelu or swiglu")
-    if _within(job) is None:
-        yield Refusal(
-            f"its axes divide a node of {job.devices_on_node} GPUs evenly, the plan's degrees do not",
-            "search with degrees that divide the node",
-        )
 
 
 def write(job: Job) -> Written:
@@ -104,19 +99,19 @@ def _degrees(layout: Layout) -> dict[str, int]:
     }
 
 
-def _within(job: Job) -> dict[str, int] | None:
-    """The part of each axis that lies within a node; None where a node cannot be filled so."""
+def _within(job: Job) -> dict[str, int]:
+    """The part of each axis that lies within a node, the innermost first: nodes are whole, so these fill one."""
     left = job.devices_on_node
     found: dict[str, int] = {}
     for axis, degree in _degrees(job.layout).items():
         found[axis] = gcd(degree, left)
         left //= found[axis]
-    return found if left == 1 else None
+    return found
 
 
 def _axes(job: Job) -> list[str]:
     """ICI is the network of a node, DCN that between nodes; both default to taking what is left."""
-    inside = _within(job) or {}
+    inside = _within(job)
     found = [f"num_slices={job.num_nodes}"]
     for axis, degree in _degrees(job.layout).items():
         if degree > 1 or axis in ("data", "fsdp"):
@@ -131,11 +126,10 @@ def _batches(layout: Layout) -> list[str]:
     found = [f"per_device_batch_size={per_device!r}", f"max_target_length={layout.seq_len}"]
     if layout.pp == 1:
         return [*found, f"gradient_accumulation_steps={layout.num_microbatches}"]
-    blocks = layout.stage_blocks or ()
     return [
         *found,
         f"num_pipeline_microbatches={layout.num_microbatches}",
-        f"num_layers_per_pipeline_stage={blocks[0]}",
+        f"num_layers_per_pipeline_stage={(layout.num_blocks or 0) // layout.pp}",
         "num_pipeline_repeats=1",
     ]
 

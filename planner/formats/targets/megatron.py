@@ -167,12 +167,8 @@ def read(text: str) -> Read:
             f"layouts with {', '.join('--' + name for name in refuse)} are not priced", hint="leave these out"
         )
     blocks = _stage_blocks(given, numbers)
-    settings = Settings(
-        **_degrees(given, numbers),
-        **_batches(given, numbers),
-        stage_blocks=blocks,
-        recompute=_recompute(given, numbers, blocks),
-    )
+    settings = Settings(stage_blocks=blocks, recompute=_recompute(given, numbers, blocks))
+    settings = settings.joined(_degrees(given, numbers), _batches(given, numbers))
     unread = sorted({word.partition("=")[0] for word in rest if word.startswith("--")})
     notes = ["data parallelism takes the GPUs that tensor, pipeline and context parallelism leave"]
     if unread:
@@ -199,22 +195,21 @@ def _parser() -> _Parser:
     return parser
 
 
-def _degrees(given: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str, object]:
+def _degrees(given: Mapping[str, object], numbers: Mapping[str, int]) -> Settings:
     tp, pp = _tp(numbers), numbers.get("pipeline_model_parallel_size", 1)
     cp, per_node = numbers.get("context_parallel_size", 1), numbers.get("nproc_per_node")
     devices = None if per_node is None else per_node * numbers.get("nnodes", 1)
     dp = None if devices is None else _quotient(devices, tp * pp * cp)
-    instances = numbers.get("num_distributed_optimizer_instances", 1)
-    zero = _zero_stage(given)
-    found: dict[str, object] = {
-        "num_devices": devices, "tp": tp, "pp": pp, "cp": cp, "ep": numbers.get("expert_model_parallel_size", 1),
-        "zero_stage": zero, "sequence_parallel": bool(given["sequence_parallel"]) and tp > 1,
-        "offload": Offload.CPU if given["optimizer_cpu_offload"] else Offload.NONE, "cp_method": _cp_method(given),
-    }  # fmt: skip
-    if zero > 0:
-        found |= {"dp_replicate": instances, "dp_shard": None if dp is None else _quotient(dp, instances)}
-        return found if dp is None or dp * cp > instances else found | {"zero_stage": 0}
-    return found | {"dp_replicate": dp, "dp_shard": 1}
+    instances, zero = numbers.get("num_distributed_optimizer_instances", 1), _zero_stage(given)
+    if zero > 0 and dp is not None and dp * cp == instances:
+        zero = 0  # one rank shards nothing
+    return Settings(
+        num_devices=devices, tp=tp, pp=pp, cp=cp, ep=numbers.get("expert_model_parallel_size", 1), zero_stage=zero,
+        dp_replicate=instances if zero > 0 else dp,
+        dp_shard=1 if zero == 0 else None if dp is None else _quotient(dp, instances),
+        sequence_parallel=bool(given["sequence_parallel"]) and tp > 1,
+        offload=Offload.CPU if given["optimizer_cpu_offload"] else Offload.NONE, cp_method=_cp_method(given),
+    )  # fmt: skip
 
 
 def _quotient(whole: int, part: int) -> int:
@@ -247,19 +242,19 @@ def _one_of(option: str, word: str, known: Mapping[str, Value]) -> Value:
     return known[word]
 
 
-def _batches(given: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str, object]:
+def _batches(given: Mapping[str, object], numbers: Mapping[str, int]) -> Settings:
     stages = _virtual_stages(given, numbers)
     precision = Precision.FP16 if given["fp16"] else Precision.BF16 if given["bf16"] else Precision.FP32
     by_name = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
-    return {
-        "micro_batch_size": numbers.get("micro_batch_size"),
-        "global_batch_size": numbers.get("global_batch_size"),
-        "seq_len": numbers.get("seq_length"),
-        "precision": Precision.FP8 if given["fp8_format"] else precision,
-        "optimizer": _one_of("--optimizer", str(given["optimizer"] or "adam"), by_name),
-        "virtual_stages": stages,
-        "schedule": ScheduleName.INTERLEAVED_1F1B if stages > 1 else ScheduleName.ONE_F_ONE_B,
-    }
+    return Settings(
+        micro_batch_size=numbers.get("micro_batch_size"),
+        global_batch_size=numbers.get("global_batch_size"),
+        seq_len=numbers.get("seq_length"),
+        precision=Precision.FP8 if given["fp8_format"] else precision,
+        optimizer=_one_of("--optimizer", str(given["optimizer"] or "adam"), by_name),
+        virtual_stages=stages,
+        schedule=ScheduleName.INTERLEAVED_1F1B if stages > 1 else ScheduleName.ONE_F_ONE_B,
+    )
 
 
 def _virtual_stages(given: Mapping[str, object], numbers: Mapping[str, int]) -> int:

@@ -153,50 +153,47 @@ def read(text: str) -> Read:
     if flag(training, "enable_cpu_offload"):
         raise InputError("offload of parameters (training.enable_cpu_offload) is not priced", hint="leave it out")
     degrees = _degrees(parallelism)
-    pp = degrees["pp"] or 1
+    pp, tp = degrees.pp or 1, degrees.tp or 1
     batches, notes = _batches(training, parallelism, pp)
+    rotate = parallelism.get("context_parallel_rotate_method", "allgather")
     settings = Settings(
-        **degrees,
-        **batches,
-        **_pipeline(parallelism, pp),
         zero_stage=_zero_stage(parallelism, degrees),
         recompute=_recompute(section(document, "activation_checkpoint")),
         precision=_precision(model, training),
         optimizer=choice("optimizer.name", section(document, "optimizer").get("name", "AdamW"), OPTIMIZERS),
-        sequence_parallel=(degrees["tp"] or 1) > 1,
+        sequence_parallel=tp > 1,
         offload=Offload.NONE,
-        cp_method=choice("parallelism.context_parallel_rotate_method",
-                        parallelism.get("context_parallel_rotate_method", "allgather"), ROTATE),
-    )  # fmt: skip
+        cp_method=choice("parallelism.context_parallel_rotate_method", rotate, ROTATE),
+    ).joined(degrees, batches, _pipeline(parallelism, pp))
     presets = {flavor: preset for preset, flavor in FLAVORS.items()}
     preset = presets.get((str(model.get("name", "llama3")), str(model.get("flavor", "debugmodel"))))
     return Read(settings, preset=preset, notes=tuple(notes))
 
 
-def _degrees(parallelism: dict[str, object]) -> dict[str, int | None]:
+def _degrees(parallelism: dict[str, object]) -> Settings:
     shard = number(parallelism, "data_parallel_shard_degree", -1)
-    found = {
-        "pp": number(parallelism, "pipeline_parallel_degree", 1),
-        "dp_replicate": number(parallelism, "data_parallel_replicate_degree", 1),
-        "dp_shard": None if shard == -1 else shard,
-        "cp": number(parallelism, "context_parallel_degree", 1),
-        "tp": number(parallelism, "tensor_parallel_degree", 1),
-        "ep": number(parallelism, "expert_parallel_degree", 1),
-    }
+    found = Settings(
+        pp=number(parallelism, "pipeline_parallel_degree", 1),
+        dp_replicate=number(parallelism, "data_parallel_replicate_degree", 1),
+        dp_shard=None if shard == -1 else shard,
+        cp=number(parallelism, "context_parallel_degree", 1),
+        tp=number(parallelism, "tensor_parallel_degree", 1),
+        ep=number(parallelism, "expert_parallel_degree", 1),
+    )
     etp = number(parallelism, "expert_tensor_parallel_degree", 1)
-    if (found["ep"] or 1) > 1 and etp != found["tp"]:
+    if (found.ep or 1) > 1 and etp != found.tp:
         raise InputError(
-            f"experts split over {etp} of the {found['tp']} tensor-parallel ranks are not priced",
+            f"experts split over {etp} of the {found.tp} tensor-parallel ranks are not priced",
             hint="set parallelism.expert_tensor_parallel_degree to tensor_parallel_degree",
         )
     return found
 
 
-def _zero_stage(parallelism: dict[str, object], degrees: dict[str, int | None]) -> int:
+def _zero_stage(parallelism: dict[str, object], degrees: Settings) -> int:
     """``default`` gathers parameters once a step under a pipeline, and for each pass without one."""
-    if degrees["dp_shard"] == 1 and degrees["cp"] == 1:
+    if degrees.dp_shard == 1 and degrees.cp == 1:
         return 0
-    kept = 1 if (degrees["pp"] or 1) > 1 else 2
+    kept = 1 if (degrees.pp or 1) > 1 else 2
     stages = {"always": 3, "never": kept, "default": 3 if kept == 2 else kept}
     word = str(parallelism.get("fsdp_reshard_after_forward", "default"))
     if word not in stages:
@@ -204,29 +201,22 @@ def _zero_stage(parallelism: dict[str, object], degrees: dict[str, int | None]) 
     return stages[word]
 
 
-def _batches(
-    training: dict[str, object], parallelism: dict[str, object], pp: int
-) -> tuple[dict[str, int | None], list[str]]:
-    local = number(training, "local_batch_size", 8)
+def _batches(training: dict[str, object], parallelism: dict[str, object], pp: int) -> tuple[Settings, list[str]]:
+    local = number(training, "local_batch_size", 8) or 1
     whole = number(training, "global_batch_size", -1)
-    notes: list[str] = []
-    found: dict[str, int | None] = {"seq_len": number(training, "seq_len", 2048)}
+    seq_len = number(training, "seq_len", 2048)
     if pp > 1:
         micro = number(parallelism, "pipeline_parallel_microbatch_size", 1) or 1
-        found |= {"micro_batch_size": micro, "num_microbatches": (local or 1) // micro}
-        return found, notes
-    found["micro_batch_size"] = local
+        return Settings(seq_len=seq_len, micro_batch_size=micro, num_microbatches=local // micro), []
     if whole == -1:
-        found["num_microbatches"] = 1
-        notes.append("no training.global_batch_size: one local batch a step")
-    else:
-        found["global_batch_size"] = whole
-    return found, notes
+        found = Settings(seq_len=seq_len, micro_batch_size=local, num_microbatches=1)
+        return found, ["no training.global_batch_size: one local batch a step"]
+    return Settings(seq_len=seq_len, micro_batch_size=local, global_batch_size=whole), []
 
 
-def _pipeline(parallelism: dict[str, object], pp: int) -> dict[str, object]:
+def _pipeline(parallelism: dict[str, object], pp: int) -> Settings:
     if pp == 1:
-        return {"schedule": ScheduleName.ONE_F_ONE_B, "virtual_stages": 1}
+        return Settings(schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1)
     schedules = {name: name.value for name in ABILITIES.schedules}
     schedule = choice("parallelism.pipeline_parallel_schedule",
                      parallelism.get("pipeline_parallel_schedule", "1F1B"), schedules)  # fmt: skip
@@ -235,14 +225,14 @@ def _pipeline(parallelism: dict[str, object], pp: int) -> dict[str, object]:
         blocks = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
         if len(blocks) % pp:
             raise InputError(f"{len(blocks)} model parts cannot be shared out to {pp} ranks", hint="correct the file")
-        return {"schedule": schedule, "virtual_stages": len(blocks) // pp, "stage_blocks": blocks}
+        return Settings(schedule=schedule, virtual_stages=len(blocks) // pp, stage_blocks=blocks)
     if parallelism.get("pipeline_parallel_layers_per_stage") is not None:
         raise InputError(
             "parallelism.pipeline_parallel_layers_per_stage is not read",
             hint="name the stages: parallelism.module_fqns_per_model_part",
         )
     # pipeline_parallel.py: schedules of several stages a rank have two of them where nothing else is said
-    return {"schedule": schedule, "virtual_stages": 1 if schedule.rules.max_stages == 1 else 2}
+    return Settings(schedule=schedule, virtual_stages=1 if schedule.rules.max_stages == 1 else 2)
 
 
 def _recompute(section_of: dict[str, object]) -> Recompute:
