@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costmodels.vocabulary.choices import Precision, Recompute
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.cli.options import AsJson, Hardware
 from planner.cli.search import check_folder, show_answer
 from planner.errors import InputError
@@ -45,6 +45,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimiser step, likewise.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch, likewise.")] = None,
     precision: Annotated[Precision | None, typer.Option(help="Compute dtype, likewise.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimiser, likewise.")] = None,
     recompute: Annotated[Recompute | None, typer.Option(help="Activation checkpointing, likewise.")] = None,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
@@ -57,7 +58,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     check_folder(output)
     target, read = read_config(file.name, _text(file), from_format)
     source, model_notes = _model(read, model, output)
-    given = Given(gpus, seq_len, global_batch, micro_batch, precision, recompute)
+    given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
     layout, assumed = completed(read.settings, given, _default_seq_len(source))
     answer = price_run(_run(source, target.framework, layout), hardware)
     notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *answer.notes)

@@ -22,6 +22,7 @@ class Given:
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     precision: Precision | None = None
+    optimizer: Optimizer | None = None
     recompute: Recompute | None = None
 
 
@@ -49,7 +50,7 @@ def completed(settings: Settings, given: Given, default_seq_len: int | None) -> 
         zero_stage=zero if shard * cp > 1 else 0,
         micro_batch_size=micro, num_microbatches=microbatches, global_batch_size=batch, seq_len=seq_len,
         precision=given.precision or _assumed(settings.precision, Precision.BF16, "precision", notes),
-        optimizer=_assumed(settings.optimizer, Optimizer.ADAMW, "optimiser", notes),
+        optimizer=given.optimizer or _assumed(settings.optimizer, Optimizer.ADAMW, "optimiser", notes),
         schedule=schedule, virtual_stages=settings.virtual_stages or 1, stage_blocks=settings.stage_blocks,
         recompute=given.recompute or _assumed(settings.recompute, Recompute.NONE, "recomputation", notes),
         sequence_parallel=bool(settings.sequence_parallel) and tp > 1,

@@ -18,11 +18,11 @@ def option_words(text: str) -> list[str]:
     values: dict[str, str] = {}
     found: list[str] = []
     for word in words:
-        assigned = re.fullmatch(r"([A-Za-z_]\w*)=([^-(].*|)", word)
-        if assigned:
+        assigned = re.fullmatch(r"([A-Za-z_]\w*)\+?=(.*)", word, re.DOTALL)
+        if assigned and not assigned.group(2).lstrip().startswith(("-", "(")):
             values[assigned.group(1)] = _filled(assigned.group(2), values)
             continue
-        word = re.sub(r"^[A-Za-z_]\w*\+?=\(?(?=-|$)", "", word)  # the opening of an array or a quoted string of options
+        word = assigned.group(2).lstrip("( ") if assigned else word  # an array or a string of options
         # A quoted string of several options counts as these options; one that begins with none is a value.
         pieces = word.split() if word.lstrip().startswith("--") else [word]
         found += [_filled(piece.rstrip(")") if piece.count("(") < piece.count(")") else piece, values)

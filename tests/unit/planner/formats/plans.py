@@ -1,6 +1,7 @@
 """Plans of any layout for the presets, made without pricing: what exporters are tried on."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -9,6 +10,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.formats.settings import Job, layout_of
 from planner.models.catalog import find_preset
+from planner.models.config import FamilyConfig
 from planner.plan.checks import contradictions
 from planner.plan.schema import (
     MeshSection,
@@ -51,15 +53,14 @@ class Wanted:
 
     def plan(self) -> Plan:
         """The plan, which keeps all rules of plans."""
-        found = find_preset(self.model)
-        assert found is not None
-        num_blocks, num_stages = found.config.layers, self.pp * self.virtual_stages
+        shape = preset(self.model)
+        num_blocks, num_stages = shape.layers, self.pp * self.virtual_stages
         sizes = self.stage_blocks or even(num_blocks, num_stages)
         assert sum(sizes) == num_blocks
         modes = (self.recompute,) * num_blocks if isinstance(self.recompute, Recompute) else self.recompute
         names = [f"layers.{i}" for i in range(num_blocks)]
         plan = Plan(
-            model=ModelSection(source=self.model, digest="", num_params=found.config.num_params),
+            model=ModelSection(source=self.model, digest="", num_params=shape.num_params),
             hardware=self.hardware,
             num_devices=prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)),
             training=TrainingSection(
@@ -107,6 +108,14 @@ class Wanted:
         )
 
 
+@cache
+def preset(name: str) -> FamilyConfig:
+    """The shape of a preset."""
+    found = find_preset(name)
+    assert found is not None
+    return found.config
+
+
 def even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     """As equal as can be, the first ones larger."""
     return tuple(num_blocks // num_stages + (index < num_blocks % num_stages) for index in range(num_stages))
@@ -115,6 +124,5 @@ def even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 def job(wanted: Wanted | None = None, **changes: Any) -> Job:
     """What is exported, on nodes of eight H100."""
     plan = (wanted or Wanted(**changes)).plan()
-    found = find_preset(plan.model.source)
-    assert found is not None
-    return Job(plan, layout_of(plan), found.config, found.name, "plans/plan.json", 8, "H100-SXM5-80GB")
+    shape = preset(plan.model.source)
+    return Job(plan, layout_of(plan), shape, plan.model.source, "plans/plan.json", 8, "H100-SXM5-80GB")
