@@ -173,6 +173,10 @@ def read(text: str) -> Read:
     notes = ["data parallelism takes the GPUs that tensor, pipeline and context parallelism leave"]
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
+    if not given["overlap_grad_reduce"]:
+        notes.append(
+            "priced with gradients reduced beside the backward pass, though --overlap-grad-reduce is not given"
+        )
     return Read(settings, _shape(given, numbers), notes=tuple(notes))
 
 
@@ -199,7 +203,8 @@ def _degrees(given: Mapping[str, object], numbers: Mapping[str, int]) -> Setting
     tp, pp = _tp(numbers), numbers.get("pipeline_model_parallel_size", 1)
     cp, per_node = numbers.get("context_parallel_size", 1), numbers.get("nproc_per_node")
     devices = None if per_node is None else per_node * numbers.get("nnodes", 1)
-    dp = None if devices is None else _quotient(devices, tp * pp * cp)
+    # Scripts have placeholders of one node: --gpus says how many there are.
+    dp = None if devices is None or devices % (tp * pp * cp) else devices // (tp * pp * cp)
     instances, zero = numbers.get("num_distributed_optimizer_instances", 1), _zero_stage(given)
     if zero > 0 and dp is not None and dp * cp == instances:
         zero = 0  # one rank shards nothing

@@ -165,6 +165,10 @@ def read(text: str) -> Read:
         offload=Offload.NONE,
         cp_method=choice("parallelism.context_parallel_rotate_method", rotate, ROTATE),
     ).joined(degrees, batches, _pipeline(parallelism, pp))
+    if flag(section(document, "compile"), "enable"):
+        notes.append("priced without torch.compile, which compile.enable turns on")
+    if flag(parallelism, "enable_async_tensor_parallel"):
+        notes.append("priced without asynchronous tensor parallelism, which the config turns on")
     presets = {flavor: preset for preset, flavor in FLAVORS.items()}
     preset = presets.get((str(model.get("name", "llama3")), str(model.get("flavor", "debugmodel"))))
     return Read(settings, preset=preset, notes=tuple(notes))

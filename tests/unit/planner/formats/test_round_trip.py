@@ -122,7 +122,8 @@ def test_the_model_is_told_by_its_sizes(name: str, model: str) -> None:
         ("train.sh", "pretrain_gpt.py --tensor-model-parallel-size two", "invalid int value"),
         ("train.sh", "pretrain_gpt.py --tensor-model-parallel-size 2 'x", "cannot be read"),
         ("train.sh", "x --tensor-model-parallel-size 2 --use-torch-fsdp2", "use-torch-fsdp2"),
-        ("train.sh", "x --nproc-per-node 8 --tensor-model-parallel-size 3", "no multiple"),
+        ("train.sh", "x --nproc-per-node 8 --use-distributed-optimizer --tensor-model-parallel-size 2 "
+         "--num-distributed-optimizer-instances 3", "no multiple"),
         ("train.sh", "x --tensor-model-parallel-size 2 --cp-comm-type a2a+p2p", "not priced"),
         ("train.sh", "x --tensor-model-parallel-size 1 --pipeline-model-parallel-layout 'E(t|)*999999L'", "too long"),
         ("train.sh", "x --tensor-model-parallel-size 1 --pipeline-model-parallel-layout 'Ettx|L'", "is not made of"),
