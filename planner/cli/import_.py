@@ -48,13 +48,15 @@ def import_config(  # over 6 arguments: one for each option of the command line
     optimizer: Annotated[Optimizer | None, typer.Option(help="Optimiser, likewise.")] = None,
     recompute: Annotated[Recompute | None, typer.Option(help="Activation checkpointing, likewise.")] = None,
     as_json: AsJson = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here; - is stdout.")] = None,
 ) -> None:
     """Read a framework's own config as a plan, and price it. What was assumed is said."""
     from planner.api.pinned import price_run
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
 
+    if str(output) == "-":
+        as_json, output = True, None
     check_folder(output)
     target, read = read_config(file.name, _text(file), from_format)
     source, model_notes = _model(read, model, output)

@@ -29,10 +29,10 @@ class Given:
 def completed(settings: Settings, given: Given, default_seq_len: int | None) -> tuple[Layout, tuple[str, ...]]:
     """The whole layout, and what was assumed; InputError names what must be given."""
     notes: list[str] = []
-    pp, cp, tp = settings.pp or 1, settings.cp or 1, settings.tp or 1
+    pp, cp, tp = (max(1, degree or 1) for degree in (settings.pp, settings.cp, settings.tp))
     zero = settings.zero_stage or 0
     devices = given.num_devices or settings.num_devices
-    if devices is None:
+    if devices is None or devices < 1:
         raise InputError("the config does not say how many GPUs it runs on", hint="give --gpus N")
     replicate, shard = _data(settings, devices, (pp * cp * tp, zero), notes)
     micro, microbatches, batch = _batches(settings, given, replicate * shard, notes)
@@ -41,7 +41,7 @@ def completed(settings: Settings, given: Given, default_seq_len: int | None) -> 
         raise InputError("the config does not say how long sequences are", hint="give --seq-len S")
     if given.seq_len is None and settings.seq_len is None:
         notes.append(f"sequences of {seq_len} tokens, the model's own: give --seq-len for others")
-    schedule = settings.schedule or ScheduleName.ONE_F_ONE_B
+    schedule = settings.schedule if settings.schedule and pp > 1 else ScheduleName.ONE_F_ONE_B
     if schedule is ScheduleName.ONE_F_ONE_B and pp > 1 and microbatches < pp:
         schedule = ScheduleName.GPIPE
         notes.append(f"{microbatches} micro-batches do not fill {pp} stages: priced as GPipe, all forwards first")
@@ -51,7 +51,8 @@ def completed(settings: Settings, given: Given, default_seq_len: int | None) -> 
         micro_batch_size=micro, num_microbatches=microbatches, global_batch_size=batch, seq_len=seq_len,
         precision=given.precision or _assumed(settings.precision, Precision.BF16, "precision", notes),
         optimizer=given.optimizer or _assumed(settings.optimizer, Optimizer.ADAMW, "optimiser", notes),
-        schedule=schedule, virtual_stages=settings.virtual_stages or 1, stage_blocks=settings.stage_blocks,
+        schedule=schedule, virtual_stages=(settings.virtual_stages or 1) if pp > 1 else 1,
+        stage_blocks=settings.stage_blocks,
         recompute=given.recompute or _assumed(settings.recompute, Recompute.NONE, "recomputation", notes),
         sequence_parallel=bool(settings.sequence_parallel) and tp > 1,
         offload=settings.offload or Offload.NONE, cp_method=settings.cp_method or ContextMethod.ALL_GATHER,
@@ -82,7 +83,7 @@ def _data(settings: Settings, devices: int, others: tuple[int, int], notes: list
         replicate, shard = (1, dp) if zero else (dp, 1)
     known = replicate if shard is None else shard
     assert known is not None
-    if dp % known:
+    if known < 1 or dp % known:
         raise InputError(f"dp {dp} is no multiple of {known}", hint="give another --gpus, or correct the config")
     return (known, dp // known) if shard is None else (dp // known, known)
 
@@ -100,7 +101,7 @@ def _batches(settings: Settings, given: Given, dp: int, notes: list[str]) -> tup
         if microbatches is None:
             raise InputError("the config does not say the global batch", hint="give --global-batch SEQUENCES")
         batch = dp * max(1, micro) * microbatches
-    if micro < 1 or batch % (dp * micro):
+    if micro < 1 or batch < 1 or batch % (dp * micro):
         raise InputError(
             f"dp {dp} * micro-batch {micro} does not divide the global batch of {batch} sequences",
             hint="give another --gpus, --global-batch or --micro-batch",

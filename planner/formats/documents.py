@@ -14,6 +14,8 @@ from planner.errors import InputError
 
 Value = TypeVar("Value")
 
+# Of what is read, so that no number makes a loop or a list endless: far above any model or cluster.
+MAX_NUMBER, MAX_LAYERS = 2**40, 2**16
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -97,14 +99,20 @@ def section(document: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def number(document: Mapping[str, object], name: str, default: int | None = None) -> int | None:
-    """The whole number under ``name``; InputError where it is something else. DeepSpeed's ``auto`` says nothing."""
+    """The whole number under ``name``, -1 for what is left open; InputError where it is something else.
+
+    DeepSpeed's ``auto`` says nothing.
+    """
     value = document.get(name, default)
     if value is None or value == "auto":
         return None
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,15}", value.strip()):
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} must be a whole number, not {value!r:.60}", hint="correct the file")
+    most = MAX_LAYERS if "layers" in name else MAX_NUMBER
+    if not -1 <= value <= most:
+        raise InputError(f"{name} must be a number up to {most}, not {value}", hint="correct the file")
     return value
 
 

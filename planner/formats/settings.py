@@ -95,10 +95,6 @@ class Layout:
         """Whether every stage holds as many blocks."""
         return self.pp == 1 or (self.stage_blocks is not None and len(set(self.stage_blocks)) == 1)
 
-    def settings(self) -> Settings:
-        """The same as partial settings."""
-        return Settings(**{field.name: getattr(self, field.name) for field in fields(self)})
-
     def modes_by_stage(self) -> tuple[tuple[Recompute, ...], ...] | None:
         """What the blocks of each stage recompute; None where the blocks are not known."""
         if self.stage_blocks is None:

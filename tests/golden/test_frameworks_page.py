@@ -26,7 +26,11 @@ def tables() -> str:
 
 def _row(target: Target, can: Abilities) -> str:
     axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if axis in can.axes]
-    sequence = {(False, True): "", (True,): " (tp with sequence parallelism)", (False,): " (tp without it)"}
+    sequence: dict[tuple[bool, ...], str] = {
+        (False, True): "",
+        (True,): " (tp with sequence parallelism)",
+        (False,): " (tp without it)",
+    }
     cells = [
         f"`{target.name}`",
         ", ".join(axes) + sequence[can.sequence_parallel],

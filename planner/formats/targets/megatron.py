@@ -12,7 +12,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats import megatron_core
-from planner.formats.documents import commented
+from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented
 from planner.formats.launch import RENDEZVOUS, spread
 from planner.formats.settings import Job, Settings
 from planner.formats.shell import option_words
@@ -160,7 +160,7 @@ def read(text: str) -> Read:
     """Settings of a command line or of a shell script that holds one."""
     known, rest = _parser().parse_known_args(option_words(text))
     given: dict[str, object] = vars(known)
-    numbers = {name: value for name, value in given.items() if isinstance(value, int) and value is not False}
+    numbers = _numbers(given)
     refuse = [name for name in _UNREAD if given[_key(name)] and numbers.get(_key(name)) != _tp(numbers)]
     if refuse:
         raise InputError(
@@ -178,6 +178,16 @@ def read(text: str) -> Read:
             "priced with gradients reduced beside the backward pass, though --overlap-grad-reduce is not given"
         )
     return Read(settings, _shape(given, numbers), notes=tuple(notes))
+
+
+def _numbers(given: Mapping[str, object]) -> dict[str, int]:
+    """The whole numbers that are given; 0 says nothing, as it does to Megatron-LM."""
+    found = {name: value for name, value in given.items() if isinstance(value, int) and not isinstance(value, bool)}
+    for name, value in found.items():
+        most = MAX_LAYERS if "layers" in name or "pipeline" in name else MAX_NUMBER
+        if not 0 <= value <= most:
+            raise InputError(f"--{name.replace('_', '-')} is {value}, not 0 to {most}", hint="correct the command")
+    return {name: value for name, value in found.items() if value > 0}
 
 
 def _key(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.formats.documents import choice, commented, flag, number, read_yaml, section, yaml_text
+from planner.formats.documents import MAX_LAYERS, choice, commented, flag, number, read_yaml, section, yaml_text
 from planner.formats.settings import Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 from planner.models.config import FamilyConfig, MlpType
@@ -178,9 +178,9 @@ def read(text: str) -> Read:
     parallelism, tokens = section(document, "parallelism"), section(document, "tokens")
     optimizer, model = section(document, "optimizer"), section(document, "model")
     degrees = {name: number(parallelism, name) for name in ("dp", "pp", "tp")}
-    missing = [name for name, value in degrees.items() if value is None]
-    if missing:
-        raise InputError(f"parallelism.{', '.join(missing)} must be given", hint="correct the file")
+    wrong = [name for name, value in degrees.items() if value is None or not 1 <= value <= MAX_LAYERS]
+    if wrong:
+        raise InputError(f"parallelism.{', '.join(wrong)} must be 1 to {MAX_LAYERS}", hint="correct the file")
     dp, pp, tp = (degrees[name] or 1 for name in ("dp", "pp", "tp"))
     cp = number(parallelism, "context_parallel_size", 1) or 1
     if (number(parallelism, "expert_parallel_size", 1) or 1) > 1:

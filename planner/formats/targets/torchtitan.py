@@ -153,7 +153,7 @@ def read(text: str) -> Read:
     if flag(training, "enable_cpu_offload"):
         raise InputError("offload of parameters (training.enable_cpu_offload) is not priced", hint="leave it out")
     degrees = _degrees(parallelism)
-    pp, tp = degrees.pp or 1, degrees.tp or 1
+    pp, tp = max(1, degrees.pp or 1), degrees.tp or 1
     batches, notes = _batches(training, parallelism, pp)
     rotate = parallelism.get("context_parallel_rotate_method", "allgather")
     settings = Settings(
@@ -210,7 +210,7 @@ def _batches(training: dict[str, object], parallelism: dict[str, object], pp: in
     whole = number(training, "global_batch_size", -1)
     seq_len = number(training, "seq_len", 2048)
     if pp > 1:
-        micro = number(parallelism, "pipeline_parallel_microbatch_size", 1) or 1
+        micro = max(1, number(parallelism, "pipeline_parallel_microbatch_size", 1) or 1)
         return Settings(seq_len=seq_len, micro_batch_size=micro, num_microbatches=local // micro), []
     if whole == -1:
         found = Settings(seq_len=seq_len, micro_batch_size=local, num_microbatches=1)

@@ -1,5 +1,7 @@
 """For every target unlike plans that it can express, and plans that it cannot, with a word of the reason."""
 
+from typing import Any
+
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from tests.unit.planner.formats.plans import Wanted
@@ -8,12 +10,12 @@ NONE, SELECTIVE, FULL = Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL
 RING, ALL_TO_ALL = ContextMethod.RING, ContextMethod.ALL_TO_ALL
 FIRST_TWO = ((FULL,) * 2 + (NONE,) * 6) * 4  # of each of four stages of eight blocks
 MIXED = (FULL,) * 3 + (NONE,) * 29
-INTERLEAVED = {"schedule": ScheduleName.INTERLEAVED_1F1B, "virtual_stages": 2}
-GPIPE = {"schedule": ScheduleName.GPIPE}
-ZBV = {"schedule": ScheduleName.ZBV_ZERO_BUBBLE, "virtual_stages": 2}
-DUAL = {"schedule": ScheduleName.DUAL_PIPE_V, "virtual_stages": 2}
-ZB_2P = {"schedule": ScheduleName.ZB_2P}
-SPLIT = {"schedule": ScheduleName.INTERLEAVED_ZERO_BUBBLE, "virtual_stages": 2}
+INTERLEAVED: dict[str, Any] = {"schedule": ScheduleName.INTERLEAVED_1F1B, "virtual_stages": 2}
+GPIPE: dict[str, Any] = {"schedule": ScheduleName.GPIPE}
+ZBV: dict[str, Any] = {"schedule": ScheduleName.ZBV_ZERO_BUBBLE, "virtual_stages": 2}
+DUAL: dict[str, Any] = {"schedule": ScheduleName.DUAL_PIPE_V, "virtual_stages": 2}
+ZB_2P: dict[str, Any] = {"schedule": ScheduleName.ZB_2P}
+SPLIT: dict[str, Any] = {"schedule": ScheduleName.INTERLEAVED_ZERO_BUBBLE, "virtual_stages": 2}
 
 _MEGATRON_TAKES = [
     Wanted(dp_replicate=8, microbatches=4),

@@ -1,6 +1,7 @@
 """What is exported comes back: the same layout, for many plans, of every target that can be read."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,26 @@ def test_what_cannot_be_read_is_refused_with_the_reason(name: str, text: str, re
     with pytest.raises(InputError, match=reason) as found:
         read_config(name, text)
     assert found.value.hint
+
+
+@pytest.mark.parametrize("name", FILE_NAMES)
+@pytest.mark.parametrize("number", [0, -1, -7, 3, 10**18])
+def test_no_number_breaks_the_reader(name: str, number: int) -> None:
+    """Each whole number of a config in turn is another one: it is refused, or it gives a layout whose numbers agree."""
+    wanted = ACCEPTED[name][2]
+    text = written(target_called(name), job(wanted)).text
+    lines = text.splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if line.startswith("#") or not re.search(r"(?<![\w.-])\d+(?![\w.-])", line):
+            continue
+        changed = re.sub(r"(?<![\w.-])\d+(?![\w.-])", str(number), line, count=1)
+        try:
+            _target, read = read_config(FILE_NAMES[name], "".join([*lines[:at], changed, *lines[at + 1 :]]), name)
+            found, _notes = completed(read.settings, Given(num_devices=64, global_batch_size=64), 2048)
+        except InputError:
+            continue
+        assert found.pp * found.dp * found.cp * found.tp == found.num_devices
+        assert found.dp * found.micro_batch_size * found.num_microbatches == found.global_batch_size
 
 
 def test_variables_and_arrays_of_a_script_are_read() -> None:
