@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from planner.errors import InputError
 
+MAX_WORD = 2**16  # characters: variables that are put into each other must not grow without end
+
 
 def option_words(text: str) -> list[str]:
     """The words of a command line; in a script, variables that it sets to plain words are put in their places."""
@@ -36,4 +38,7 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     def value(found: re.Match[str]) -> str:
         return values.get(found.group(1) or found.group(3) or "", found.group(2) or found.group(0))
 
-    return re.sub(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}|\$([A-Za-z_]\w*)", value, word)
+    found = re.sub(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}|\$([A-Za-z_]\w*)", value, word)
+    if len(found) > MAX_WORD:
+        raise InputError(f"a word of the command line has more than {MAX_WORD:,} characters", hint="shorten the script")
+    return found

@@ -122,6 +122,7 @@ def test_the_model_is_told_by_its_sizes(name: str, model: str) -> None:
     [
         ("train.sh", "pretrain_gpt.py --tensor-model-parallel-size two", "invalid int value"),
         ("train.sh", "pretrain_gpt.py --tensor-model-parallel-size 2 'x", "cannot be read"),
+        ("train.sh", "A=xx\n" + "A=$A$A\n" * 60 + "x --tensor-model-parallel-size $A", "more than 65,536"),
         ("train.sh", "x --tensor-model-parallel-size 2 --use-torch-fsdp2", "use-torch-fsdp2"),
         ("train.sh", "x --nproc-per-node 8 --use-distributed-optimizer --tensor-model-parallel-size 2 "
          "--num-distributed-optimizer-instances 3", "no multiple"),
