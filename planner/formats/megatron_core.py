@@ -33,10 +33,6 @@ CP_TYPES = {ContextMethod.RING: "p2p", ContextMethod.ALL_GATHER: "allgather", Co
 FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 MLPS = (MlpType.GELU, MlpType.SQUARED_RELU, MlpType.SWIGLU)  # of those that a preset may have
 MAX_LAYOUT_STAGES = 100_000  # of a layout that is read; published runs have hundreds
-SELECTIVE_NOTE = (
-    "selective recomputation is Megatron-Core's own, of core attention: the plan's repeats everything but products and "
-    "attention"
-)
 
 
 def limits(job: Job) -> Iterator[Refusal]:
@@ -113,6 +109,21 @@ def recompute_by_stage(stage_blocks: tuple[int, ...], num_full: int) -> tuple[Re
     starts = [0, *accumulate(stage_blocks)][:-1]
     firsts = {start + i for start, size in zip(starts, stage_blocks, strict=True) for i in range(min(num_full, size))}
     return tuple(Recompute.FULL if block in firsts else Recompute.NONE for block in range(sum(stage_blocks)))
+
+
+def notes(layout: Layout) -> list[str]:
+    """Where it recomputes something else than the plan, as much of it."""
+    found: list[str] = []
+    if layout.recompute is Recompute.SELECTIVE:
+        found.append(
+            "selective recomputation is Megatron-Core's own, of core attention: the plan's repeats everything but "
+            "products and attention"
+        )
+    if isinstance(layout.recompute, tuple) and layout.stage_blocks is not None:
+        first = recompute_by_stage(layout.stage_blocks, recomputed_a_stage(layout) or 0)
+        if first != layout.recompute:
+            found.append("of each stage the first blocks are recomputed: the plan's are others, as many of them")
+    return found
 
 
 def parallelism(layout: Layout) -> dict[str, object]:

@@ -6,7 +6,7 @@ Each file in ``targets/`` holds ``TARGETS``. ``refused`` is the one way to ask w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -110,7 +110,11 @@ def written(target: Target, job: Job) -> Written:
             f"{target.name} ({target.version}) cannot express this plan: " + "; ".join(each.reason for each in found),
             hint="; ".join(dict.fromkeys(each.way_out for each in found)),
         )
-    return target.write(job)
+    config = target.write(job)
+    if target.abilities is None or job.layout.tp == 1:
+        return config
+    split = f"operators are split over tp by {target.name}'s own rule: the plan's placements are not written"
+    return replace(config, notes=(*config.notes, split))
 
 
 _AXIS_OPTIONS = {

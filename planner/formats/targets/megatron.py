@@ -46,8 +46,7 @@ def write(job: Job) -> Written:
         notes.append(
             "the sizes of the model are not known to the planner: give --num-layers, --hidden-size and the rest"
         )
-    if layout.recompute is Recompute.SELECTIVE:
-        notes.append(megatron_core.SELECTIVE_NOTE)
+    notes += megatron_core.notes(layout)
     arguments = [*_layout_arguments(job), *([] if shape is None else _model_arguments(shape, layout.seq_len))]
     lines = "".join(f"  {' '.join(map(shlex.quote, group))}\n" for group in arguments)
     text = (

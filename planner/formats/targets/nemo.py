@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision
 from planner.formats import megatron_core
 from planner.formats.documents import commented, yaml_text
 from planner.formats.settings import Job
@@ -28,8 +28,7 @@ def write(job: Job) -> Written:
         notes.append("the sizes of the model are not known to the planner: take the recipe of that model")
     else:
         notes.append("the recipe must be of a model of the same family: sizes are overridden, its operators are not")
-    if layout.recompute is Recompute.SELECTIVE:
-        notes.append(megatron_core.SELECTIVE_NOTE)
+    notes += megatron_core.notes(layout)
     model = {**megatron_core.parallelism(layout), "seq_length": layout.seq_len}
     cut = megatron_core.layout_text(layout)
     if cut is not None:

@@ -12,7 +12,7 @@ from planner.cli.export import exported
 from planner.formats.registry import target_called
 from planner.formats.settings import Job
 from tests.unit.planner.formats import declared
-from tests.unit.planner.formats.cases import ACCEPTED
+from tests.unit.planner.formats.cases import ACCEPTED, FULL, NONE
 from tests.unit.planner.formats.plans import Wanted, job
 
 
@@ -188,3 +188,18 @@ def test_pytorch_job(wanted: Wanted) -> None:
         assert set(replica) <= {"replicas", "template", "restartPolicy"}
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
+
+
+def test_blocks_that_a_target_chooses_itself_are_said() -> None:
+    """Megatron-Core recomputes the first blocks of a stage, whichever the plan names."""
+    first, last = (FULL,) * 4 + (NONE,) * 12, (NONE,) * 12 + (FULL,) * 4
+    target = target_called("megatron")
+    for modes, is_said in ((first * 2, False), (last * 2, True)):
+        found = exported(target, job(Wanted(pp=2, dp_replicate=4, recompute=modes)))
+        assert "--recompute-num-layers 4" in found.text
+        assert any("the plan's are others" in note for note in found.notes) is is_said
+
+
+def test_whose_rule_splits_operators_is_said() -> None:
+    notes = exported(target_called("nemo"), job(Wanted(tp=8, sequence_parallel=True))).notes
+    assert any("placements are not written" in note for note in notes)
