@@ -197,6 +197,24 @@ def _family_config(source: ModelSource) -> FamilyConfig:
         raise ModelError(f"{source.path}: {problems}", hint="see `planner models --json`") from error
 
 
+# Hugging Face's model types that are members of the generic families, to the last matrix and norm.
+FAMILY_TYPES = ("gpt2", "llama", "mixtral")
+
+
+def family_config_of(name: str) -> FamilyConfig | None:
+    """The shape of MODEL where a file or preset tells all of it; None where it does not, or cannot be found."""
+    try:
+        source = resolve_model(name)
+        if source.kind is ModelKind.PRESET:
+            return _family_config(source)
+        if source.kind is not ModelKind.HUGGINGFACE or source.path is None:
+            return None
+        content = read_object(source.path, ModelError)
+    except ModelError:
+        return None
+    return family_of(content) if content.get("model_type") in FAMILY_TYPES else None
+
+
 def content_digest(source: ModelSource) -> str:
     """Of what the user named, without running any of it: of a Python file its content, its path and the factory."""
     match source.kind:

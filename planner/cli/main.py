@@ -14,8 +14,10 @@ from typer.exceptions import TyperException
 from planner.cli import (
     check,
     estimate,
+    export,
     fit,
     hardware,
+    import_,
     models,
     parity,
     profile,
@@ -44,7 +46,10 @@ def _root(
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
 
 
-for _group in (search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify):
+for _group in (
+    search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify, export,
+    import_,
+):  # fmt: skip
     _group.register(app)
 
 

@@ -19,6 +19,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "plotly": ("planner.report",),
     "transformers": ("planner.models.huggingface",),
     "psutil": ("hardware_profiles.probes",),
+    "yaml": ("planner.formats.documents",),
     "pynvml": ("hardware_profiles.probes",),
     "torch": (
         "planner.graph.tracer",

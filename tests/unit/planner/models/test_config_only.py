@@ -7,9 +7,11 @@ import pytest
 
 from planner.errors import ModelError
 from planner.graph.tracer import trace_model
-from planner.model_file import load_model, resolve_model
+from planner.model_file import family_config_of, load_model, resolve_model
 from planner.models.catalog import find_preset
 from planner.models.config_only import family_of
+
+HF = Path(__file__).resolve().parents[3] / "fixtures" / "hf"
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -73,3 +75,16 @@ def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama-of-tomorrow"}')
     with pytest.raises(ModelError, match="transformers cannot read it"):
         load_model(resolve_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 32), ("gpt2", 48), ("llama3-8b", 32)])
+def test_a_shape_is_told_where_the_family_is_the_model(name: str, layers: int) -> None:
+    shape = family_config_of(name if "-" in name else str(HF / name))
+    assert shape is not None
+    assert shape.layers == layers
+
+
+@pytest.mark.parametrize("name", ["qwen3", "nothing"])
+def test_no_shape_is_told_of_models_that_have_more(name: str) -> None:
+    """Qwen3 has norms of queries and keys, which its config does not name."""
+    assert family_config_of(str(HF / name)) is None

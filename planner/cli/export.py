@@ -1,0 +1,99 @@
+"""``planner export``: a plan as another framework's config, or as a launcher's job that runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from planner.cli.search import check_folder
+from planner.json_file import write_text
+from planner.plan.plan_file import read_plan
+
+if TYPE_CHECKING:
+    from planner.formats.settings import Job
+    from planner.formats.target import Target, Written
+    from planner.plan.schema import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``export`` to ``app``."""
+    app.command("export")(export)
+
+
+def export(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="megatron, nemo, torchtitan, deepspeed, accelerate, nanotron, maxtext; or what starts `planner run`: "
+            "torchrun, slurm, kubernetes (TrainJob), kubernetes-pytorchjob, skypilot.",
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it here; - is stdout.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a node; default: those of the plan's hardware profile.")
+    ] = None,
+) -> None:
+    """Write a plan in the format of a framework or of a launcher. What it cannot express is refused."""
+    from planner.formats.registry import target_called
+
+    target = target_called(to)
+    plan = read_plan(plan_file)
+    to_file = output is not None and str(output) != "-"
+    if to_file:
+        check_folder(output)
+    found = exported(target, job_of(plan, plan_file, gpus_per_node))
+    talk = Console(stderr=True, highlight=False)
+    for note in found.notes:
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if output is not None and to_file:
+        write_text(output, found.text)
+        talk.print(f"wrote {escape(str(output))} for {escape(target.version)}", soft_wrap=True)
+    else:
+        typer.echo(found.text, nl=False)
+
+
+def exported(target: Target, job: Job) -> Written:
+    """The config of ``job``; InputError with every reason where ``target``, or what it starts, cannot run it."""
+    from planner.formats.target import written
+
+    if target.abilities is None:
+        from planner.executor.mesh import check_executable
+
+        check_executable(job.plan)  # a launcher runs what `planner run` can
+    return written(target, job)
+
+
+def job_of(plan: Plan, plan_file: Path, gpus_per_node: int | None) -> Job:
+    """The plan with what its profile and its model say of themselves, where they can be found."""
+    from hardware_profiles.catalog import HardwareProfileError, load_profile
+    from planner.errors import InputError
+    from planner.formats.settings import Job, layout_of
+    from planner.model_file import family_config_of
+    from planner.models.catalog import find_preset
+
+    try:
+        profile = load_profile(plan.hardware)
+    except HardwareProfileError as error:
+        if gpus_per_node is None:
+            raise InputError(
+                f"the plan's hardware profile {plan.hardware!r} cannot be found: {error.message}",
+                hint="say how many GPUs a node has: --gpus-per-node N",
+            ) from error
+        profile = None
+    preset = find_preset(plan.model.source)
+    return Job(
+        plan=plan,
+        layout=layout_of(plan),
+        shape=family_config_of(plan.model.source),
+        preset=None if preset is None else preset.name,
+        plan_path=str(plan_file),
+        devices_per_node=gpus_per_node or (1 if profile is None else profile.node.num_devices),
+        device=None if profile is None else profile.device.name,
+    )

@@ -1,0 +1,139 @@
+"""``planner import``: another framework's config as a fully pinned plan, priced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from planner.cli.options import AsJson, Hardware
+from planner.cli.search import check_folder, show_answer
+from planner.errors import InputError
+from planner.json_file import read_content, write_text
+
+if TYPE_CHECKING:
+    from planner.api.pinned import PinnedRun
+    from planner.formats.settings import Layout
+    from planner.formats.target import Read
+
+MAX_BYTES = 2**22  # of a config: those of frameworks have some kilobytes
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``import`` to ``app``."""
+    app.command("import")(import_config)
+
+
+def import_config(  # over 6 arguments: one for each option of the command line
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A framework's config, or a script with its command")],
+    from_format: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="megatron, deepspeed, accelerate, torchtitan or nanotron; default: what the file looks like.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model, where the file does not tell its sizes.")
+    ] = None,
+    hardware: Hardware = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, where the file does not say.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence, likewise.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimiser step, likewise.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch, likewise.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Compute dtype, likewise.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimiser, likewise.")] = None,
+    recompute: Annotated[Recompute | None, typer.Option(help="Activation checkpointing, likewise.")] = None,
+    as_json: AsJson = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here; - is stdout.")] = None,
+) -> None:
+    """Read a framework's own config as a plan, and price it. What was assumed is said."""
+    from planner.api.pinned import price_run
+    from planner.formats.completion import Given, completed
+    from planner.formats.registry import read_config
+
+    if str(output) == "-":
+        as_json, output = True, None
+    check_folder(output)
+    target, read = read_config(file.name, _text(file), from_format)
+    source, model_notes = _model(read, model, output)
+    given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
+    layout, assumed = completed(read.settings, given, _default_seq_len(source))
+    answer = price_run(_run(source, target.framework, layout), hardware)
+    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *answer.notes)
+    show_answer(answer.plan, notes, as_json=as_json, output=output)
+
+
+def _text(file: Path) -> str:
+    content = read_content(file, InputError)
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{file} is larger than {MAX_BYTES:,} bytes", hint="is it the right file?")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is no text: {error}", hint="is it damaged, or another kind of file?") from error
+
+
+def _model(read: Read, named: str | None, output: Path | None) -> tuple[str, tuple[str, ...]]:
+    """MODEL: what the user names, the preset that the file names or is, or a config written beside the plan."""
+    from pydantic import ValidationError
+
+    from planner.json_file import listed, violations_of
+    from planner.models.catalog import preset_of_shape
+    from planner.models.config import FamilyConfig
+
+    if named is not None or read.preset is not None:
+        return named or read.preset or "", ()
+    if read.shape is None:
+        raise InputError("the file does not say what model it trains", hint="name it: --model MODEL")
+    preset = preset_of_shape(read.shape)
+    if preset is not None:
+        unsaid = [] if "vocab" in read.shape else ["its vocabulary is that of the preset"]
+        return preset.name, (f"the sizes are those of the preset {preset.name}", *unsaid)
+    if "vocab" not in read.shape:
+        raise InputError(
+            "the file does not say the size of the vocabulary, and its model is no preset",
+            hint="name it: --model MODEL",
+        )
+    try:
+        shape = FamilyConfig.model_validate(read.shape)
+    except ValidationError as error:
+        raise InputError(
+            f"the file's model cannot be built: {listed(violations_of(error))}", hint="name another: --model MODEL"
+        ) from error
+    if output is None or str(output) == "-":
+        raise InputError("the file's model is no preset, so it is written beside the plan", hint="give -o plan.json")
+    path = output.with_suffix(".model.json")
+    write_text(path, shape.model_dump_json(indent=2, exclude_none=True) + "\n")
+    return str(path), (f"the sizes of the model are in {path}",)
+
+
+def _default_seq_len(source: str) -> int | None:
+    from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
+
+    shape = family_config_of(source)
+    return None if shape is None else min(shape.seq_len, LONGEST_DEFAULT_SEQ_LEN)
+
+
+def _run(source: str, framework: str, said: Layout) -> PinnedRun:
+    from costmodels.vocabulary.mesh import Mesh
+    from planner.api.pinned import PinnedRun
+    from planner.layout.layout import Layout, Training
+
+    layout = Layout(
+        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep),
+        zero_stage=said.zero_stage,
+        micro_batch_size=said.micro_batch_size,
+        num_microbatches=said.num_microbatches,
+        schedule=said.schedule,
+        virtual_stages=said.virtual_stages,
+        recompute=None,
+        sequence_parallel=said.sequence_parallel,
+        offload=said.offload,
+        cp_method=said.cp_method,
+    )
+    training = Training(said.global_batch_size, said.seq_len, said.precision, said.optimizer)
+    return PinnedRun(source, framework, layout, training, said.stage_blocks, said.recompute)

@@ -1,0 +1,168 @@
+"""The file formats that frameworks use: YAML and JSON read as plain data, YAML, JSON and TOML written."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import yaml
+
+from planner.errors import InputError
+
+Value = TypeVar("Value")
+
+# Of what is read, so that no number makes a loop or a list endless: far above any model or cluster.
+MAX_NUMBER, MAX_LAYERS = 2**40, 2**16
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads plain data, each value once: a few aliases of aliases can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read: write the values out")
+        return super().compose_node(parent, index)
+
+
+def commented(lines: list[str], mark: str = "#") -> str:
+    """``lines`` as comments, each on a line of its own whatever it holds."""
+    return "".join(f"{mark} {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Writes every value out, and scripts line by line."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_PlainDumper.add_representer(str, _PlainDumper.represent_text)
+
+
+def yaml_text(value: object) -> str:
+    """``value`` as YAML, keys in their order."""
+    return yaml.dump(value, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def json_text(value: object) -> str:
+    """``value`` as JSON."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Tables of plain values and lists as TOML."""
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{_key(key)} = {_toml(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
+
+
+def read_yaml(text: str) -> dict[str, object]:
+    """The mapping in ``text``: plain data, with no object of any class and no alias; InputError where it is none."""
+    try:
+        return _mapping(yaml.load(text, Loader=_PlainLoader), "YAML")
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise _broken("YAML", error) from error
+
+
+def read_json(text: str) -> dict[str, object]:
+    """The object in ``text``; InputError where it is none."""
+    try:
+        return _mapping(json.loads(text), "JSON")
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        raise _broken("JSON", error) from error
+
+
+def read_toml(text: str) -> dict[str, object]:
+    """The tables in ``text``; InputError where it is no TOML."""
+    try:
+        return dict(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise _broken("TOML", error) from error
+
+
+def section(document: Mapping[str, object], name: str) -> dict[str, object]:
+    """The mapping under ``name``, empty where there is none; InputError where it is something else."""
+    value = document.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be a section, not {value!r:.60}", hint="correct the file")
+    return {str(key): each for key, each in value.items()}
+
+
+def number(document: Mapping[str, object], name: str, default: int | None = None) -> int | None:
+    """The whole number under ``name``, -1 for what is left open; InputError where it is something else.
+
+    DeepSpeed's ``auto`` says nothing.
+    """
+    value = document.get(name, default)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,15}", value.strip()):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be a whole number, not {value!r:.60}", hint="correct the file")
+    most = MAX_LAYERS if "layers" in name else MAX_NUMBER
+    if not -1 <= value <= most:
+        raise InputError(f"{name} must be a number up to {most}, not {value}", hint="correct the file")
+    return value
+
+
+def flag(document: Mapping[str, object], name: str, default: bool = False) -> bool:
+    """The truth value under ``name``; InputError where it is something else."""
+    value = document.get(name, default)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, not {value!r:.60}", hint="correct the file")
+    return value
+
+
+def _mapping(value: object, kind: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise InputError(f"the file holds a {kind} {type(value).__name__}, not a mapping", hint="is it the right file?")
+    return {str(key): each for key, each in value.items()}
+
+
+def _broken(kind: str, error: Exception) -> InputError:
+    first = str(error).strip().replace("\n", " ")[:200]
+    return InputError(
+        f"the file is not {kind}: {first}", hint="is it damaged, or another kind of file? name it: --from"
+    )
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _quoted(key)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML: JSON's escapes, and DEL's."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def choice(name: str, word: object, known: Mapping[Value, str]) -> Value:
+    """The key of ``known`` whose value is ``word``; InputError lists those there are."""
+    found = next((key for key, value in known.items() if value == word), None)
+    if found is None:
+        raise InputError(
+            f"{name} {word!r:.60} is not priced", hint=f"priced are {', '.join(dict.fromkeys(known.values()))}"
+        )
+    return found

@@ -1,0 +1,47 @@
+"""Every target: what the files of ``targets/`` hold. A new file there is a new target."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from planner.errors import InputError
+from planner.formats import targets
+from planner.formats.target import Read, Target
+
+
+@cache
+def all_targets() -> tuple[Target, ...]:
+    """All targets, by name."""
+    found: list[Target] = []
+    for module in iter_modules(targets.__path__):
+        found.extend(import_module(f"{targets.__name__}.{module.name}").TARGETS)
+    return tuple(sorted(found, key=lambda target: target.name))
+
+
+def target_called(name: str) -> Target:
+    """The target of that name; InputError lists those there are."""
+    found = next((target for target in all_targets() if target.name == name.lower()), None)
+    if found is None:
+        known = ", ".join(target.name for target in all_targets())
+        raise InputError(f"no format {name!r} is known", hint=f"known are {known}")
+    return found
+
+
+def read_config(file_name: str, text: str, name: str | None = None) -> tuple[Target, Read]:
+    """What a framework's config says, and whose it is: ``name``'s, or that of the one target whose file it looks like.
+
+    InputError where no target can be read back, or none is recognised.
+    """
+    readable = [target for target in all_targets() if target.read is not None]
+    known = ", ".join(target.name for target in readable)
+    if name is None:
+        found = next((target for target in readable if target.is_one(file_name, text)), None)
+        if found is None:
+            raise InputError(f"{file_name} is no config that is recognised", hint=f"name its format: --from {known}")
+    else:
+        found = target_called(name)
+    if found.read is None:
+        raise InputError(f"configs of {found.name} cannot be read back", hint=f"formats that can are {known}")
+    return found, found.read(text)
