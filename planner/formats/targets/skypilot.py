@@ -66,7 +66,7 @@ TARGETS = (
         version=VERSION,
         sources=(
             "skypilot-org/skypilot@0048bbf: docs/source/reference/yaml-spec.rst",
-            "docs/source/running-jobs/distributed-jobs.rst, docs/source/compute/gpus.rst",
+            "docs/source/running-jobs/distributed-jobs.rst; names of GPUs: docs/source/compute/gpus.rst, in part",
         ),
         write=write,
         limits=limits,

@@ -7,7 +7,7 @@ from planner.formats.documents import commented
 from planner.formats.settings import Job
 from planner.formats.target import Target, Written
 
-VERSION = "SLURM, sbatch.1 at 1567944"
+VERSION = "SLURM (sbatch)"
 
 
 def write(job: Job) -> Written:
@@ -45,7 +45,7 @@ TARGETS = (
         name="slurm",
         version=VERSION,
         sources=(
-            "SchedMD/slurm@1567944: doc/man/man1/sbatch.1; srun.1 and scontrol.1 beside it",
+            "sbatch(1), srun(1), scontrol(1): options in general use, their pages not read for this file",
             "pytorch/pytorch@v2.13.0: torch/distributed/run.py",
         ),
         write=write,
