@@ -34,8 +34,9 @@ from planner.request import (
     check_memory_risk,
     check_offload,
     check_precision,
+    graph_of,
     load_cluster,
-    load_graph,
+    load_planned_graph,
     target_of,
     training_of,
 )
@@ -79,7 +80,7 @@ class Question:
         cluster = load_cluster(request.hardware, request.num_devices, notes)
         check_precision(cluster, request.precision)
         check_offload(cluster, request.pins.offload)
-        graph = load_graph(request.model, request.seq_len, request.precision)
+        graph = graph_of(request, notes)
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
         target = target_of(graph, cluster, training.precision, request.framework, notes)
@@ -186,6 +187,7 @@ def _same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping
         raise PlanError(f"search.pins is not what a search writes: {error}", hint="search again") from error
     return Request(
         model=plan.model.source,
+        planned=plan.model,
         num_devices=num_devices,
         hardware=hardware or plan.hardware,
         seq_len=training.seq_len,
@@ -303,9 +305,7 @@ def planned_layout(
         layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
     check_offload(cluster, layout.offload)
-    graph = load_graph(plan.model.source, section.seq_len, section.precision)
-    if graph.digest != plan.model.digest:
-        notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
+    graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm
+from planner.cli.options import Trust
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, size
@@ -23,10 +24,11 @@ def register(app: typer.Typer) -> None:
 
 def check(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
 ) -> int:
     """Run every pipeline rank's own code at full size on tensors without values: exit code 0 runnable, 1 not."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     from planner.executor import check as executor_check
 
     rows: list[dict[str, Any]] = [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in

@@ -40,4 +40,8 @@ Framework = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="The plan's model may be code outside the plan's own folder: run it as your own."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]

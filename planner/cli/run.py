@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.cli.options import Trust
 from planner.errors import InputError
 from planner.plan.plan_file import read_plan
 
@@ -32,6 +33,7 @@ def run(  # over 6 arguments: one for each option of the command line
         int | None, typer.Option(min=0, help="Of the initial weights and the order of samples. Default: 0.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may give no sign of life.")] = 300.0,
+    trust: Trust = False,
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
     ] = None,
@@ -106,7 +108,7 @@ def run(  # over 6 arguments: one for each option of the command line
     ),
 ) -> None:
     """Trains a plan's model: starts a process a rank on this machine, or joins the torchrun that started this."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     _check_together(
         {
             "--resume": resume and "--checkpoint-dir",

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from planner.cli.options import Hardware
+from planner.cli.options import Hardware, Trust
 from planner.cli.search import check_folder
 from planner.json_file import write_text
 from planner.plan.plan_file import read_plan
@@ -26,13 +26,14 @@ def schedule(
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
     ] = None,
+    trust: Trust = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write the step here as Chrome trace events, for ui.perfetto.dev.")
     ] = None,
 ) -> None:
     """Draw the predicted step of a plan: what every pipeline rank does when, action by action."""
     check_folder(trace)
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     from planner.api import schedule_plan
     from planner.render_schedule import show_timeline
     from planner.report.trace_events import trace_json

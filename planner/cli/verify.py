@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
+from planner.cli.options import Trust
 from planner.errors import PlanError
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan, PredictionSection
@@ -27,10 +28,11 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may wait for another.")] = 300.0,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan)
     from planner.executor.outcome import on_all_ranks
     from planner.executor.train import DataOptions, RunOptions

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import DivergedError, InputError, PlanError, PlannerError
+from planner.model_file import planned_source
 from planner.plan.schema import Plan
 
 MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: more of them only wait
@@ -79,6 +80,7 @@ def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> Non
 
     On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError follows.
     """
+    planned_source(plan.model)  # or it is refused before a rank starts
     size = plan.mesh.shape().world_size
     store, port = _loopback_store()
     ranks: list[subprocess.Popen[bytes]] = []

@@ -114,6 +114,7 @@ class ModelGraph(_Value):
     schema_version: Literal[1] = SCHEMA_VERSION
     source: str  # MODEL as the user named it
     digest: str
+    files: dict[str, str] = Field(default_factory=dict)  # of a Python model, as ``model.files`` of a plan
     tier: Literal["export", "modules", "config"]
     num_params: int
     num_trainable_params: int

@@ -16,8 +16,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -87,6 +88,7 @@ def _trace_in_child(request: TraceRequest, time_limit_s: float) -> TracedModel:
         order = {
             "path": [str(entry) for entry in sys.path],
             "model": name,
+            "recorded": None if request.source.recorded is None else dict(request.source.recorded),
             "batch_size": request.batch_size,
             "seq_len": request.seq_len,
             "precision": request.precision.value,
@@ -138,19 +140,22 @@ def _reason(code: int) -> str:
 
 def answer(order: Mapping[str, object]) -> None:
     """What the child does: traces, writes the graph or what went wrong, and ends without asking user code again."""
-    name = str(order["model"])
+    name, recorded = str(order["model"]), order["recorded"]
     sys.argv[:] = [name]
     read = ReadFiles.watch()
     result: BaseModel
     try:
         seq_len = order["seq_len"]
         request = TraceRequest(
-            source=resolve_model(name),
+            source=replace(resolve_model(name), recorded=cast(dict[str, str] | None, recorded)),
             batch_size=int(str(order["batch_size"])),
             seq_len=None if seq_len is None else int(str(seq_len)),
             precision=Precision(order["precision"]),
         )
+        path = request.source.path
+        assert path is not None
         graph = _trace_here(request)
+        graph = graph.model_copy(update={"files": read.own(path.resolve().parent)})
         result = TracedModel(graph=graph, files=read.digests(), environment=read.environment())
     except PlannerError as error:
         result = _Failure(error=type(error).__name__, message=error.message, hint=error.hint)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from costmodels.vocabulary.choices import (
     ContextMethod,
@@ -28,12 +29,38 @@ class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Origin(NamedTuple):
+    """Where a plan was read from, and whether the user trusts code that lies elsewhere."""
+
+    folder: Path
+    is_trusted: bool
+
+
 class ModelSection(_Value):
-    """Which model. ``source`` is MODEL as the user named it; ``digest`` that of its graph."""
+    """Which model. ``source`` is MODEL as the user named it; ``digest`` that of the model, as its graph has it.
+
+    In a file a ``source`` that names a file is relative to the folder of the plan, otherwise to the current folder.
+    ``files``: of a Python model the SHA-256 of each file that its code was made of, by its path from the folder of the
+    model file: that file itself, and what it imported or read from there while it was traced. Plans made before these
+    were recorded have none.
+    """
 
     source: str
     digest: str
     num_params: Annotated[int, Field(ge=0)]
+    files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(default_factory=dict)
+    _origin: Origin | None = PrivateAttr(None)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where it was read from; None: it was made in this process, or names no code."""
+        return self._origin
+
+    def found_in(self, origin: Origin | None, source: str) -> ModelSection:
+        """The same model, as a plan from ``origin`` names it here."""
+        found = self.model_copy(update={"source": source})
+        found._origin = origin
+        return found
 
 
 class TrainingSection(_Value):

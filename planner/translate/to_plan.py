@@ -40,7 +40,7 @@ from planner.pricing.target import PricingTarget
 
 def model_section(graph: ModelGraph) -> ModelSection:
     """Which model the plan is for."""
-    return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params)
+    return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params, files=graph.files)
 
 
 def described(found: Evaluated, target: PricingTarget, training: Training, decision: Decision) -> Plan:
