@@ -1,10 +1,8 @@
-"""JSON files of ours and of others: written whole or not at all, read with care."""
+"""JSON files of ours and of others, read with care."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +16,6 @@ Value = TypeVar("Value", bound=BaseModel)
 
 MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
 MAX_VIOLATIONS = 20  # shown at once
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` to ``path``, replacing what is there in one step. InputError where it cannot."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes ``content`` to ``path``, replacing what is there in one step. InputError where it cannot."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another -o FILE") from error
 
 
 def read_object(path: Path, error_class: type[InputError]) -> dict[str, object]:

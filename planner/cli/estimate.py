@@ -9,6 +9,7 @@ import typer
 
 from planner.cli.options import AsJson, Framework, Hardware, Trust
 from planner.cli.search import show_answer
+from planner.output_file import check_output
 from planner.plan.plan_file import read_plan
 
 
@@ -31,6 +32,7 @@ def estimate(  # over 6 arguments: one for each option of the command
     ] = None,
 ) -> None:
     """Price an existing plan: step time, memory and where they go."""
+    check_output(output)
     plan = read_plan(plan_file, trust=trust)
     from planner.api import price_plan
 

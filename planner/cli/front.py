@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from planner.layout.deadline import Deadline
-from planner.plan.plan_file import write_plan
+from planner.output_file import is_stdout
+from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds
 from planner.render_front import show_front
@@ -54,6 +55,9 @@ def show_range(request: Request, first: int, deadline: Deadline, shown: Shown) -
         talk.print(f"[yellow]note:[/] no better in anything than another: {counts} GPUs", soft_wrap=True)
     for count, why in front.refused:
         talk.print(f"[yellow]note:[/] {count} GPUs: {escape(why)}", soft_wrap=True)
+    if is_stdout(shown.output):
+        typer.echo(plan_json(front.chosen), nl=False)
+        return 130 if front.interrupted or deadline.is_cut else 0
     if shown.output is not None:
         write_plan(front.chosen, shown.output)
         talk.print(f"wrote {escape(str(shown.output))}", soft_wrap=True)

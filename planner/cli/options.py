@@ -40,6 +40,7 @@ Framework = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
 ]
+WRITES_PLAN = "Write the plan here, - for stdout; known to be writable before the work begins."
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="The plan's model may be code outside the plan's own folder: run it as your own."),

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from planner.cli.options import Hardware, Trust
-from planner.cli.search import check_folder
-from planner.json_file import write_text
+from planner.output_file import check_output, write_text
 from planner.plan.plan_file import read_plan
 
 
@@ -28,11 +27,12 @@ def schedule(
     ] = None,
     trust: Trust = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the step here as Chrome trace events, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write the step here (- for stdout) as Chrome trace events, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
     """Draw the predicted step of a plan: what every pipeline rank does when, action by action."""
-    check_folder(trace)
+    check_output(trace)
     plan = read_plan(plan_file, trust=trust)
     from planner.api import schedule_plan
     from planner.render_schedule import show_timeline
@@ -44,6 +44,9 @@ def schedule(
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if trace is not None:
         write_text(trace, trace_json(timeline))
+    if is_stdout(trace):
+        return
+    if trace is not None:
         talk.print(f"wrote {escape(str(trace))}", soft_wrap=True)
     out = Console(highlight=False)
     out.print(show_timeline(timeline, out.width))

@@ -17,9 +17,10 @@ from rich.spinner import Spinner
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.front import Shown, range_progress, show_range
-from planner.cli.options import AsJson, Framework, GpuRange, Hardware, gpu_range
+from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, gpu_range
 from planner.cli.process import interruptible, process_began_s
 from planner.layout.deadline import Deadline
+from planner.output_file import check_output, is_stdout
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, show_plan
@@ -132,7 +133,7 @@ def search(  # over 6 arguments: one for each option of the command line
         ),
     ] = None,
     as_json: AsJson = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help=WRITES_PLAN)] = None,
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
     from planner.frameworks.registry import OUR_FRAMEWORK
@@ -152,7 +153,7 @@ def search(  # over 6 arguments: one for each option of the command line
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
         num_tokens=None if tokens is None else round(tokens),
     )  # fmt: skip
-    check_folder(output)
+    check_output(output)
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:
@@ -167,23 +168,15 @@ def search(  # over 6 arguments: one for each option of the command line
     return 130 if answer.interrupted or deadline.is_cut else 0
 
 
-def check_folder(output: Path | None) -> None:
-    """InputError before the search rather than after it, where there is no folder to write the plan to."""
-    from planner.errors import InputError
-
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"cannot write {output}: {output.parent} is no folder", hint="choose another -o FILE")
-
-
 def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:
-    """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named."""
+    """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named: ``-`` is stdout."""
     talk = Console(stderr=True, highlight=False)
     for note in (*notes, *plan.warnings):
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    if output is not None:
+    if output is not None and not is_stdout(output):
         write_plan(plan, output)
         talk.print(f"wrote {escape(str(output))}", soft_wrap=True)
-    if as_json:
+    if as_json or is_stdout(output):
         typer.echo(plan_json(plan), nl=False)
     else:
         Console(highlight=False).print(show_plan(plan))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from planner.errors import ModelError
 from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
-from planner.json_file import FileFormat, write_text
+from planner.json_file import FileFormat
+from planner.output_file import write_text
 
 
 def graph_json(graph: ModelGraph) -> str:

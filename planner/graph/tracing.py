@@ -27,8 +27,8 @@ from planner import errors
 from planner.errors import ModelError, PlannerError
 from planner.graph.model_graph import ModelGraph
 from planner.graph.read_files import ReadFiles
-from planner.json_file import write_text
 from planner.model_file import ModelKind, ModelSource, load_model, resolve_model
+from planner.output_file import write_text
 
 TIME_LIMIT_S = 300.0  # for all of a trace of a user's code; importing and building have their own, shorter ones
 STDERR = 2

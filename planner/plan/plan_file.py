@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from planner.errors import PlanError
-from planner.json_file import FileFormat, write_text
+from planner.json_file import FileFormat
+from planner.output_file import write_text
 from planner.plan.checks import contradictions
 from planner.plan.schema import SCHEMA_VERSION, ModelSection, Origin, Plan
 
