@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from planner.cli.options import Hardware, Trust
-from planner.output_file import check_output, write_text
+from planner.output_file import check_output, is_stdout, write_text
 from planner.plan.plan_file import read_plan
 
 
@@ -28,7 +28,7 @@ def schedule(
     trust: Trust = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write the step here (- for stdout) as Chrome trace events, for ui.perfetto.dev."),
+        typer.Option(help="Write the step here, - for stdout: Chrome trace events, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
     """Draw the predicted step of a plan: what every pipeline rank does when, action by action."""
