@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from costmodels.vocabulary.bounds import MOST_TEXT
 from planner.errors import ModelError, PlanError, UntrustedModelError
 from planner.json_file import listed, read_content, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
@@ -86,9 +88,11 @@ def resolve_model(name: str) -> ModelSource:
     if factory.isidentifier() and file_name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(Path(file_name)), factory)
     path = Path(name)
+    if len(name) > MOST_TEXT:
+        raise ModelError(f"no model has a name of {len(name):,} characters", hint="name a file or a preset")
     if name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(path))
-    if name and path.is_dir():
+    if name and os.path.isdir(name):
         if not (path / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json", hint="name a model.py, a config.json or a preset")
         return ModelSource(name, ModelKind.HUGGINGFACE, path / "config.json")
@@ -186,9 +190,9 @@ def training_batch(inputs: Batch) -> Batch:
 
 
 def _existing(path: Path) -> Path:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ModelError(f"{path} is a folder", hint="name the file in it")
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it answers for any name
         raise ModelError(f"no such file: {path}", hint="check the path; `planner models` lists what needs no file")
     return path
 

@@ -7,6 +7,14 @@ from math import inf
 
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import attention_kernel
+from costmodels.vocabulary.bounds import (
+    MOST_DEVICES,
+    MOST_ITEMS,
+    MOST_SEQ_LEN,
+    MOST_SEQUENCES,
+    MOST_STAGES_A_RANK,
+    MOST_TOKENS,
+)
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
@@ -67,6 +75,24 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
     return cluster
+
+
+def check_sizes(request: Request) -> None:
+    """InputError where a number is larger than any that is computed with."""
+    pins = request.pins
+    asked = {
+        "--seq-len": (request.seq_len, MOST_SEQ_LEN),
+        "--global-batch": (request.global_batch_size, MOST_SEQUENCES),
+        "--tokens": (request.num_tokens, MOST_TOKENS),
+        "--top": (request.num_runners_up, MOST_ITEMS),
+        "--micro-batch": (pins.micro_batch, MOST_SEQUENCES),
+        "--virtual-stages": (pins.virtual_stages, MOST_STAGES_A_RANK),
+        **{f"--{name}": (getattr(pins, name), MOST_DEVICES) for name in ("tp", "pp", "dp", "cp", "ep", "dp_replicate")},
+    }
+    for name, (value, most) in asked.items():
+        if value is not None and abs(value) > most:
+            shown = f"{value:,}" if abs(value) < 10**30 else "a larger number"
+            raise InputError(f"{name} may be {most:,} at most, got {shown}", hint="is there a digit too many?")
 
 
 def check_memory_risk(risk: float) -> None:

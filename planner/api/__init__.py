@@ -34,6 +34,7 @@ from planner.request import (
     check_memory_risk,
     check_offload,
     check_precision,
+    check_sizes,
     graph_of,
     load_cluster,
     load_planned_graph,
@@ -76,6 +77,7 @@ class Question:
     def of(request: Request) -> Question:
         """InputError: the request is wrong or contradicts itself."""
         notes: list[str] = []
+        check_sizes(request)
         check_memory_risk(request.memory_risk)
         cluster = load_cluster(request.hardware, request.num_devices, notes)
         check_precision(cluster, request.precision)

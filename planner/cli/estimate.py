@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Framework, Hardware, Trust
+from planner.cli.options import AsJson, Framework, Hardware, OtherGpus, Trust
 from planner.cli.search import show_answer
 from planner.output_file import check_output
 from planner.plan.plan_file import read_plan
@@ -21,9 +21,7 @@ def register(app: typer.Typer) -> None:
 def estimate(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     hardware: Hardware = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
-    ] = None,
+    gpus: OtherGpus = None,
     framework: Framework = None,
     trust: Trust = False,
     as_json: AsJson = False,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from costmodels.vocabulary.shown import shown
 from hardware_profiles.catalog import HardwareProfileError
 from hardware_profiles.sanity import NAME_PATTERN
 from hardware_profiles.schema import ClusterProfile
@@ -77,5 +78,5 @@ def _say_what_was_found(found: ClusterProfile) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(shown(text) + "\n")
     sys.stderr.flush()

@@ -30,9 +30,10 @@ def run(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps, those of a checkpoint included.")] = 20,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the initial weights and the order of samples. Default: 0.")
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, help="Of the initial weights, the order of samples; default: 0."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may give no sign of life.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds without a sign of life of a rank.")] = 300.0,
     trust: Trust = False,
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")

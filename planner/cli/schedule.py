@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from planner.cli.options import Hardware, Trust
+from planner.cli.options import Hardware, OtherGpus, Trust
+from planner.cli.terminal import data_console, talk_console
 from planner.output_file import check_output, is_stdout, write_text
 from planner.plan.plan_file import read_plan
 
@@ -22,9 +22,7 @@ def register(app: typer.Typer) -> None:
 def schedule(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     hardware: Hardware = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
-    ] = None,
+    gpus: OtherGpus = None,
     trust: Trust = False,
     trace: Annotated[
         Path | None,
@@ -39,7 +37,7 @@ def schedule(
     from planner.report.trace_events import trace_json
 
     timeline, notes = schedule_plan(plan, hardware, gpus)
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     for note in notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if trace is not None:
@@ -48,5 +46,5 @@ def schedule(
         return
     if trace is not None:
         talk.print(f"wrote {escape(str(trace))}", soft_wrap=True)
-    out = Console(highlight=False)
+    out = data_console()
     out.print(show_timeline(timeline, out.width))

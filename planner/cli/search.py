@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
@@ -17,8 +16,9 @@ from rich.spinner import Spinner
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.front import Shown, range_progress, show_range
-from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, gpu_range
+from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, gpu_range, whole_tokens
 from planner.cli.process import interruptible, process_began_s
+from planner.cli.terminal import data_console, talk_console
 from planner.layout.deadline import Deadline
 from planner.output_file import check_output, is_stdout
 from planner.plan.plan_file import plan_json, write_plan
@@ -94,7 +94,7 @@ def search(  # over 6 arguments: one for each option of the command line
         typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after start-up; the best plan so far is kept.")
+        float | None, typer.Option(min=0, max=1e9, help="Seconds after start-up; the best plan so far is kept.")
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", rich_help_panel=_PINS)] = None,
@@ -151,7 +151,7 @@ def search(  # over 6 arguments: one for each option of the command line
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
-        num_tokens=None if tokens is None else round(tokens),
+        num_tokens=None if tokens is None else whole_tokens(tokens),
     )  # fmt: skip
     check_output(output)
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
@@ -163,14 +163,14 @@ def search(  # over 6 arguments: one for each option of the command line
             answer = _find(request, deadline, by_cost=objective is Objective.COST)
             show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     except KeyboardInterrupt:  # there was no plan yet
-        Console(stderr=True).print("interrupted")
+        talk_console().print("interrupted")
         return 130
     return 130 if answer.interrupted or deadline.is_cut else 0
 
 
 def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:
     """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named: ``-`` is stdout."""
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     for note in (*notes, *plan.warnings):
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if output is not None and not is_stdout(output):
@@ -179,14 +179,14 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
     if as_json or is_stdout(output):
         typer.echo(plan_json(plan), nl=False)
     else:
-        Console(highlight=False).print(show_plan(plan))
+        data_console().print(show_plan(plan))
 
 
 def _find(request: Request, deadline: Deadline, *, by_cost: bool) -> Answer:
     """The search, with its progress on a terminal's stderr."""
     from planner.api import find_plan
 
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     if by_cost:
         from planner.api.front import cheapest_plan
 

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from costmodels.vocabulary.shown import ascii_json
 from planner.errors import PlanError
 from planner.json_file import FileFormat
 from planner.output_file import write_text
@@ -18,6 +19,7 @@ PLAN_FILE = FileFormat(
     version=SCHEMA_VERSION,
     contradictions=contradictions,
     error_class=PlanError,
+    max_bytes=2**23,  # a plan over 100,000 devices has less than one
     way_out="correct these keys, or search again: planner search MODEL -o plan.json",
 )
 # What names a file: a path with folders, a .json, a .py with or without its factory. Presets are none of these.
@@ -26,7 +28,7 @@ _CODE = re.compile(r"(?P<path>.+\.py)(?P<factory>:\w+)?", re.DOTALL)
 
 def plan_json(plan: Plan) -> str:
     """``plan`` as JSON text, its model named from the current folder."""
-    return plan.model_dump_json(indent=2) + "\n"
+    return ascii_json(plan.model_dump_json(indent=2)) + "\n"
 
 
 def write_plan(plan: Plan, path: Path) -> None:
