@@ -337,13 +337,16 @@ def price_plan(
     if not found.fits:
         worst = "fullest node" if found.fits_devices else "worst GPU"
         notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
+    prediction = to_plan.prediction_section(found, planned.target, planned.training)
+    others = (text for text in plan.warnings if not text.startswith(to_plan.HOST_WARNING))
     update = {
+        "warnings": (*others, *to_plan.host_warnings(prediction, cluster)),
         "hardware": cluster.profile.name,
         "framework": framework or plan.framework,
         "num_devices": cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
         "pipeline": to_plan.pipeline_section(found, planned.target.graph, cluster),
-        "prediction": to_plan.prediction_section(found, planned.target, planned.training),
+        "prediction": prediction,
         "search": None,
     }
     return Answer(plan.model_copy(update=update), notes, interrupted=False)

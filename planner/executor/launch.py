@@ -75,8 +75,10 @@ class StoppedError(PlannerError):
     exit_code = 128 + signal.SIGTERM
 
 
-def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> None:
+def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0, kept_open: Sequence[int] = ()) -> None:
     """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed.
+
+    Ranks have the files ``kept_open``.
 
     On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError follows.
     """
@@ -89,7 +91,10 @@ def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> Non
         try:
             for rank in range(size):
                 command = [sys.executable, "-c", RANK_COMMAND, *arguments]
-                ranks.append(subprocess.Popen(command, env=_environment(rank, size, port), start_new_session=True))
+                environment = _environment(rank, size, port)
+                ranks.append(
+                    subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=tuple(kept_open))
+                )
             _wait(ranks, told, grace_s)
         finally:
             _kill(ranks)
