@@ -29,7 +29,7 @@ def gpu_range(text: str) -> GpuRange:
     if not 1 <= counts[0] <= counts[1] <= MOST_DEVICES:
         shown = text if len(text) < 30 else f"{text[:30]}..."
         raise typer.BadParameter(
-            f"{shown!r} is neither a number of GPUs, from 1 to {MOST_DEVICES:,}, nor a range as 8..512"
+            f"{shown!r} is neither a number of GPUs, between 1 and {MOST_DEVICES:,}, nor a range as 8..512"
         )
     return GpuRange(*counts)
 
