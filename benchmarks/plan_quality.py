@@ -51,7 +51,7 @@ from benchmarks.published.pricing import RunPricer
 from benchmarks.published.runs import Rejected, Run, read_runs
 from benchmarks.published.summary import MIN_GROUP_ROWS, Row
 from costmodels.vocabulary.choices import Precision
-from planner.json_file import write_text
+from planner.output_file import write_text
 
 Found = tuple[float, Choice | None]
 

@@ -24,10 +24,10 @@ from hardware_profiles.catalog import profile_for
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
-from planner.json_file import write_text
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Pins, Training
 from planner.model_file import load_model, resolve_model
+from planner.output_file import write_text
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem, decided

@@ -67,13 +67,13 @@ def load_profile(name_or_path: str) -> ClusterProfile:
     known = {name: profile for profile in list_profiles() for name in (profile.name, *profile.aliases)}
     if wanted.lower() in known:
         return known[wanted.lower()]
-    if wanted.endswith(".json") or os.sep in wanted or (wanted and Path(wanted).exists()):
+    if wanted.endswith(".json") or os.sep in wanted or (wanted and os.path.exists(wanted)):
         return _read_profile(Path(wanted))
     near = difflib.get_close_matches(wanted.lower(), known, n=_NUM_SUGGESTIONS, cutoff=0.5)
     near += [name for name in known if wanted and wanted.lower() in name and name not in near]
     nearest = list(dict.fromkeys(known[name].name for name in near))[:_NUM_SUGGESTIONS]
     raise HardwareProfileError(
-        f"unknown hardware profile {name_or_path!r}"
+        f"unknown hardware profile {name_or_path[:200]!r}"
         + (f"; the nearest names are {', '.join(nearest)}" if nearest else ""),
         hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file",
     )
@@ -93,14 +93,19 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
     if "," in text:
         _refuse_mixed(text)
     name, colon, count = text.rpartition(":")
-    if colon and count.isdigit():
-        if int(count) != num_devices:
+    if colon and count_of(count) is not None:
+        if count_of(count) != num_devices:
             raise HardwareProfileError(
-                f"{text!r} asks for {int(count)} devices, the run for {num_devices}",
+                f"{text!r} asks for {count} devices, the run for {num_devices}",
                 hint="give the number once, or the same number twice",
             )
         text = name
     return ClusterSpec(profile=load_profile(text), num_devices=num_devices)
+
+
+def count_of(text: str) -> int | None:
+    """A number of devices that is written in digits; None where it is none, or has more digits than any."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def parse_profile(content: bytes, *, source: str) -> ClusterProfile:

@@ -18,6 +18,7 @@ from hardware_profiles.catalog import (
     MAX_FILE_BYTES,
     MAX_NUM_DEVICES,
     HardwareProfileError,
+    count_of,
     load_profile,
     profile_for,
 )
@@ -68,9 +69,9 @@ def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec
         return ClusterSpec(profile=profile, num_devices=mixed.num_devices, mixed=mixed)
     if num_devices is None:
         count = "" if spec is None else spec.rpartition(":")[2]
-        if not (spec and ":" in spec and count.isdigit()):
+        num_devices = count_of(count) if spec and ":" in spec else None
+        if num_devices is None:
             raise HardwareProfileError("how many devices?", hint="give --gpus N, or --hardware NAME:N")
-        num_devices = int(count)
     return profile_for(num_devices, spec)
 
 
@@ -111,10 +112,11 @@ def _from_list(text: str) -> list[tuple[str, str, int]]:
     wrong: list[str] = []
     for part in text.split(","):
         name, _, count = part.strip().rpartition(":")
-        if not name or not count.isdigit() or not 1 <= int(count) <= MAX_NUM_DEVICES:
+        number = count_of(count) or 0
+        if not name or not 1 <= number <= MAX_NUM_DEVICES:
             wrong.append(f"{part.strip()!r} is not NAME:COUNT")
         else:
-            groups.append((part.strip(), name, int(count)))
+            groups.append((part.strip(), name, number))
     if wrong:
         _refuse(text, wrong)
     return groups

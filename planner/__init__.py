@@ -54,13 +54,16 @@ def estimate(
     return price_plan(loaded, hardware, gpus, framework).plan
 
 
-def load_plan(path: str | Path) -> Plan:
-    """The plan in a file; ``planner.errors.PlanError`` with every violation where it is none."""
+def load_plan(path: str | Path, *, trust: bool = False) -> Plan:
+    """The plan in a file; ``planner.errors.PlanError`` with every violation where it is none.
+
+    ``trust``: code of its model may be run that lies outside the folder of the plan.
+    """
     from pathlib import Path
 
     from planner.plan.plan_file import read_plan
 
-    return read_plan(Path(path))
+    return read_plan(Path(path), trust=trust)
 
 
 def _request(model: object, gpus: int | None, hardware: str | None, options: dict[str, object]) -> Request:
@@ -78,7 +81,7 @@ def _request(model: object, gpus: int | None, hardware: str | None, options: dic
             hint="put a build_model() that returns the module into a model.py, and pass the path of that",
         )
     pins = {each.name for each in fields(Pins)}
-    known = {each.name for each in fields(Request)} - {"model", "num_devices", "hardware", "pins"}
+    known = {each.name for each in fields(Request)} - {"model", "num_devices", "hardware", "pins", "planned"}
     unknown = sorted(options.keys() - pins - known)
     if unknown:
         raise InputError(

@@ -6,6 +6,7 @@
     │   ├── NoLayoutError                      no layout has as many devices and obeys the pins
     │   ├── HardwareError                      a hardware profile is unknown or invalid
     │   └── PlanError                          a plan file is damaged, foreign or impossible
+    │       └── UntrustedModelError            its model is code that lies outside the plan's folder
     ├── DivergedError            exit code 1   training cannot go on: its loss is no number
     ├── InfeasibleError          exit code 3   no plan fits
     └── TimeLimitError           exit code 4   the time limit came before any plan was found
@@ -47,6 +48,10 @@ class HardwareError(InputError):
 
 class PlanError(InputError):
     """A plan file is damaged, foreign or impossible."""
+
+
+class UntrustedModelError(PlanError):
+    """The model of a plan is code that lies outside the plan's folder, and nobody said to trust it."""
 
 
 class DivergedError(PlannerError):

@@ -1,10 +1,10 @@
-"""JSON files of ours and of others: written whole or not at all, read with care."""
+"""JSON files of ours and of others, read with care."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,31 +16,9 @@ from planner.errors import InputError
 
 Value = TypeVar("Value", bound=BaseModel)
 
-MAX_JSON_BYTES = 2**30  # a graph.json of a thousand layers stays far below
+MAX_JSON_BYTES = 2**25  # ten times the graphs of the largest presets, Llama 3 405B and DeepSeek-V3: 3 MB
 MAX_VIOLATIONS = 20  # shown at once
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` to ``path``, replacing what is there in one step. InputError where it cannot."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes ``content`` to ``path``, replacing what is there in one step. InputError where it cannot."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)  # as any file the user writes; mkstemp's own is private
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another -o FILE") from error
+MAX_VIOLATION = 300  # characters of one
 
 
 def read_object(path: Path, error_class: type[InputError]) -> dict[str, object]:
@@ -48,20 +26,29 @@ def read_object(path: Path, error_class: type[InputError]) -> dict[str, object]:
     return _object_in(read_content(path, error_class), path, error_class)
 
 
-def read_content(path: Path, error_class: type[InputError]) -> bytes:
-    """What ``path`` holds; ``error_class`` where it cannot be read or is too large to be one of ours."""
+def read_content(path: Path, error_class: type[InputError], max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """What ``path`` holds; ``error_class`` where it is no regular file, cannot be read or has over ``max_bytes``.
+
+    A pipe may never end, and a device has no end.
+    """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise error_class(f"{path} is larger than {MAX_JSON_BYTES:,} bytes", hint="is it the right file?")
-        return path.read_bytes()
-    except OSError as error:
-        raise error_class(f"cannot read {path}: {error.strerror}", hint="check the path and its permissions") from error
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise error_class(f"{path} is no regular file", hint="write it to a file first")
+            content = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise error_class(f"cannot read {path}: {reason}", hint="check the path and its permissions") from error
+    if len(content) > max_bytes:
+        raise error_class(f"{path} is larger than {max_bytes:,} bytes", hint="is it the right file?")
+    return content
 
 
 def _object_in(content: bytes, path: Path, error_class: type[InputError]) -> dict[str, object]:
     try:
         value = json.loads(content.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not only of JSON: a number of more digits than Python converts
         raise error_class(f"{path} is not JSON: {error}", hint="is it damaged, or another kind of file?") from error
     if not isinstance(value, dict):
         raise error_class(f"{path} holds a JSON {type(value).__name__}, not an object", hint="is it the right file?")
@@ -70,14 +57,19 @@ def _object_in(content: bytes, path: Path, error_class: type[InputError]) -> dic
 
 def violations_of(error: ValidationError) -> list[str]:
     """Every violation as ``key.path: what is wrong``."""
-    return [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in found]
 
 
 def listed(violations: Iterable[str]) -> str:
     """Violations as one text, the first of many."""
     found = list(violations)
     more = f"; and {len(found) - MAX_VIOLATIONS} more" if len(found) > MAX_VIOLATIONS else ""
-    return "; ".join(found[:MAX_VIOLATIONS]) + more
+    return "; ".join(map(_shortened, found[:MAX_VIOLATIONS])) + more
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_VIOLATION else f"{text[: MAX_VIOLATION // 2]} ... {text[-MAX_VIOLATION // 2 :]}"
 
 
 @dataclass(frozen=True)
@@ -90,10 +82,11 @@ class FileFormat(Generic[Value]):
     contradictions: Callable[[Value], list[str]]
     error_class: type[InputError]
     way_out: str
+    max_bytes: int = MAX_JSON_BYTES
 
     def read(self, path: Path) -> Value:
         """The value in ``path``; ``error_class`` with every violation where it is none."""
-        content = read_content(path, self.error_class)
+        content = read_content(path, self.error_class, self.max_bytes)
         try:
             value = self.model.model_validate_json(content)
         except ValidationError as error:

@@ -10,19 +10,23 @@ import difflib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from planner.errors import ModelError
+from costmodels.vocabulary.bounds import MOST_TEXT
+from planner.errors import ModelError, PlanError, UntrustedModelError
 from planner.json_file import listed, read_content, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
 from planner.models.config import FamilyConfig
 from planner.models.config_only import family_of
+from planner.models.own_code import file_digest
+from planner.plan.schema import ModelSection
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
+SEARCH_AGAIN = "put the file back, or search again: planner search MODEL -o plan.json"
 DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
 LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
 
@@ -53,6 +58,7 @@ class ModelSource:
     kind: ModelKind
     path: Path | None = None
     factory: str | None = None  # of a Python file
+    recorded: Mapping[str, str] | None = None  # of the files that its code is made of, as a plan has them
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,11 @@ def resolve_model(name: str) -> ModelSource:
     if factory.isidentifier() and file_name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(Path(file_name)), factory)
     path = Path(name)
+    if len(name) > MOST_TEXT:
+        raise ModelError(f"no model has a name of {len(name):,} characters", hint="name a file or a preset")
     if name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(path))
-    if name and path.is_dir():
+    if name and os.path.isdir(name):
         if not (path / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json", hint="name a model.py, a config.json or a preset")
         return ModelSource(name, ModelKind.HUGGINGFACE, path / "config.json")
@@ -93,6 +101,53 @@ def resolve_model(name: str) -> ModelSource:
     if find_preset(name) is not None:
         return ModelSource(name, ModelKind.PRESET)
     raise ModelError(f"no model {name!r}: neither a file nor a preset", hint=_nearest(name))
+
+
+def planned_source(model: ModelSection) -> ModelSource:
+    """Which model a plan names, found to be what the plan was made for where it is code; none of it is executed.
+
+    UntrustedModelError where code lies outside the folder of the plan, PlanError where it is not what is recorded.
+    """
+    source = resolve_model(model.source)
+    if source.kind is not ModelKind.PYTHON:
+        return source
+    assert source.path is not None
+    file, origin = source.path.resolve(), model.origin
+    if origin is not None and not origin.is_trusted and not file.is_relative_to(origin.folder):
+        raise UntrustedModelError(
+            f"the model of this plan is code outside the plan's own folder: {file} is not in {origin.folder}",
+            hint="add --trust where you trust that file as a program of your own, or move it beside the plan",
+        )
+    if not model.files:
+        _check_alone(source, model)
+        return source
+    if file.name not in model.files:
+        raise PlanError(
+            f"{model.source} is not the model that this plan was made for: it records no file {file.name}",
+            hint=SEARCH_AGAIN,
+        )
+    for name, digest in model.files.items():
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts or file_digest(str(file.parent / place)) != digest:
+            raise PlanError(
+                f"{model.source} is not the model that this plan was made for: {name} is not the file it records",
+                hint=SEARCH_AGAIN,
+            )
+    return replace(source, recorded=model.files)
+
+
+def _check_alone(source: ModelSource, model: ModelSection) -> None:
+    """PlanError where a plan that records no files was made for something else than this one file."""
+    assert source.path is not None
+    content = read_content(source.path, ModelError)
+    if model.origin is not None and model.origin.is_trusted:
+        return
+    if digest_of("python", source.factory or "build_model", content) != model.digest:
+        raise PlanError(
+            f"{model.source} is not the model that this plan was made for, or it imports other files of its folder, "
+            "which plans of earlier versions do not record",
+            hint=f"{SEARCH_AGAIN}; --trust runs it as it is now",
+        )
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -135,9 +190,9 @@ def training_batch(inputs: Batch) -> Batch:
 
 
 def _existing(path: Path) -> Path:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ModelError(f"{path} is a folder", hint="name the file in it")
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it answers for any name
         raise ModelError(f"no such file: {path}", hint="check the path; `planner models` lists what needs no file")
     return path
 
@@ -289,7 +344,7 @@ def _load_python(source: ModelSource) -> LoadedModel:
 
     if source.path is None:
         raise ModelError(f"{source.name} names no file")
-    model = PythonModel.from_file(source.path, source.factory)
+    model = PythonModel.from_file(source.path, source.factory, source.recorded)
     return LoadedModel(
         source=source,
         digest=digest_of("python", model.factory_name, *model.contents),

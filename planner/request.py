@@ -7,19 +7,28 @@ from math import inf
 
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import attention_kernel
+from costmodels.vocabulary.bounds import (
+    MOST_DEVICES,
+    MOST_ITEMS,
+    MOST_SEQ_LEN,
+    MOST_SEQUENCES,
+    MOST_STAGES_A_RANK,
+    MOST_TOKENS,
+)
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
-from planner.errors import HardwareError, InputError
+from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
 from planner.frameworks.kernels import attention_name_for
 from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
-from planner.graph.graph_cache import default_folder, traced_graph
+from planner.graph.graph_cache import Known, default_folder, known_graph, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import NO_PINS, Pins, Training
-from planner.model_file import ModelKind, resolve_model
+from planner.model_file import SEARCH_AGAIN, ModelKind, ModelSource, planned_source, resolve_model
+from planner.plan.schema import ModelSection
 from planner.pricing.facts import unpriced_offload
 from planner.pricing.target import PricingTarget
 
@@ -52,6 +61,7 @@ class Request:
     may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
     num_tokens: int | None = None  # of the whole training run, for what it takes
+    planned: ModelSection | None = None  # where ``model`` is that of a plan: its code is run as the plan records it
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -65,6 +75,24 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
     return cluster
+
+
+def check_sizes(request: Request) -> None:
+    """InputError where a number is larger than any that is computed with."""
+    pins = request.pins
+    asked = {
+        "--seq-len": (request.seq_len, MOST_SEQ_LEN),
+        "--global-batch": (request.global_batch_size, MOST_SEQUENCES),
+        "--tokens": (request.num_tokens, MOST_TOKENS),
+        "--top": (request.num_runners_up, MOST_ITEMS),
+        "--micro-batch": (pins.micro_batch, MOST_SEQUENCES),
+        "--virtual-stages": (pins.virtual_stages, MOST_STAGES_A_RANK),
+        **{f"--{name}": (getattr(pins, name), MOST_DEVICES) for name in ("tp", "pp", "dp", "cp", "ep", "dp_replicate")},
+    }
+    for name, (value, most) in asked.items():
+        if value is not None and abs(value) > most:
+            shown = f"{value:,}" if abs(value) < 10**30 else "a larger number"
+            raise InputError(f"{name} may be {most:,} at most, got {shown}", hint="is there a digit too many?")
 
 
 def check_memory_risk(risk: float) -> None:
@@ -99,17 +127,52 @@ def check_offload(cluster: ClusterSpec, offload: Offload | None) -> None:
 
 def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGraph:
     """The graph of MODEL: read where it was traced before, from graph.json or the cache; traced otherwise."""
-    source = resolve_model(model)
+    return _graph_of(resolve_model(model), seq_len, precision)
+
+
+def _graph_of(source: ModelSource, seq_len: int | None, precision: Precision) -> ModelGraph:
     if source.kind is ModelKind.GRAPH:
         assert source.path is not None
         graph = read_graph(source.path)
         if seq_len not in (None, graph.seq_len):
             raise InputError(
-                f"{model} was traced with sequences of {graph.seq_len} tokens, not {seq_len}",
-                hint=f"trace it again: planner trace MODEL --seq-len {seq_len} -o {model}",
+                f"{source.name} was traced with sequences of {graph.seq_len} tokens, not {seq_len}",
+                hint=f"trace it again: planner trace MODEL --seq-len {seq_len} -o {source.name}",
             )
         return graph
     return traced_graph(TraceRequest(source, TRACED_BATCH_SIZE, seq_len, precision), default_folder())
+
+
+def graph_of(request: Request, notes: list[str]) -> ModelGraph:
+    """The graph of what is asked for: errors as of ``load_planned_graph`` where a plan names it."""
+    if request.planned is not None and request.seq_len is not None:
+        return load_planned_graph(request.planned, request.seq_len, request.precision, notes)
+    return load_graph(request.model, request.seq_len, request.precision)
+
+
+def load_planned_graph(model: ModelSection, seq_len: int, precision: Precision, notes: list[str]) -> ModelGraph:
+    """The graph of a plan's model; code is run only where the cache has no graph of it, and the plan may run it.
+
+    ModelError, UntrustedModelError: there is neither. PlanError: the code is not what the plan was made for.
+    """
+    known = known_graph(
+        Known(model.digest, model.files, model.num_params, seq_len), TRACED_BATCH_SIZE, precision, default_folder()
+    )
+    try:
+        source = planned_source(model)
+    except (ModelError, UntrustedModelError) as error:
+        if known is None:
+            raise
+        notes.append(f"priced by the cached graph of the model that the plan was made for: {error.message}")
+        return known.model_copy(update={"source": model.source})
+    graph = _graph_of(source, seq_len, precision) if known is None else known
+    graph = graph.model_copy(update={"source": model.source})
+    if graph.digest == model.digest:
+        return graph
+    if source.kind is ModelKind.PYTHON:
+        raise PlanError(f"{model.source} is not the model that this plan was made for", hint=SEARCH_AGAIN)
+    notes.append(f"{model.source} has changed since the plan was made: its digest differs")
+    return graph
 
 
 def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_node: int) -> tuple[int, str]:

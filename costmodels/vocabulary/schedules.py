@@ -41,6 +41,7 @@ from costmodels.vocabulary.action import (
     ActionLists,
     Kind,
 )
+from costmodels.vocabulary.bounds import MOST_PASSES
 from costmodels.vocabulary.v_shaped import dual_pipe_v, zero_bubble_v
 
 # Rounds of micro-batches after which every rank has seen its peak of activations and the busiest works steadily.
@@ -108,6 +109,11 @@ class Schedule:
         least = self.least_microbatches_per_rank * p
         if m < least:
             found.append(f"{self.name} needs at least as many micro-batches as stages, got {m} for {least}")
+        if p * v * m > MOST_PASSES:
+            found.append(
+                f"no more than {MOST_PASSES:,} forward passes of a step are simulated, got {m} micro-batches in "
+                f"each of {p} * {v} stages"
+            )
         if self.runs_in_rounds and m % max(1, m // p):
             found.append(
                 f"{self.name} needs micro-batches that divide into {m // p} rounds (micro-batches // ranks = "

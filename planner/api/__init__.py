@@ -34,8 +34,10 @@ from planner.request import (
     check_memory_risk,
     check_offload,
     check_precision,
+    check_sizes,
+    graph_of,
     load_cluster,
-    load_graph,
+    load_planned_graph,
     target_of,
     training_of,
 )
@@ -75,11 +77,12 @@ class Question:
     def of(request: Request) -> Question:
         """InputError: the request is wrong or contradicts itself."""
         notes: list[str] = []
+        check_sizes(request)
         check_memory_risk(request.memory_risk)
         cluster = load_cluster(request.hardware, request.num_devices, notes)
         check_precision(cluster, request.precision)
         check_offload(cluster, request.pins.offload)
-        graph = load_graph(request.model, request.seq_len, request.precision)
+        graph = graph_of(request, notes)
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
         target = target_of(graph, cluster, training.precision, request.framework, notes)
@@ -186,6 +189,7 @@ def _same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping
         raise PlanError(f"search.pins is not what a search writes: {error}", hint="search again") from error
     return Request(
         model=plan.model.source,
+        planned=plan.model,
         num_devices=num_devices,
         hardware=hardware or plan.hardware,
         seq_len=training.seq_len,
@@ -303,9 +307,7 @@ def planned_layout(
         layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
     check_offload(cluster, layout.offload)
-    graph = load_graph(plan.model.source, section.seq_len, section.precision)
-    if graph.digest != plan.model.digest:
-        notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
+    graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
@@ -335,13 +337,16 @@ def price_plan(
     if not found.fits:
         worst = "fullest node" if found.fits_devices else "worst GPU"
         notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
+    prediction = to_plan.prediction_section(found, planned.target, planned.training)
+    others = (text for text in plan.warnings if not text.startswith(to_plan.HOST_WARNING))
     update = {
+        "warnings": (*others, *to_plan.host_warnings(prediction, cluster)),
         "hardware": cluster.profile.name,
         "framework": framework or plan.framework,
         "num_devices": cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
         "pipeline": to_plan.pipeline_section(found, planned.target.graph, cluster),
-        "prediction": to_plan.prediction_section(found, planned.target, planned.training),
+        "prediction": prediction,
         "search": None,
     }
     return Answer(plan.model_copy(update=update), notes, interrupted=False)

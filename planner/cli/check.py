@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm
+from planner.cli.options import Trust
+from planner.cli.terminal import data_console
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, size
@@ -23,10 +24,11 @@ def register(app: typer.Typer) -> None:
 
 def check(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
 ) -> int:
     """Run every pipeline rank's own code at full size on tensors without values: exit code 0 runnable, 1 not."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     from planner.executor import check as executor_check
 
     rows: list[dict[str, Any]] = [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in
@@ -43,8 +45,9 @@ def check(
         cells = ["" if value is None else size(value) for value in (predicted, counted)]
         ratio = "" if not predicted or counted is None else f"{counted / predicted:.3f}"
         table.add_row(str(row["pp_rank"]), *cells, ratio, seconds(row["elapsed_s"]))
-    Console(highlight=False).print(table)
-    typer.echo("\n".join(problems) if problems else f"runnable: all {len(rows)} pipeline ranks took a step")
+    data_console().print(table)
+    said = "\n".join(problems) if problems else f"runnable: all {len(rows)} pipeline ranks took a step"
+    data_console().print(said, soft_wrap=True)
     return 1 if problems else 0
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Framework, Hardware
+from planner.cli.options import AsJson, Framework, Hardware, OtherGpus, Trust
 from planner.cli.search import show_answer
+from planner.output_file import check_output
 from planner.plan.plan_file import read_plan
 
 
@@ -17,20 +18,20 @@ def register(app: typer.Typer) -> None:
     app.command("estimate")(estimate)
 
 
-def estimate(
+def estimate(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     hardware: Hardware = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
-    ] = None,
+    gpus: OtherGpus = None,
     framework: Framework = None,
+    trust: Trust = False,
     as_json: AsJson = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the plan with its new prediction here.")
     ] = None,
 ) -> None:
     """Price an existing plan: step time, memory and where they go."""
-    plan = read_plan(plan_file)
+    check_output(output)
+    plan = read_plan(plan_file, trust=trust)
     from planner.api import price_plan
 
     answer = price_plan(plan, hardware, gpus, framework)

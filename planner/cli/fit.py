@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute
 from planner.cli.options import Framework, Hardware
+from planner.cli.terminal import data_console, talk_console
 
 NO_FIT = 3
 
@@ -60,7 +60,7 @@ def fit(  # over 6 arguments: one for each option of the command line
         precision=precision, optimizer=optimizer, pins=pins, framework=framework or OUR_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
     )  # fmt: skip
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     with talk.status("tracing") as status:
         found = find_fit(request, status.update)
     for note in found.notes:
@@ -68,7 +68,7 @@ def fit(  # over 6 arguments: one for each option of the command line
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        Console(highlight=False).print(show_fit(found, model))
+        data_console().print(show_fit(found, model))
     if not found.fits:
         talk.print(f"{escape(found.reason)}", soft_wrap=True)
         talk.print(f"[bold]hint:[/] {escape(found.change)}", soft_wrap=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from planner.cli.terminal import data_console, talk_console
 from planner.layout.deadline import Deadline
-from planner.plan.plan_file import write_plan
+from planner.output_file import is_stdout
+from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds
 from planner.render_front import show_front
@@ -32,7 +33,7 @@ class Shown(NamedTuple):
 
 def range_progress() -> Callable[[int, Plan | None], None]:
     """A line on stderr for each number of GPUs when its plan is found."""
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
 
     def progress(count: int, plan: Plan | None) -> None:
         if plan is not None and plan.prediction is not None:
@@ -46,7 +47,7 @@ def show_range(request: Request, first: int, deadline: Deadline, shown: Shown) -
     from planner.api.front import find_front
 
     front = find_front(request, first, by_cost=shown.by_cost, progress=range_progress(), deadline=deadline)
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     for note in front.notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if front.dominated:
@@ -54,13 +55,16 @@ def show_range(request: Request, first: int, deadline: Deadline, shown: Shown) -
         talk.print(f"[yellow]note:[/] no better in anything than another: {counts} GPUs", soft_wrap=True)
     for count, why in front.refused:
         talk.print(f"[yellow]note:[/] {count} GPUs: {escape(why)}", soft_wrap=True)
+    if is_stdout(shown.output):
+        typer.echo(plan_json(front.chosen), nl=False)
+        return 130 if front.interrupted or deadline.is_cut else 0
     if shown.output is not None:
         write_plan(front.chosen, shown.output)
         talk.print(f"wrote {escape(str(shown.output))}", soft_wrap=True)
     if shown.as_json:
         typer.echo(json.dumps(_document(front, by_cost=shown.by_cost), indent=2))
     else:
-        Console(highlight=False).print(show_front(front.plans, front.chosen, by_cost=shown.by_cost))
+        data_console().print(show_front(front.plans, front.chosen, by_cost=shown.by_cost))
     return 130 if front.interrupted or deadline.is_cut else 0
 
 

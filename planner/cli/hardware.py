@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from hardware_profiles.catalog import HardwareProfileError, list_profiles, load_
 from hardware_profiles.mixed import is_mixed, mixed_cluster
 from hardware_profiles.sanity import quantities
 from hardware_profiles.schema import ClusterProfile, MixedCluster, Quantity
+from planner.cli.terminal import markup_console
 from planner.errors import HardwareError
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -54,7 +54,7 @@ def _list(as_json: JsonOption = False) -> None:
     for profile in profiles:
         node = f"{profile.node.num_devices} x {escape(profile.device.name)}"
         table.add_row(profile.name, node, _peak_text(profile), *_tier_texts(profile))
-    console = Console(highlight=False)
+    console = markup_console()
     console.print(table)
     console.print("`planner hardware show NAME` gives every number with its source, and other names.", soft_wrap=True)
 
@@ -77,7 +77,7 @@ def _show(
 
 
 def _show_mixed(mixed: MixedCluster) -> None:
-    console = Console(highlight=False)
+    console = markup_console()
     console.print(f"[bold]{escape(mixed.name)}[/]  {mixed.num_devices} devices in {len(mixed.groups)} groups")
     table = Table()
     for column in ("group", "profile", "devices", "memory", "TFLOP/s", "GB/s between nodes"):
@@ -99,7 +99,7 @@ def _show_mixed(mixed: MixedCluster) -> None:
 
 
 def _show_profile(profile: ClusterProfile) -> None:
-    console = Console(highlight=False)
+    console = markup_console()
     console.print(f"[bold]{escape(profile.name)}[/]  {escape(profile.description)}", soft_wrap=True)
     if profile.aliases:
         console.print(f"also named {', '.join(profile.aliases)}", soft_wrap=True)
@@ -132,7 +132,7 @@ def _detect(as_json: JsonOption = False) -> None:
             }
         )
         return
-    console = Console(highlight=False)
+    console = markup_console()
     table = Table(title="This machine")
     table.add_column("what")
     table.add_column("found", overflow="fold")

@@ -7,7 +7,6 @@ import traceback
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.exceptions import TyperException
 
@@ -28,6 +27,7 @@ from planner.cli import (
     trace,
     verify,
 )
+from planner.cli.terminal import speak_any_locale, talk_console
 from planner.errors import PlannerError
 
 app = typer.Typer(
@@ -55,9 +55,10 @@ for _group in (
 
 def main() -> None:
     """Entry point of the ``planner`` script: runs a command, shows errors, sets the exit code."""
+    speak_any_locale()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     try:
         result = app(args=[a for a in arguments if a != "--debug"], standalone_mode=False)
         code = result if isinstance(result, int) else 0

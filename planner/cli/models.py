@@ -6,9 +6,9 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from planner.cli.terminal import data_console
 from planner.models.catalog import Preset, list_presets
 
 
@@ -37,7 +37,7 @@ def models(
         numbers = (config.ffn, config.vocab, config.seq_len)
         shown = (size, str(config.layers), f"{config.hidden:,}", heads, *(f"{number:,}" for number in numbers))
         table.add_row(preset.name, *shown)
-    Console(highlight=False).print(table)
+    data_console().print(table)
 
 
 def _row(preset: Preset) -> dict[str, object]:

@@ -6,6 +6,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from costmodels.vocabulary.bounds import MOST_DEVICES, MOST_TOKENS
+
 
 class GpuRange(NamedTuple):
     """``--gpus``: one number, or the ends of a range."""
@@ -23,9 +25,20 @@ def gpu_range(text: str) -> GpuRange:
     """``64`` or ``8..512``; BadParameter where it is neither."""
     first, dots, last = text.partition("..")
     ends = [first, last] if dots else [first, first]
-    if not all(end.isascii() and end.isdigit() and int(end) >= 1 for end in ends) or int(ends[0]) > int(ends[1]):
-        raise typer.BadParameter(f"{text!r} is neither a number of GPUs, 1 or more, nor a range as 8..512")
-    return GpuRange(int(ends[0]), int(ends[1]))
+    counts = [int(end) if len(end) < 10 and end.isascii() and end.isdigit() else 0 for end in ends]
+    if not 1 <= counts[0] <= counts[1] <= MOST_DEVICES:
+        shown = text if len(text) < 30 else f"{text[:30]}..."
+        raise typer.BadParameter(
+            f"{shown!r} is neither a number of GPUs, between 1 and {MOST_DEVICES:,}, nor a range as 8..512"
+        )
+    return GpuRange(*counts)
+
+
+def whole_tokens(tokens: float) -> int:
+    """``--tokens 15e12`` as a number; BadParameter where it is none."""
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise typer.BadParameter(f"--tokens must be between 1 and {MOST_TOKENS:.0e}, got {tokens:g}")
+    return round(tokens)
 
 
 Hardware = Annotated[
@@ -36,8 +49,17 @@ Hardware = Annotated[
         help="A profile (`planner hardware list`) or its file; several as NAME:COUNT,NAME:COUNT.",
     ),
 ]
+OtherGpus = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, max=MOST_DEVICES, help="Another number of GPUs: changes the data-parallel degree."),
+]
 Framework = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
+]
+WRITES_PLAN = "Write the plan here, - for stdout; known to be writable before the work begins."
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="The plan's model may be code outside the plan's own folder: run it as your own."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]

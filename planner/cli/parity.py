@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from planner.cli.options import Trust
 from planner.cli.run import one_of
+from planner.cli.terminal import data_console
 from planner.plan.plan_file import read_plan
 
 
@@ -26,11 +27,12 @@ def parity(  # over 6 arguments: one for each option of the command line
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the samples.")] = 0,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
     data_dtype: Annotated[str, typer.Option(metavar="uint8|uint16|uint32", help="As for `planner run`.")] = "uint8",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may wait for another.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON on stdout.")] = False,
 ) -> int:
     """One SGD step in float32 under the plan and in one process: exit code 0 where they are equal, 1 where not."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     from planner.executor.outcome import on_all_ranks
     from planner.executor.parity import ParityOptions, compare
     from planner.executor.token_file import TokenDtype
@@ -46,7 +48,7 @@ def parity(  # over 6 arguments: one for each option of the command line
     if as_json:
         typer.echo(json.dumps({**outcome, "tolerance": tolerance, "equal": is_equal}))
     else:
-        Console(highlight=False).print(_table(rows, tolerance, top))
+        data_console().print(_table(rows, tolerance, top))
         verdict = "equal" if is_equal else f"NOT equal: {len(wrong)} parameters are off"
         typer.echo(
             f"{verdict}: {len(rows)} parameters to {tolerance:g}, "

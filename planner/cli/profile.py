@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from costmodels.vocabulary.shown import shown
 from hardware_profiles.catalog import HardwareProfileError
 from hardware_profiles.sanity import NAME_PATTERN
 from hardware_profiles.schema import ClusterProfile
 from planner.calibration.profile import profile_of
 from planner.errors import HardwareError, InputError
-from planner.json_file import write_text
+from planner.output_file import check_output, write_text
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +32,8 @@ def profile(
     disk: Annotated[Path, typer.Option(help="Folder on the disk that is timed.")] = Path("."),
 ) -> None:
     """Measure this machine or, under torchrun, this cluster; the profile is for --hardware FILE."""
-    _check(name, [output] if timings is None else [output, timings])
+    check_output(output, timings)
+    _check(name)
     from hardware_profiles.probes.detect import detect, nearest_profile
     from hardware_profiles.probes.profiler import measure_machine  # imports torch
 
@@ -54,11 +56,8 @@ def profile(
     _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
 
 
-def _check(name: str | None, files: list[Path]) -> None:
-    """InputError before the work begins, where its result could not be kept."""
-    for path in files:
-        if not path.parent.is_dir():
-            raise InputError(f"cannot write {path}: {path.parent} is no folder", hint="make it, or choose another file")
+def _check(name: str | None) -> None:
+    """InputError before the work begins, where its result would have no name."""
     if name is not None and not NAME_PATTERN.fullmatch(name):
         raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
 
@@ -79,5 +78,5 @@ def _say_what_was_found(found: ClusterProfile) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(shown(text) + "\n")
     sys.stderr.flush()

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Hardware
-from planner.cli.search import check_folder, show_answer
+from planner.cli.options import WRITES_PLAN, AsJson, Hardware, Trust
+from planner.cli.search import show_answer
+from planner.output_file import check_output
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
 
@@ -22,15 +23,16 @@ def replan(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan that the run was trained under.")],
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are now.")],
     hardware: Hardware = None,
+    trust: Trust = False,
     as_json: AsJson = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help=WRITES_PLAN)] = None,
 ) -> int:
     """Plan a run again for other devices: the global batch is kept, and any checkpoint of it can be gone on from."""
-    plan = read_plan(plan_file)
+    check_output(output)
+    plan = read_plan(plan_file, trust=trust)
     from planner import api
     from planner.layout.layout import Pins
 
-    check_folder(output)
     answer = api.replan(plan, gpus, hardware)
     if _is_executable(plan) and not _is_executable(answer.plan):  # a run that could be run is to go on
         answer = api.replan(plan, gpus, hardware, Pins(cp=1, ep=1))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.cli.options import Trust
 from planner.errors import InputError
 from planner.plan.plan_file import read_plan
 
@@ -29,9 +30,11 @@ def run(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps, those of a checkpoint included.")] = 20,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the initial weights and the order of samples. Default: 0.")
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, help="Of the initial weights, the order of samples; default: 0."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may give no sign of life.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds without a sign of life of a rank.")] = 300.0,
+    trust: Trust = False,
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
     ] = None,
@@ -106,7 +109,7 @@ def run(  # over 6 arguments: one for each option of the command line
     ),
 ) -> None:
     """Trains a plan's model: starts a process a rank on this machine, or joins the torchrun that started this."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     _check_together(
         {
             "--resume": resume and "--checkpoint-dir",

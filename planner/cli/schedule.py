@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from planner.cli.options import Hardware
-from planner.cli.search import check_folder
-from planner.json_file import write_text
+from planner.cli.options import Hardware, OtherGpus, Trust
+from planner.cli.terminal import data_console, talk_console
+from planner.output_file import check_output, is_stdout, write_text
 from planner.plan.plan_file import read_plan
 
 
@@ -23,26 +22,29 @@ def register(app: typer.Typer) -> None:
 def schedule(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     hardware: Hardware = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Another number of GPUs: changes the data-parallel degree.")
-    ] = None,
+    gpus: OtherGpus = None,
+    trust: Trust = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the step here as Chrome trace events, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write the step here, - for stdout: Chrome trace events, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
     """Draw the predicted step of a plan: what every pipeline rank does when, action by action."""
-    check_folder(trace)
-    plan = read_plan(plan_file)
+    check_output(trace)
+    plan = read_plan(plan_file, trust=trust)
     from planner.api import schedule_plan
     from planner.render_schedule import show_timeline
     from planner.report.trace_events import trace_json
 
     timeline, notes = schedule_plan(plan, hardware, gpus)
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     for note in notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if trace is not None:
         write_text(trace, trace_json(timeline))
+    if is_stdout(trace):
+        return
+    if trace is not None:
         talk.print(f"wrote {escape(str(trace))}", soft_wrap=True)
-    out = Console(highlight=False)
+    out = data_console()
     out.print(show_timeline(timeline, out.width))

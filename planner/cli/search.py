@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
@@ -17,9 +16,11 @@ from rich.spinner import Spinner
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.front import Shown, range_progress, show_range
-from planner.cli.options import AsJson, Framework, GpuRange, Hardware, gpu_range
+from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, gpu_range, whole_tokens
 from planner.cli.process import interruptible, process_began_s
+from planner.cli.terminal import data_console, talk_console
 from planner.layout.deadline import Deadline
+from planner.output_file import check_output, is_stdout
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
 from planner.render import seconds, show_plan
@@ -93,7 +94,7 @@ def search(  # over 6 arguments: one for each option of the command line
         typer.Option(metavar="SHARE", help="Risk that the plan does not fit after all, 0.5 at most; default: 0.05."),
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after start-up; the best plan so far is kept.")
+        float | None, typer.Option(min=0, max=1e9, help="Seconds after start-up; the best plan so far is kept.")
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", rich_help_panel=_PINS)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", rich_help_panel=_PINS)] = None,
@@ -132,7 +133,7 @@ def search(  # over 6 arguments: one for each option of the command line
         ),
     ] = None,
     as_json: AsJson = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help=WRITES_PLAN)] = None,
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
     from planner.frameworks.registry import OUR_FRAMEWORK
@@ -150,9 +151,9 @@ def search(  # over 6 arguments: one for each option of the command line
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
-        num_tokens=None if tokens is None else round(tokens),
+        num_tokens=None if tokens is None else whole_tokens(tokens),
     )  # fmt: skip
-    check_folder(output)
+    check_output(output)
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:
@@ -162,38 +163,30 @@ def search(  # over 6 arguments: one for each option of the command line
             answer = _find(request, deadline, by_cost=objective is Objective.COST)
             show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
     except KeyboardInterrupt:  # there was no plan yet
-        Console(stderr=True).print("interrupted")
+        talk_console().print("interrupted")
         return 130
     return 130 if answer.interrupted or deadline.is_cut else 0
 
 
-def check_folder(output: Path | None) -> None:
-    """InputError before the search rather than after it, where there is no folder to write the plan to."""
-    from planner.errors import InputError
-
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"cannot write {output}: {output.parent} is no folder", hint="choose another -o FILE")
-
-
 def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:
-    """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named."""
-    talk = Console(stderr=True, highlight=False)
+    """Notes on stderr, the plan as a table or JSON on stdout, and in a file where one is named: ``-`` is stdout."""
+    talk = talk_console()
     for note in (*notes, *plan.warnings):
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    if output is not None:
+    if output is not None and not is_stdout(output):
         write_plan(plan, output)
         talk.print(f"wrote {escape(str(output))}", soft_wrap=True)
-    if as_json:
+    if as_json or is_stdout(output):
         typer.echo(plan_json(plan), nl=False)
     else:
-        Console(highlight=False).print(show_plan(plan))
+        data_console().print(show_plan(plan))
 
 
 def _find(request: Request, deadline: Deadline, *, by_cost: bool) -> Answer:
     """The search, with its progress on a terminal's stderr."""
     from planner.api import find_plan
 
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     if by_cost:
         from planner.api.front import cheapest_plan
 

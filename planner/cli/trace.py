@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from costmodels.vocabulary.bounds import MOST_SEQ_LEN, MOST_SEQUENCES
 from costmodels.vocabulary.choices import Precision
+from planner.cli.terminal import data_console, talk_console
 from planner.errors import ModelError
 from planner.graph.graph_cache import default_folder, traced_graph
 from planner.graph.graph_file import graph_json, read_graph, write_graph
 from planner.graph.model_graph import ModelGraph, Node
 from planner.graph.tracing import TraceRequest
 from planner.model_file import ModelKind, resolve_model
+from planner.output_file import check_output, is_stdout
 from planner.render import count, size
 
 NO_RULE = re.compile(r"no rule for operator (\S+)")  # as the tracer's warnings begin
@@ -40,26 +43,31 @@ def trace(  # over 6 arguments: one for each option of the command
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="model.py[:factory], config.json, a preset or graph.json")
     ],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the graph here.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in the traced micro-batch.")] = 1,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the graph here, - for stdout.")] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=MOST_SEQUENCES, help="Sequences in the traced micro-batch.")
+    ] = 1,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEQ_LEN, help="Tokens per sequence; default: the model's.")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Dtype of parameters and activations.")] = Precision.BF16,
     check: Annotated[bool, typer.Option("--check", help="What was found, what was not understood, and where.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The graph on stdout, and nothing else there.")] = False,
 ) -> None:
     """Trace MODEL with its loss into the operator DAG that planning starts from."""
-    talk = Console(stderr=True, highlight=False)
+    check_output(output)
+    talk = talk_console()
     graph = _graph(model, batch_size, seq_len, precision)
     for warning in graph.warnings:
         talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
-    if output is not None:
+    if output is not None and not is_stdout(output):
         write_graph(graph, output)
         talk.print(f"wrote {escape(str(output))}", soft_wrap=True)
-    if as_json:
+    if as_json or is_stdout(output):
         typer.echo(graph_json(graph))
     else:
         tables = (_summary(graph), *((_operators(graph), _cuts(graph), _doubts(graph)) if check else ()))
-        Console(highlight=False).print(*tables, sep="\n")
+        data_console().print(*tables, sep="\n")
 
 
 def _graph(model: str, batch_size: int, seq_len: int | None, precision: Precision) -> ModelGraph:
@@ -119,7 +127,7 @@ def _doubts(graph: ModelGraph) -> RenderableType:
         return Text("everything was understood")
     table = Table(title="what was not understood, or assumed", show_header=False, show_lines=True)
     for warning in graph.warnings:
-        table.add_row(escape(warning))
+        table.add_row(warning)
     return table
 
 

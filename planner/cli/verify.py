@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
+from planner.cli.options import Trust
+from planner.cli.terminal import data_console
 from planner.errors import PlanError
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan, PredictionSection
@@ -26,11 +27,12 @@ def verify(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search`")],
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank may wait for another.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
-    plan = read_plan(plan_file)
+    plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan)
     from planner.executor.outcome import on_all_ranks
     from planner.executor.train import DataOptions, RunOptions
@@ -44,7 +46,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps({"time": times, "memory": memory, "measured": measured}))
         return 0
-    console = Console(highlight=False)
+    console = data_console()
     spread = f"{seconds(min(measured['step_times_s']))} to {seconds(max(measured['step_times_s']))}"
     console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
     console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))

@@ -10,13 +10,13 @@ from torch import nn
 from planner.errors import ModelError, PlanError
 from planner.executor.parallelize import Tensors
 from planner.executor.weights import load_weights
-from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.model_file import LoadedModel, load_model, planned_source
 from planner.plan.schema import Plan
 
 
 def loaded_model(plan: Plan) -> LoadedModel:
-    """The plan's model. PlanError where only one of its sizes can be planned for."""
-    loaded = load_model(resolve_model(plan.model.source))
+    """The plan's model. PlanError where it is code that is not to be run, or one that only stands for it."""
+    loaded = load_model(planned_source(plan.model))
     if loaded.stands_for is not None:
         raise PlanError(
             f"{plan.model.source} cannot be trained: {loaded.stands_for}",

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Optimizer
+from costmodels.vocabulary.shown import shown
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint_storage import ManifestReader, ManifestWriter
 from planner.executor.parallelize import ParallelModel
@@ -84,7 +85,11 @@ class Checkpointer:
                 self._saved = step
                 return found
             if self._first_rank:
-                print(f"warning: {damage}; it is set aside, and the one before is taken", file=sys.stderr, flush=True)
+                print(
+                    f"warning: {shown(damage)}; it is set aside, and the one before is taken",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 _set_aside(folder)
         if steps:
             raise InputError(
@@ -122,7 +127,7 @@ class Checkpointer:
 
         A save that failed is told on rank 0 and training goes on: the checkpoint before it is still there.
         """
-        self._wait(lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+        self._wait(lambda text: print(f"warning: {shown(text)}", file=sys.stderr, flush=True))
         if progress.step == self._saved:
             return
         writer = ManifestWriter(self._folder / f"{_PREFIX}{progress.step}", progress, self._prune)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import DivergedError, InputError, PlanError, PlannerError
+from planner.model_file import planned_source
 from planner.plan.schema import Plan
 
 MAX_CPU_RANKS_PER_CORE = 8  # gloo ranks are threads of work on shared cores: more of them only wait
@@ -74,11 +75,14 @@ class StoppedError(PlannerError):
     exit_code = 128 + signal.SIGTERM
 
 
-def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> None:
+def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0, kept_open: Sequence[int] = ()) -> None:
     """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed.
+
+    Ranks have the files ``kept_open``.
 
     On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError follows.
     """
+    planned_source(plan.model)  # or it is refused before a rank starts
     size = plan.mesh.shape().world_size
     store, port = _loopback_store()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -87,7 +91,10 @@ def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0) -> Non
         try:
             for rank in range(size):
                 command = [sys.executable, "-c", RANK_COMMAND, *arguments]
-                ranks.append(subprocess.Popen(command, env=_environment(rank, size, port), start_new_session=True))
+                environment = _environment(rank, size, port)
+                ranks.append(
+                    subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=tuple(kept_open))
+                )
             _wait(ranks, told, grace_s)
         finally:
             _kill(ranks)

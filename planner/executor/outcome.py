@@ -7,14 +7,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from planner.executor.launch import check_machine, die_with_launcher, is_rank, launch, only_the_cause
 from planner.executor.mesh import check_executable
 from planner.plan.schema import Plan
 
-RESULT_FILE = "PLANNER_RESULT_FILE"  # where rank 0 leaves it for the launcher
+RESULT_HANDLE = "PLANNER_RESULT_HANDLE"  # of the open file in which rank 0 leaves it for the launcher
 Outcome = dict[str, Any]
 
 
@@ -27,21 +26,22 @@ def on_all_ranks(plan: Plan, work: Callable[[], Outcome]) -> Outcome | None:
     check_executable(plan)
     if not is_rank():
         check_machine(plan)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "outcome.json"
-            os.environ[RESULT_FILE] = str(path)
+        with tempfile.TemporaryFile("w+") as file:  # it has no name, so that nothing stays of it whoever is killed
+            os.environ[RESULT_HANDLE] = str(file.fileno())
             try:
-                launch(plan, sys.argv[1:])
-                return json.loads(path.read_text())
+                launch(plan, sys.argv[1:], kept_open=(file.fileno(),))
+                file.seek(0)
+                return json.load(file)
             finally:
-                del os.environ[RESULT_FILE]
+                del os.environ[RESULT_HANDLE]
     die_with_launcher()
     with only_the_cause():
         outcome = work()
     if os.environ["RANK"] != "0":
         return None
-    target = os.environ.get(RESULT_FILE)
+    target = os.environ.get(RESULT_HANDLE)
     if target is None:  # torchrun started the ranks: nobody else shows it
         return outcome
-    Path(target).write_text(json.dumps(outcome))
+    with os.fdopen(int(target), "w") as file:
+        json.dump(outcome, file)
     return None

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from costmodels.vocabulary.shown import shown
 from planner.errors import PlannerError
 
 DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
@@ -93,7 +94,7 @@ def quiet_torch() -> Generator[None]:
 def say(text: str) -> None:
     """A line for people, from rank 0 alone."""
     if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(shown(text), file=sys.stderr, flush=True)
 
 
 def _root_cause(error: BaseException) -> BaseException:

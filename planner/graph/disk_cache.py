@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.json_file import write_text
 from planner.model_file import digest_of
+from planner.output_file import write_text
 
 
 @dataclass(frozen=True)

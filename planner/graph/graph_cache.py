@@ -3,22 +3,27 @@
 An entry's name is a digest of all that is known before a trace: the content of the model, the
 micro-batch, the versions of torch and transformers, and the code that traces. Of a user's code it
 holds what that read as well, other files and the environment; where any of it is different now, the
-entry is passed over. An entry is JSON without what equals a default, kept as ``disk_cache`` says. (No torch here.)
+entry is passed over. A second, small entry names the first by the digests of those files alone, so that a plan can be
+priced without them. An entry is JSON without what equals a default, kept as ``disk_cache`` says. (No torch here.)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from costmodels.vocabulary.choices import Precision
 from planner.graph.disk_cache import DiskCache
 from planner.graph.model_graph import ModelGraph
-from planner.graph.read_files import file_digest, variables_named_in
+from planner.graph.read_files import variables_named_in
 from planner.graph.tracing import TracedModel, TraceRequest, trace
-from planner.model_file import content_digest, digest_of
+from planner.model_file import ModelKind, content_digest, digest_of
+from planner.models.own_code import file_digest
 
 SUFFIX = ".graph"
 MAX_ENTRIES = 64  # the oldest go; a large model's graph is a few megabytes
@@ -44,7 +49,45 @@ def traced_graph(request: TraceRequest, folder: Path | None) -> ModelGraph:
     if found is None or not _is_current(found):
         found = trace(request)
         cache.write(key, found.model_dump_json(exclude_defaults=True))
+        if request.source.kind is ModelKind.PYTHON:
+            name = _name_of(Known.of(found.graph), request.batch_size, request.precision)
+            _names(folder).write(name, key)
     return found.graph.model_copy(update={"source": request.source.name})
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of a Python model that was traced before: what tells its graph from all others without its code."""
+
+    digest: str
+    files: Mapping[str, str]
+    num_params: int
+    seq_len: int
+
+    @staticmethod
+    def of(graph: ModelGraph) -> Known:
+        """What is known of ``graph``."""
+        return Known(graph.digest, graph.files, graph.num_params, graph.seq_len)
+
+
+def known_graph(known: Known, batch_size: int, precision: Precision, folder: Path | None) -> ModelGraph | None:
+    """The graph in ``folder`` of a model of these files, wherever they lie now; None where there is none."""
+    if folder is None or not known.files:
+        return None
+    key = _names(folder).read(_name_of(known, batch_size, precision))
+    found = None if key is None else _read(DiskCache(folder, SUFFIX, MAX_ENTRIES), key.decode())
+    return found.graph if found is not None and Known.of(found.graph) == known else None
+
+
+def _names(folder: Path) -> DiskCache:
+    """Beside ``folder``: which of its entries has the graph of a known model."""
+    return DiskCache(folder.with_name(f"{folder.name}-known"), ".key", MAX_ENTRIES)
+
+
+def _name_of(known: Known, batch_size: int, precision: Precision) -> str:
+    files = (part for item in sorted(known.files.items()) for part in item)
+    sizes = (str(known.num_params), str(known.seq_len), str(batch_size), precision.value)
+    return digest_of("known", known.digest, *sizes, *_software(), *files)
 
 
 def _is_current(traced: TracedModel) -> bool:
@@ -57,7 +100,12 @@ def _is_current(traced: TracedModel) -> bool:
 def _key(request: TraceRequest) -> str:
     digest = content_digest(request.source)
     sizes = (str(request.batch_size), str(request.seq_len), request.precision.value)
-    return digest_of(digest, *sizes, _version("torch"), _version("transformers"), _code_digest())
+    return digest_of(digest, *sizes, *_software())
+
+
+def _software() -> tuple[str, str, str]:
+    """What else decides what a graph is."""
+    return _version("torch"), _version("transformers"), _code_digest()
 
 
 def _version(package: str) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from costmodels.vocabulary.shown import ascii_json
 from planner.errors import ModelError
 from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
-from planner.json_file import FileFormat, write_text
+from planner.json_file import FileFormat
+from planner.output_file import write_text
 
 
 def graph_json(graph: ModelGraph) -> str:
     """``graph`` as JSON text."""
-    return graph.model_dump_json()
+    return ascii_json(graph.model_dump_json())
 
 
 def write_graph(graph: ModelGraph, path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_BYTES = 2**26  # a file above is data, and is not looked into
+from planner.models.own_code import OwnCode, content_of, file_digest, foreign_folders
+
 NAME = re.compile(rb"[A-Za-z_]\w+")
 
 
@@ -26,7 +25,7 @@ class ReadFiles:
     def watch() -> ReadFiles:
         """Takes note from now on, until the process ends."""
         read = ReadFiles(dict(os.environ))
-        foreign = _foreign_folders()
+        foreign = foreign_folders()
 
         def note(event: str, arguments: tuple[object, ...]) -> None:
             if event == "open" and isinstance(arguments[0], str) and arguments[1] in ("r", "rb", None):
@@ -41,34 +40,18 @@ class ReadFiles:
         """SHA-256 of each file's content as it is now."""
         return {path: digest for path in sorted(self.paths) if (digest := file_digest(path)) is not None}
 
+    def own(self, folder: Path) -> dict[str, str]:
+        """SHA-256 of what lies in ``folder`` or below it, by its path from there."""
+        named = {OwnCode(folder).name_of(path): digest for path, digest in self.digests().items()}
+        return {name: digest for name, digest in sorted(named.items(), key=str) if name is not None}
+
     def environment(self) -> dict[str, str]:
         """The variables that the files may have asked for."""
         return variables_named_in(self.paths, self.variables)
 
 
-def file_digest(path: str) -> str | None:
-    """SHA-256 of the content; None where there is no such file, or none that code is made of."""
-    content = _content(path)
-    return None if content is None else hashlib.sha256(content).hexdigest()
-
-
 def variables_named_in(paths: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
     """Those of ``variables`` whose names are words of the files."""
-    contents = (content for path in paths if (content := _content(path)) is not None)
+    contents = (content for path in paths if (content := content_of(path)) is not None)
     words = {word for content in contents for word in NAME.findall(content)}
     return {name: value for name, value in sorted(variables.items()) if name.encode() in words}
-
-
-def _content(path: str) -> bytes | None:
-    file = Path(path)
-    try:
-        return file.read_bytes() if file.is_file() and file.stat().st_size <= MAX_BYTES else None
-    except OSError:
-        return None
-
-
-def _foreign_folders() -> tuple[str, ...]:
-    """Where nothing of the user's lies: installed packages, devices, this package."""
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = Path(__file__).parents[1]
-    return (*installed, sys.prefix + os.sep, "/proc/", "/sys/", "/dev/", "/etc/", f"{own}{os.sep}")

@@ -2,7 +2,7 @@
 
 Code in a model file may print to any stream, change the folder, the environment or torch's defaults,
 start threads, hang, or end its process: none of that reaches the caller. The child's standard output
-is our standard error, its standard input is empty, it has no arguments, and its answer is a file.
+is our standard error, its standard input is empty, it has no arguments, and its answer is a file without a name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -26,7 +26,6 @@ from planner import errors
 from planner.errors import ModelError, PlannerError
 from planner.graph.model_graph import ModelGraph
 from planner.graph.read_files import ReadFiles
-from planner.json_file import write_text
 from planner.model_file import ModelKind, ModelSource, load_model, resolve_model
 
 TIME_LIMIT_S = 300.0  # for all of a trace of a user's code; importing and building have their own, shorter ones
@@ -82,18 +81,19 @@ def _trace_here(request: TraceRequest) -> ModelGraph:
 
 def _trace_in_child(request: TraceRequest, time_limit_s: float) -> TracedModel:
     name = request.source.name
-    with tempfile.TemporaryDirectory(prefix="planner-trace-") as folder:
-        file = Path(folder).resolve() / "answer.json"
+    with tempfile.TemporaryFile() as file:  # it has no name, so that nothing stays of it whoever is killed
         order = {
             "path": [str(entry) for entry in sys.path],
             "model": name,
+            "recorded": None if request.source.recorded is None else dict(request.source.recorded),
             "batch_size": request.batch_size,
             "seq_len": request.seq_len,
             "precision": request.precision.value,
-            "answer": str(file),
+            "answer": file.fileno(),
         }
-        code = _run([sys.executable, "-P", "-c", PROGRAM, json.dumps(order)], name, time_limit_s)
-        content = file.read_bytes() if file.exists() else b""
+        code = _run([sys.executable, "-P", "-c", PROGRAM, json.dumps(order)], name, time_limit_s, file.fileno())
+        file.seek(0)
+        content = file.read()
     try:
         return TracedModel.model_validate_json(content)
     except ValidationError:
@@ -106,9 +106,11 @@ def _trace_in_child(request: TraceRequest, time_limit_s: float) -> TracedModel:
     raise RuntimeError(failure.message)
 
 
-def _run(command: list[str], name: str, time_limit_s: float) -> int:
-    """Exit code of ``command``; ends it and whatever it started before returning."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=STDERR, start_new_session=True)
+def _run(command: list[str], name: str, time_limit_s: float, answer: int) -> int:
+    """Exit code of ``command``, to which ``answer`` stays open; ends it and whatever it started before returning."""
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=STDERR, start_new_session=True, pass_fds=(answer,)
+    )
     try:
         return child.wait(time_limit_s)
     except subprocess.TimeoutExpired:
@@ -138,19 +140,22 @@ def _reason(code: int) -> str:
 
 def answer(order: Mapping[str, object]) -> None:
     """What the child does: traces, writes the graph or what went wrong, and ends without asking user code again."""
-    name = str(order["model"])
+    name, recorded = str(order["model"]), order["recorded"]
     sys.argv[:] = [name]
     read = ReadFiles.watch()
     result: BaseModel
     try:
         seq_len = order["seq_len"]
         request = TraceRequest(
-            source=resolve_model(name),
+            source=replace(resolve_model(name), recorded=cast(dict[str, str] | None, recorded)),
             batch_size=int(str(order["batch_size"])),
             seq_len=None if seq_len is None else int(str(seq_len)),
             precision=Precision(order["precision"]),
         )
+        path = request.source.path
+        assert path is not None
         graph = _trace_here(request)
+        graph = graph.model_copy(update={"files": read.own(path.resolve().parent)})
         result = TracedModel(graph=graph, files=read.digests(), environment=read.environment())
     except PlannerError as error:
         result = _Failure(error=type(error).__name__, message=error.message, hint=error.hint)
@@ -163,5 +168,6 @@ def answer(order: Mapping[str, object]) -> None:
     except BaseException as error:
         traceback.print_exc()
         result = _Failure(error="", message=f"{type(error).__name__} while tracing {name}: {error}", hint="")
-    write_text(Path(str(order["answer"])), result.model_dump_json(exclude_defaults=True))
+    with os.fdopen(int(str(order["answer"])), "w", encoding="utf-8") as file:
+        file.write(result.model_dump_json(exclude_defaults=True))
     os._exit(0)  # threads and exit handlers of the user's are not waited for

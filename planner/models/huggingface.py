@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class HuggingFaceModel:
             ) from error
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                config = AutoConfig.from_pretrained(str(path))
+                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(f"{path}: transformers cannot read it: {first}", hint="check model_type") from error
@@ -103,7 +104,7 @@ class HuggingFaceModel:
             model_class = getattr(transformers, name, None)
             if isinstance(model_class, type) and issubclass(model_class, nn.Module):
                 return model_class
-        return transformers.AutoModelForCausalLM.from_config
+        return functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
 
 
 def _with_attention(config: PretrainedConfig, attention: str) -> PretrainedConfig:

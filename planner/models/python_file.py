@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.models.loss import Reduction, TrainingLoss
+from planner.models.own_code import OwnCode
 from planner.models.weightless import build_weightless
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -57,11 +58,20 @@ class PythonModel:
     vocab_size: int | None
 
     @staticmethod
-    def from_file(path: Path, factory_name: str | None, time_limit_s: float = TIME_LIMIT_S) -> PythonModel:
-        """Executes ``path`` and builds its model once without weights to see what it is."""
+    def from_file(
+        path: Path,
+        factory_name: str | None,
+        recorded: Mapping[str, str] | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> PythonModel:
+        """Executes ``path`` and builds its model once without weights to see what it is.
+
+        ``recorded``: of each file in its folder that may be executed, the SHA-256. None: all may.
+        """
         content = _source_code(path)
+        own = OwnCode(path.resolve().parent, recorded)
         with time_limit(time_limit_s, f"importing {path}"):
-            module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16])
+            module, beside = _execute(path.resolve(), hashlib.sha256(content).hexdigest()[:16], own)
         factory, factory_name = _find_factory(module, path, factory_name)
 
         def build() -> nn.Module:
@@ -159,9 +169,11 @@ def _last_line(error: BaseException, path: Path) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
 
 
-def _execute(path: Path, name: str) -> tuple[ModuleType, tuple[bytes, ...]]:
+def _execute(path: Path, name: str, own: OwnCode) -> tuple[ModuleType, tuple[bytes, ...]]:
+    own.guard_imports()
     module_name = f"planner_user_model_{name}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = own.source_loader(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} cannot be imported", hint="name a .py file")
     module = importlib.util.module_from_spec(spec)

@@ -8,10 +8,12 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, MeshAxis
 from planner.plan.schema import Plan
 
+MOST_SHOWN = 20  # of a list
+
 
 def contradictions(plan: Plan) -> list[str]:
     """Every rule that ``plan`` breaks, with its values; empty where it is sound."""
-    return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan)]
+    return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_prediction(plan)]
 
 
 def degrees_text(plan: Plan) -> str:
@@ -48,10 +50,13 @@ def _sharding(plan: Plan) -> list[str]:
 def _stages(plan: Plan) -> list[str]:
     pipeline, pp = plan.pipeline, plan.mesh.pp
     num_stages = pp * pipeline.virtual_stages
-    if [stage.index for stage in pipeline.stages] != list(range(num_stages)):
+    indices = [stage.index for stage in pipeline.stages]
+    if len(indices) != num_stages or indices != list(range(num_stages)):
+        more = f" and {len(indices) - MOST_SHOWN} more" if len(indices) > MOST_SHOWN else ""
+        shown = f"{indices[:MOST_SHOWN]}{more}"
         return [
             f"pipeline.stages: must be stages 0 to {num_stages - 1} in order (pp={pp}, "
-            f"virtual_stages={pipeline.virtual_stages}), got {[stage.index for stage in pipeline.stages]}"
+            f"virtual_stages={pipeline.virtual_stages}), got {shown}"
         ]
     found: list[str] = []
     rules = pipeline.schedule.rules
@@ -71,3 +76,15 @@ def _stages(plan: Plan) -> list[str]:
         *rules.conflicts(zero_stage=plan.zero_stage, recomputation=sorted(modes)),
     ]
     return [*found, *(f"pipeline.schedule: {problem}" for problem in problems)]
+
+
+def _prediction(plan: Plan) -> list[str]:
+    """Whoever shows a prediction looks for every pipeline rank in it."""
+    prediction, pp = plan.prediction, plan.mesh.pp
+    if prediction is None:
+        return []
+    found = [] if len(prediction.peak_memory_bytes) == pp else ["peak_memory_bytes"]
+    optional = ("memory_capacities_bytes", "memory_breakdown_bytes", "memory_phases_bytes")
+    found += [name for name in optional if len(getattr(prediction, name)) not in (0, pp)]
+    found += [] if all(prediction.memory_phases_bytes) else ["memory_phases_bytes"]
+    return [f"prediction.{name}: must have an entry for each of {pp} pipeline ranks" for name in found]

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError
-from planner.json_file import FileFormat, write_text
+from planner.json_file import FileFormat
+from planner.output_file import write_text
 
 FILE_NAME = "manifest.json"
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,

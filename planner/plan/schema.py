@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, field_validator
 
+from costmodels.vocabulary.bounds import (
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_ITEMS,
+    MOST_SEQ_LEN,
+    MOST_SEQUENCES,
+    MOST_STAGES_A_RANK,
+    MOST_TEXT,
+    MOST_TOKENS,
+)
 from costmodels.vocabulary.choices import (
     ContextMethod,
     Offload,
@@ -20,27 +31,63 @@ from costmodels.vocabulary.terms import MemoryTerm, Phase, Provenance, Term
 
 SCHEMA_VERSION = 1
 
-Positive = Annotated[int, Field(ge=1)]
+Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+StagesARank = Annotated[int, Field(ge=1, le=MOST_STAGES_A_RANK)]
+Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_SEQ_LEN)]
+Index = Annotated[int, Field(ge=0, le=MOST_DEVICES * MOST_STAGES_A_RANK)]
+Amount = Annotated[int, Field(ge=0, le=MOST_BYTES)]  # of bytes, or of what else is counted
+Number = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]  # any that is one
+Seconds = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # that something is divided by
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
 PlacementText = Annotated[str, Field(max_length=16)]
+Value = TypeVar("Value")
+Several = Annotated[tuple[Value, ...], Field(max_length=MOST_ITEMS), FailFast()]
 
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelSection(_Value):
-    """Which model. ``source`` is MODEL as the user named it; ``digest`` that of its graph."""
+class Origin(NamedTuple):
+    """Where a plan was read from, and whether the user trusts code that lies elsewhere."""
 
-    source: str
-    digest: str
-    num_params: Annotated[int, Field(ge=0)]
+    folder: Path
+    is_trusted: bool
+
+
+class ModelSection(_Value):
+    """Which model. ``source`` is MODEL as the user named it; ``digest`` that of the model, as its graph has it.
+
+    In a file a ``source`` that names a file is relative to the folder of the plan, otherwise to the current folder.
+    ``files``: of a Python model the SHA-256 of each file that its code was made of, by its path from the folder of the
+    model file: that file itself, and what it imported or read from there while it was traced. Plans made before these
+    were recorded have none.
+    """
+
+    source: Text
+    digest: Text
+    num_params: Amount
+    files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(default_factory=dict)
+    _origin: Origin | None = PrivateAttr(None)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where it was read from; None: it was made in this process, or names no code."""
+        return self._origin
+
+    def found_in(self, origin: Origin | None, source: str) -> ModelSection:
+        """The same model, as a plan from ``origin`` names it here."""
+        found = self.model_copy(update={"source": source})
+        found._origin = origin
+        return found
 
 
 class TrainingSection(_Value):
     """What is trained with. Batch sizes are in sequences."""
 
-    global_batch_size: Positive
-    seq_len: Positive
+    global_batch_size: Sequences
+    seq_len: Tokens
     precision: Precision
     optimizer: Optimizer
 
@@ -48,12 +95,12 @@ class TrainingSection(_Value):
 class MeshSection(_Value):
     """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices."""
 
-    pp: Positive = 1
-    dp_replicate: Positive = 1
-    dp_shard: Positive = 1
-    cp: Positive = 1
-    tp: Positive = 1
-    ep: Positive = 1
+    pp: Degree = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    cp: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
 
     def shape(self) -> Mesh:
         """The same degrees as a value of the vocabulary."""
@@ -66,20 +113,20 @@ class StageSection(_Value):
     ``device_group``: where devices differ, the group that all devices of the rank belong to.
     """
 
-    index: Annotated[int, Field(ge=0)]
-    pp_rank: Annotated[int, Field(ge=0)]
-    modules: tuple[str, ...]
-    device_group: str | None = None
+    index: Index
+    pp_rank: Index
+    modules: Several[Text]
+    device_group: Text | None = None
 
 
 class PipelineSection(_Value):
     """The micro-batches and how they flow. ``virtual_stages`` is per rank."""
 
     schedule: ScheduleName
-    num_microbatches: Positive
-    micro_batch_size: Positive
-    virtual_stages: Positive = 1
-    stages: tuple[StageSection, ...]
+    num_microbatches: Sequences
+    micro_batch_size: Sequences
+    virtual_stages: StagesARank = 1
+    stages: Several[StageSection]
 
 
 class ModulePlacement(_Value):
@@ -89,8 +136,8 @@ class ModulePlacement(_Value):
     named by any entry are replicated. ``output`` is what the module's output is redistributed to.
     """
 
-    module: str
-    parameters: dict[str, PlacementText] = Field(default_factory=dict)
+    module: Text
+    parameters: dict[Text, PlacementText] = Field(default_factory=dict)
     output: PlacementText | None = None
 
     @field_validator("parameters")
@@ -112,89 +159,89 @@ class RecomputeRule(_Value):
     """Activation checkpointing of ``modules``; modules not named keep their activations."""
 
     mode: Recompute
-    modules: tuple[str, ...]
+    modules: Several[Text]
 
 
 class PlacementSection(_Value):
     """Tensor parallelism, and the modules that FSDP shards and gathers as one unit each."""
 
-    tp: tuple[ModulePlacement, ...] = ()
+    tp: Several[ModulePlacement] = ()
     sequence_parallel: bool = False
     stage_input: PlacementText = "replicate"  # placement on tp of what a pipeline stage sends and receives
-    sharded_units: tuple[str, ...] = ()
+    sharded_units: Several[Text] = ()
 
 
 class PredictionSection(_Value):
     """What the cost models say of the plan. The executor ignores this."""
 
-    step_time_s: Annotated[float, Field(gt=0)]
-    tokens_per_s_per_gpu: float
-    model_flops_per_gpu_per_s: float
-    mfu: float
-    peak_memory_bytes: tuple[int, ...]  # per pp rank
-    memory_capacity_bytes: int  # what the profile leaves to training on one device, the smallest where devices differ
-    memory_capacities_bytes: tuple[int, ...] = ()  # per pp rank, where devices differ
-    memory_breakdown_bytes: tuple[dict[MemoryTerm, int], ...] = ()  # per pp rank, at its peak
-    memory_phases_bytes: tuple[dict[Phase, dict[MemoryTerm, int]], ...] = ()  # per pp rank: phase, term, bytes
+    step_time_s: Seconds
+    tokens_per_s_per_gpu: Number
+    model_flops_per_gpu_per_s: Number
+    mfu: Number
+    peak_memory_bytes: Several[Amount]  # per pp rank
+    memory_capacity_bytes: Amount  # what the profile leaves to training on a device, the smallest where they differ
+    memory_capacities_bytes: Several[Amount] = ()  # per pp rank, where devices differ
+    memory_breakdown_bytes: Several[dict[MemoryTerm, Amount]] = ()  # per pp rank, at its peak
+    memory_phases_bytes: Several[dict[Phase, dict[MemoryTerm, Amount]]] = ()  # per pp rank: phase, term, bytes
     memory_term_tags: dict[MemoryTerm, Provenance] = Field(default_factory=dict)
     # Of one node, at its fullest: the models being built at the start, and from then on what is offloaded.
-    host_memory_bytes: dict[str, int] = Field(default_factory=dict)
-    nvme_bytes: int = 0  # of one node
-    breakdown_s: dict[Term, float]  # where the step time goes on the slowest rank; sums to ``step_time_s``
-    usd_per_step: float | None = None
-    step_time_low_s: float | None = None  # band that held most published runs the cost models were not fitted to
-    step_time_high_s: float | None = None
-    step_time_coverage: float | None = None  # share of those runs inside the band
+    host_memory_bytes: dict[Text, Amount] = Field(default_factory=dict)
+    nvme_bytes: Amount = 0  # of one node
+    breakdown_s: dict[Term, Number]  # where the step time goes on the slowest rank; sums to ``step_time_s``
+    usd_per_step: Number | None = None
+    step_time_low_s: Number | None = None  # band that held most published runs the cost models were not fitted to
+    step_time_high_s: Number | None = None
+    step_time_coverage: Number | None = None  # share of those runs inside the band
     # That the fullest rank fits, by what published runs needed over what was predicted; None: never compared.
-    fit_probability: float | None = None
+    fit_probability: Number | None = None
 
 
 class Candidate(_Value):
     """A runner-up or baseline, for the table beside the plan."""
 
-    label: str
+    label: Text
     mesh: MeshSection
     zero_stage: Annotated[int, Field(ge=0, le=3)]
-    micro_batch_size: Positive
+    micro_batch_size: Sequences
     schedule: ScheduleName
-    virtual_stages: Positive
+    virtual_stages: StagesARank
     recompute: Recompute | None  # None: differs between modules
     sequence_parallel: bool
     offload: Offload = Offload.NONE
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
-    device_groups: tuple[str, ...] = ()  # in the order of the pipeline, where devices differ
-    step_time_s: float
-    peak_memory_bytes: int
+    device_groups: Several[Text] = ()  # in the order of the pipeline, where devices differ
+    step_time_s: Number
+    peak_memory_bytes: Amount
     fits: bool
-    fit_probability: float | None = None
+    fit_probability: Number | None = None
 
 
 class CaseSection(_Value):
     """One thing that may go wrong, and the step then; ``fastest_step_time_s`` of the plan that is fastest nominally."""
 
-    case: str
-    step_time_s: float
-    fastest_step_time_s: float
+    case: Text
+    step_time_s: Number
+    fastest_step_time_s: Number
 
 
 class SearchSection(_Value):
     """What the search proved. ``gap`` = (step_time_s - bound_step_time_s) / step_time_s."""
 
     status: Literal["OPTIMAL", "FEASIBLE", "PRICED"]
-    bound_step_time_s: float
-    gap: float
-    num_candidates: int
-    elapsed_s: float
-    memory_risk: float = 0.5  # that a plan was allowed of not fitting; 0.5: predictions are taken at their word
-    error_between_layouts: float | None = None  # of predicted ratios of two layouts' times, on published runs
-    preferred_within: float = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
-    pins: dict[str, int | bool | str] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
+    bound_step_time_s: Number
+    gap: Number
+    num_candidates: Amount
+    elapsed_s: Number
+    memory_risk: Number = 0.5  # that a plan was allowed of not fitting; 0.5: predictions are taken at their word
+    error_between_layouts: Number | None = None  # of predicted ratios of two layouts' times, on published runs
+    preferred_within: Number = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
+    pins: dict[Text, Amount | bool | Text] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
     baseline: Candidate | None = None  # the best plain FSDP plan
-    runners_up: tuple[Candidate, ...] = ()
+    runners_up: Several[Candidate] = ()
     # Where devices are left idle: the fastest found over all of them.
     all_devices: Candidate | None = None
-    cases: tuple[CaseSection, ...] = ()  # that a robust plan was chosen for, the nominal one first
-    fewer_devices: tuple[Positive, ...] = ()  # smaller numbers of devices that were searched besides
+    cases: Several[CaseSection] = ()  # that a robust plan was chosen for, the nominal one first
+    fewer_devices: Several[Degree] = ()  # smaller numbers of devices that were searched besides
     # Where the plan takes more than nine tenths of the memory it may: the fastest found that does not.
     roomier: Candidate | None = None
 
@@ -202,11 +249,11 @@ class SearchSection(_Value):
 class RunSection(_Value):
     """A whole training run of ``num_tokens``, without interruptions. Only devices that are used are counted."""
 
-    num_tokens: Positive
-    num_steps: Positive
-    days: float
-    gpu_hours: float
-    usd: float | None = None  # None: the profile has no price
+    num_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    num_steps: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    days: Number
+    gpu_hours: Number
+    usd: Number | None = None  # None: the profile has no price
 
 
 class Plan(_Value):
@@ -214,19 +261,19 @@ class Plan(_Value):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     model: ModelSection
-    hardware: str
-    framework: str = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
-    num_devices: Positive  # that are used
-    idle_devices: Annotated[int, Field(ge=0)] = 0  # of those there are, what the plan leaves to others
+    hardware: Text
+    framework: Text = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
+    num_devices: Degree  # that are used
+    idle_devices: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0  # of those there are, what the plan leaves to others
     training: TrainingSection
     mesh: MeshSection
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     pipeline: PipelineSection
     placements: PlacementSection
-    recompute: tuple[RecomputeRule, ...] = ()
+    recompute: Several[RecomputeRule] = ()
     offload: Offload = Offload.NONE
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # how attention reaches other ranks' positions, where cp > 1
     prediction: PredictionSection | None = None
     search: SearchSection | None = None
     run: RunSection | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: Several[Text] = ()

@@ -21,9 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Element, Holding, Time
 from planner.errors import InputError
-from planner.json_file import write_bytes
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout
+from planner.output_file import write_bytes
 from planner.table.cost_table import CostTable
 
 FORMAT = 1

@@ -37,15 +37,18 @@ from planner.pricing.placements import Decision
 from planner.pricing.table_builder import unit_row
 from planner.pricing.target import PricingTarget
 
+HOST_WARNING = "planner run cannot start on these nodes for want of host memory"
+
 
 def model_section(graph: ModelGraph) -> ModelSection:
     """Which model the plan is for."""
-    return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params)
+    return ModelSection(source=graph.source, digest=graph.digest, num_params=graph.num_params, files=graph.files)
 
 
 def described(found: Evaluated, target: PricingTarget, training: Training, decision: Decision) -> Plan:
     """``found`` as a Plan without a search section; ``decision``: the placements of its tensor-parallel degree."""
     graph, cluster, layout = target.graph, target.cluster, found.layout
+    prediction = prediction_section(found, target, training)
     return Plan(
         model=model_section(graph),
         hardware=cluster.profile.name,
@@ -58,8 +61,8 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         recompute=recompute_rules(found, graph),
         offload=layout.offload,
         cp_method=layout.cp_method,
-        prediction=prediction_section(found, target, training),
-        warnings=execution_warnings(Executed(layout, graph, cluster), training),
+        prediction=prediction,
+        warnings=(*execution_warnings(Executed(layout, graph, cluster), training), *host_warnings(prediction, cluster)),
     )
 
 
@@ -221,6 +224,21 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         step_time_high_s=None if band is None else time * band.high,
         step_time_coverage=None if band is None else band.coverage,
         fit_probability=fit_probability(found, target),
+    )
+
+
+def host_warnings(prediction: PredictionSection, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Where our executor would need more host memory than a node has.
+
+    A warning and no refusal: the layout fits the devices, and only `planner run` builds the whole model in each
+    process. What is offloaded is needed by whoever runs the layout, and is a limit of the search.
+    """
+    needed, ram = prediction.host_memory_bytes.get("models_being_built", 0), cluster.profile.node.ram_bytes
+    if ram is None or needed <= ram.value:
+        return ()
+    return (
+        f"{HOST_WARNING}: {cluster.devices_per_node} processes build the whole model in 32 bits each, "
+        f"{needed / 2**30:,.0f} GiB, and a node of {cluster.profile.name} has {ram.value / 2**30:,.0f} GiB",
     )
 
 

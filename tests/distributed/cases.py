@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,10 +248,11 @@ EXAMPLE = _ROOT / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
 
 def coupled_plan() -> Plan:
     """Data parallelism over a model whose samples see each other."""
-    plan = Case("gpt", _DP4).plan()
+    plan, file = Case("gpt", _DP4).plan(), _ROOT / "tests" / "fixtures" / "coupled.py"
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
     return plan.model_copy(
         update={
-            "model": ModelSection(source=str(_ROOT / "tests" / "fixtures" / "coupled.py"), digest="", num_params=0),
+            "model": ModelSection(source=str(file), digest="", num_params=0, files=files),
             "zero_stage": 1,
             "pipeline": plan.pipeline.model_copy(
                 update={"stages": (StageSection(index=0, pp_rank=0, modules=("embedding", "head")),)}

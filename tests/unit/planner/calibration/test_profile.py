@@ -14,7 +14,7 @@ from hardware_profiles.probes.measurement import ClusterMeasurement, PairTiming,
 from hardware_profiles.schema import ClusterSpec
 from planner.calibration.network import steps_and_share, tiers_of
 from planner.calibration.profile import profile_of
-from planner.json_file import write_text
+from planner.output_file import write_text
 from tests.unit.costmodels.toy_cluster import make_cluster, make_tiers
 from tests.unit.hardware_profiles.probes.measurements import host, measurement, timed_as_modelled
 

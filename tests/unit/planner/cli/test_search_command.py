@@ -313,7 +313,7 @@ def test_a_plan_of_a_model_that_is_gone(run: Run, tmp_path: Path) -> None:
     plan = json.loads(out)
     plan["model"]["source"] = "gone.py"
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert "no such file: gone.py" in refused(run, "estimate", tmp_path / "plan.json")
+    assert f"no such file: {tmp_path / 'gone.py'}" in refused(run, "estimate", tmp_path / "plan.json")
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:

@@ -17,7 +17,7 @@ from planner.problem import Problem
 from planner.request import Request
 from planner.solver.search import search
 from planner.table.keys import TensorSplit
-from planner.translate import from_plan
+from planner.translate import from_plan, to_plan
 from tests.planning import graph_of, problem_of
 
 PROBLEMS = [
@@ -218,3 +218,13 @@ def test_a_plan_that_divides_experts_is_priced_as_it_was_found() -> None:
     assert price_plan(plan).plan.prediction == plan.prediction
     with pytest.raises(PlanError, match=r"ep 4 does not divide dp_shard 2 \* cp 1"):
         price_plan(plan, num_devices=4)
+
+
+def test_a_warning_of_host_memory_is_of_the_hardware_that_is_priced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny(tmp_path, Pins(dp=8))
+    old = plan.model_copy(update={"warnings": (f"{to_plan.HOST_WARNING}: of another node", "another")})
+    assert price_plan(old).plan.warnings == ("another",)
+    monkeypatch.setattr(to_plan, "host_warnings", lambda *_: (f"{to_plan.HOST_WARNING}: of this one",))
+    assert price_plan(old).plan.warnings == ("another", f"{to_plan.HOST_WARNING}: of this one")

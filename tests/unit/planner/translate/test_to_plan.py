@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
+from hardware_profiles.catalog import profile_for
 from planner.api import find_plan
 from planner.layout.layout import Pins
+from planner.plan.schema import PredictionSection
 from planner.request import Request
+from planner.translate import to_plan
 
 # Two equal layers that are neighbours of the embedding and the head: `*` would match all four.
 MODEL = """
@@ -40,3 +45,15 @@ def test_blocks_of_one_kind_in_a_list_share_a_pattern() -> None:
     modules = modules_in_plan("llama-tiny")
     assert [module for module in modules if "layers" in module]
     assert all(module.startswith("layers.*.") for module in modules if "layers" in module)
+
+
+@pytest.mark.parametrize(("model", "num_params", "is_warned"), [("8B", 8 * 10**9, False), ("70B", 706 * 10**8, True)])
+def test_host_memory_that_no_node_has_is_said(model: str, num_params: int, is_warned: bool) -> None:
+    """Eight processes with 4 bytes a parameter: 0.26 and 2.26 TB, of the 2 TB of a DGX H100."""
+    prediction = PredictionSection(
+        step_time_s=1.0, tokens_per_s_per_gpu=1.0, model_flops_per_gpu_per_s=1.0, mfu=0.5, peak_memory_bytes=(1,),
+        memory_capacity_bytes=1, breakdown_s={}, host_memory_bytes={"models_being_built": num_params * 4 * 8},
+    )  # fmt: skip
+    found = to_plan.host_warnings(prediction, profile_for(64, "dgx-h100-80gb"))
+    assert len(found) == is_warned, model
+    assert all("2,104 GiB, and a node of dgx-h100-80gb has 1,863 GiB" in text for text in found)
