@@ -7,7 +7,7 @@ from planner.formats.documents import commented
 from planner.formats.settings import Job
 from planner.formats.target import Target, Written
 
-VERSION = "SLURM (sbatch)"
+VERSION = "SLURM, 19.05 or later"  # the first with --gpus-per-node
 
 
 def write(job: Job) -> Written:
@@ -45,8 +45,8 @@ TARGETS = (
         name="slurm",
         version=VERSION,
         sources=(
-            "sbatch(1), srun(1), scontrol(1): options in general use, their pages not read for this file",
             "pytorch/pytorch@v2.13.0: torch/distributed/run.py",
+            "sbatch(1), srun(1), scontrol(1): options in general use, their pages not read for this file",
         ),
         write=write,
         limits=launch.limits,
