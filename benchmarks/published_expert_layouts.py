@@ -116,7 +116,9 @@ LAYOUTS = (
         hardware="dgx-h100-80gb",
         num_devices=128,
         training=_training(256),
-        layout=_layout(Mesh(pp=8, dp_shard=8, tp=2, ep=8), 256, ScheduleName.INTERLEAVED_1F1B, 7, Recompute.NONE),
+        layout=_layout(
+            Mesh(pp=8, dp_shard=8, tp=2, ep=8, etp=1), 256, ScheduleName.INTERLEAVED_1F1B, 7, Recompute.NONE
+        ),
         recipe="megatron-core-overlap",
         measured="49.3 % of 989.4 TFLOP/s",
         measured_s=_of_rate(0.493 * H100_DENSE_BF16),
@@ -238,7 +240,7 @@ def _target(published: Published, graph: ModelGraph, recipe: str) -> PricingTarg
 
 def _priced(published: Published, target: PricingTarget) -> Evaluated:
     layout = published.layout
-    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
     decision = decided(target, split, {}, CpSatSolver())
     assert decision is not None, published.title
     evaluator = Evaluator(build_table(target, published.training, {split: decision}, (layout,)), layout)
@@ -262,6 +264,7 @@ def _words(layout: Layout) -> str:
     mesh = layout.mesh
     degrees = [("PP", mesh.pp), ("DP", mesh.dp), ("CP", mesh.cp), ("TP", mesh.tp), ("EP", mesh.ep)]
     words = [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    words += [] if mesh.etp is None else [f"ETP {mesh.etp}"]
     words.append(f"ZeRO {layout.zero_stage}")
     if mesh.pp > 1:
         stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""

@@ -20,6 +20,7 @@ from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
 from planner.axes.partial_sums import partial_sums
 from planner.axes.traced import is_floating, kernel_of, tensors_of
+from planner.axes.whole_experts import TokenSplit
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
 from planner.operators.call import ITEM_BYTES
@@ -158,6 +159,7 @@ class _Ways:
                 if isinstance(operand, int):
                     self._users.setdefault(operand, []).append(i)
         self._rules: dict[int, list[OpStrategy]] = {}
+        self._own_tokens = TokenSplit(graph, unit, split)
         self._sums = partial_sums(graph, unit, self.rules, lambda node: bool(self._module_ended_by(node)))
 
     def entering(self, node: Node) -> Operator:
@@ -191,7 +193,8 @@ class _Ways:
         """What feeding operand ``position`` takes, in every pair of alternatives."""
         before, user = self.graph.nodes[source.node], self.graph.nodes[target.node]
         feeding = _Feeding(self, before, user, position)
-        return tuple(tuple(feeding.moved(a, b) for b in target.alternatives) for a in source.alternatives)
+        once = self._own_tokens.moved_once
+        return tuple(tuple(once(before, feeding.moved(a, b)) for b in target.alternatives) for a in source.alternatives)
 
     @staticmethod
     def agreed(source: Operator, leaving: Operator) -> tuple[tuple[Collectives | None, ...], ...]:
@@ -202,7 +205,8 @@ class _Ways:
     def rules(self, node: Node) -> list[OpStrategy]:
         """Strategies of the operator's rule; partial sums of experts stand apart."""
         if node.id not in self._rules:
-            self._rules[node.id] = strategies(node, self.graph, self._degree)
+            own = self._own_tokens.strategies(node)
+            self._rules[node.id] = strategies(node, self.graph, self._degree) if own is None else own
         return self._rules[node.id]
 
     def _under(self, node: Node, rule: OpStrategy, kernel: Kernel) -> list[Alternative]:
@@ -238,6 +242,8 @@ class _Ways:
 
     def _agreed(self, node: Node) -> Placement:
         """Placement of what crosses between units: split along the sequence under sequence parallelism."""
+        if (own := self._own_tokens.agreed(node)) is not None:
+            return own
         splittable = len(node.shape) == 3 and node.shape[1] % self._degree == 0 and node.batch_dependent
         return Shard(1) if self._split.sequence_parallel and splittable and is_floating(node) else Replicate()
 

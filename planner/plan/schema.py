@@ -46,7 +46,10 @@ class TrainingSection(_Value):
 
 
 class MeshSection(_Value):
-    """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices."""
+    """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices.
+
+    ``etp``: tensor-parallel degree of experts; without it tp.
+    """
 
     pp: Positive = 1
     dp_replicate: Positive = 1
@@ -54,10 +57,12 @@ class MeshSection(_Value):
     cp: Positive = 1
     tp: Positive = 1
     ep: Positive = 1
+    etp: Annotated[int | None, Field(ge=1, exclude_if=lambda degree: degree is None)] = None
 
     def shape(self) -> Mesh:
         """The same degrees as a value of the vocabulary."""
-        return Mesh(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
+        etp = None if self.etp == self.tp else self.etp
+        return Mesh(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, etp)
 
 
 class StageSection(_Value):

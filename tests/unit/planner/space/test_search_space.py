@@ -36,6 +36,7 @@ limits = st.builds(
     sequence_degrees=st.frozensets(st.sampled_from([2, 4]), max_size=2),
     context_splits=st.booleans(),
     num_experts=st.sampled_from([1, 1, 4, 6]),
+    whole_expert_degrees=st.sampled_from([frozenset(), frozenset({2}), frozenset({2, 4})]),
     num_heads=st.sampled_from([1, 2, 6, 8]),
     cp_methods=st.sampled_from([tuple(ContextMethod), (ContextMethod.RING,), (ContextMethod.ALL_TO_ALL,)]),
 )
@@ -67,6 +68,7 @@ pins = st.builds(
     sequence_parallel=maybe(st.booleans()),
     dp_replicate=maybe(st.sampled_from([1, 2])),
     ep=maybe(st.sampled_from([1, 2])),
+    etp=maybe(st.sampled_from([1, 2])),
     cp_method=maybe(st.sampled_from(list(ContextMethod))),
 )
 
@@ -116,7 +118,11 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
         mesh.cp == 1 or choice.cp_method is not ContextMethod.ALL_TO_ALL or limits.num_heads % (mesh.tp * mesh.cp) == 0,
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
-        limits.num_experts % mesh.ep == 0 and mesh.dp_shard * mesh.cp % mesh.ep == 0,
+        limits.num_experts % mesh.ep == 0,
+        mesh.dp_shard * mesh.cp * (1 if mesh.etp is None else mesh.tp) % mesh.ep == 0,
+        mesh.etp is None or (mesh.etp == 1 and mesh.tp in limits.whole_expert_degrees),
+        mesh.etp is None or (mesh.tp > 1 and mesh.ep > 1 and choice.sequence_parallel),
+        pins.etp in (None, mesh.tp if mesh.etp is None else mesh.etp),
         pins.ep in (None, mesh.ep),
         pins.tp in (None, mesh.tp),
         pins.pp in (None, mesh.pp),
