@@ -108,5 +108,5 @@ def parse_placement(text: str) -> Placement:
         return Partial()
     match = _SHARD.fullmatch(text)
     if match is None:
-        raise ValueError(f"placement must be replicate, partial or shard(DIM), got {text!r}")
+        raise ValueError(f"placement must be replicate, partial, shard(DIM) or shard(DIM, pieces=N), got {text!r}")
     return Shard(int(match.group(1)), int(match.group(2) or 1))
