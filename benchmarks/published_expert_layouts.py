@@ -36,7 +36,7 @@ from planner.table.keys import TensorSplit
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "published-expert-layouts.md"
 TRACED_BATCH_SIZE = 2
-SEARCH_LIMIT_S = 600.0
+SEARCH_LIMIT_S = 3600.0
 GIB = 2**30
 
 

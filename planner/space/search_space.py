@@ -63,7 +63,8 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
 
 def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
     """A small part of the space that most often has a fair plan: micro-batches of one sequence, 1F1B, no replicas of
-    shards and no context parallelism, but where ``pins`` say otherwise. It may be empty.
+    shards and no context parallelism, but where ``pins`` say otherwise. Where that leaves none, for there are many
+    devices for the sequences of a batch, with context parallelism. It may be empty.
     """
     usual = replace(
         pins,
@@ -73,6 +74,8 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
         schedule=ScheduleName.ONE_F_ONE_B if pins.schedule is pins.virtual_stages is None else pins.schedule,
     )
     layouts = _layouts(Asked(training, usual, limits), Deadline.never())
+    if not layouts:
+        layouts = _layouts(Asked(training, replace(usual, cp=pins.cp), limits), Deadline.never())
     return SearchSpace(training, pins, limits, layouts)
 
 
