@@ -1,6 +1,6 @@
 """Experts whole on a rank beside tensor parallelism (ETP 1): closed forms, and torch on parts of a sequence."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -22,6 +22,7 @@ from planner.evaluation.states import num_updated
 from planner.layout.layout import Pins
 from planner.models.catalog import find_preset
 from planner.models.moe import MixtureOfExperts
+from planner.plan.schema import MeshSection
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem, limits_of
 from planner.table.keys import DataKey, TensorSplit, WorkKey
@@ -191,3 +192,11 @@ def test_one_expert_layer_on_parts_of_a_sequence_is_the_layer_on_all_of_it() -> 
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, expected[name], atol=1e-4)
+
+
+def test_the_degree_stands_in_a_plan_where_it_is_not_that_of_attention() -> None:
+    for mesh in (Mesh(dp_shard=2, tp=4, ep=8, etp=1), Mesh(dp_shard=2, tp=4, ep=2)):
+        section = MeshSection(**asdict(mesh))
+        assert ("etp" in section.model_dump_json()) == (mesh.etp is not None)
+        assert MeshSection.model_validate_json(section.model_dump_json()).shape() == mesh
+    assert MeshSection(tp=4, dp_shard=2, ep=2, etp=4).shape() == Mesh(tp=4, dp_shard=2, ep=2)

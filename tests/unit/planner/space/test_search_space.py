@@ -14,7 +14,7 @@ from planner.axes.base import Asked, divisors
 from planner.axes.registry import violations
 from planner.errors import InputError
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.space.search_space import build_space
+from planner.space.search_space import build_space, typical_space
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
 LIMITS = Limits(
@@ -357,3 +357,15 @@ def test_pins_describe_themselves() -> None:
     assert Pins(tp=4, schedule=ScheduleName.GPIPE, sequence_parallel=False).describe() == (
         "tp=4, schedule=GPipe, sequence_parallel=False"
     )
+
+
+def test_typical_layouts_are_there_though_a_batch_has_few_sequences() -> None:
+    """4096 sequences over 131,072 devices leave 1F1B too few micro-batches, unless ranks share sequences."""
+    training = replace(TRAINING, global_batch_size=4096, seq_len=4096)
+    limits = replace(LIMITS, num_devices=131_072, num_pipeline_units=64, tensor_degrees=frozenset({8}))
+    found = typical_space(training, Pins(), limits).layouts
+    assert {c.schedule for c in found if c.mesh.pp > 1} == {ScheduleName.ONE_F_ONE_B}
+    assert min(c.mesh.cp for c in found) > 1
+    assert not typical_space(training, Pins(cp=1), limits).layouts
+    # Where there are enough sequences, none are shared.
+    assert {c.mesh.cp for c in typical_space(training, Pins(), replace(limits, num_devices=16)).layouts} == {1}
