@@ -164,6 +164,11 @@ class Recipe(_Value):
     # Under tensor parallelism each rank exchanges its part of the rows, which are gathered at the experts and summed
     # behind them among tensor-parallel ranks; otherwise all of these exchange whole rows.
     splits_exchanges: bool = False
+    # Experts may be whole on a rank beside tensor parallelism, so that expert parallelism lies over its ranks as well
+    # (--expert-tensor-parallel-size 1 of Megatron-Core; megatron/core/parallel_state.py lays out such ranks).
+    has_whole_experts: bool = False
+    # Gate and up projection of experts that are one parameter are split each for itself under tensor parallelism.
+    splits_fused_gates: bool = False
     # A token goes to each node of its experts once, and over NVLink to all of them there; otherwise once an expert.
     dispatches_once_a_node: bool = False
     nodes_per_token: Quantity | None = None  # the most nodes that hold experts of one token; None: any number

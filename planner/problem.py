@@ -308,14 +308,22 @@ def decided_for_degrees(
         degrees = {1, pins.tp}
     found: dict[TensorSplit, Decision] = {}
     for degree in sorted(degrees):
-        for sequence_parallel in (False, True) if degree > 1 else (False,):
+        for split in _splits(target, pins, degree):
             if deadline is not None:
                 deadline.check()
-            split = TensorSplit(degree, sequence_parallel)
             decision = (known or {}).get(split) or decided(target, split, {}, solver)
             if decision is not None:
                 found[split] = decision
     return found
+
+
+def _splits(target: PricingTarget, pins: Pins, degree: int) -> list[TensorSplit]:
+    """Ways to split operators over so many ranks; experts are whole where the framework can have that, or as pinned."""
+    if degree == 1:
+        return [TensorSplit(1, False)]
+    found = [TensorSplit(degree, sequence_parallel) for sequence_parallel in (False, True)]
+    has_whole = target.recipe.has_whole_experts if pins.etp is None else pins.etp == 1
+    return [*found, TensorSplit(degree, True, 1)] if has_whole and num_experts(target.graph) > 1 else found
 
 
 def counts_of(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline) -> tuple[int, ...]:
@@ -346,6 +354,7 @@ def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
         num_pipeline_units=len(graph.units),
         tensor_degrees=frozenset(split.tp for split in splitting),
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
+        whole_expert_degrees=frozenset(split.tp for split in splitting if split.etp == 1),
         num_experts=num_experts(graph),
         num_heads=num_heads(graph),
         cp_methods=target.cp_methods,

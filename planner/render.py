@@ -62,7 +62,9 @@ def degrees(mesh: MeshSection) -> str:
         "TP": mesh.tp,
         "EP": mesh.ep,
     }
-    return " · ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one GPU"
+    parts = [f"{name} {degree}" for name, degree in named.items() if degree > 1]
+    parts += [] if mesh.etp is None else [f"ETP {mesh.etp}"]
+    return " · ".join(parts) or "one GPU"
 
 
 def _headline(plan: Plan) -> Text:

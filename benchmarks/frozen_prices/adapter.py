@@ -55,7 +55,7 @@ def _target(setting: Json) -> tuple[PricingTarget, Training]:
 
 
 def _chosen(layout: Json) -> Layout:
-    mesh = Mesh(**{name: layout[name] for name in asdict(Mesh())})
+    mesh = Mesh(**{name: layout[name] for name in asdict(Mesh()) if name in layout})
     known = [name for name in Layout._fields if name != "mesh" and name in layout]  # newer fields have their default
     return Layout(mesh, **{name: ENUMS.get(name, lambda value: value)(layout[name]) for name in known})
 

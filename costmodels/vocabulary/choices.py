@@ -74,12 +74,17 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Tensor dim ``dim`` is split in equal parts over the ranks of the axis."""
+    """Tensor dim ``dim`` is split in equal parts over the ranks of the axis.
+
+    ``pieces``: equal pieces of the dim that lie one behind the other, such as the gate and the up projection of one
+    fused parameter; a rank has its part of each of them.
+    """
 
     dim: int
+    pieces: int = 1
 
     def __str__(self) -> str:
-        return f"shard({self.dim})"
+        return f"shard({self.dim})" if self.pieces == 1 else f"shard({self.dim}, pieces={self.pieces})"
 
 
 @dataclass(frozen=True)
@@ -92,16 +97,16 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 
-_SHARD = re.compile(r"shard\((\d{1,2})\)")
+_SHARD = re.compile(r"shard\((\d{1,2})(?:, pieces=([2-9]))?\)")
 
 
 def parse_placement(text: str) -> Placement:
-    """``replicate``, ``partial`` or ``shard(DIM)`` as a value; ValueError otherwise."""
+    """``replicate``, ``partial``, ``shard(DIM)`` or ``shard(DIM, pieces=N)`` as a value; ValueError otherwise."""
     if text == "replicate":
         return Replicate()
     if text == "partial":
         return Partial()
     match = _SHARD.fullmatch(text)
     if match is None:
-        raise ValueError(f"placement must be replicate, partial or shard(DIM), got {text!r}")
-    return Shard(int(match.group(1)))
+        raise ValueError(f"placement must be replicate, partial, shard(DIM) or shard(DIM, pieces=N), got {text!r}")
+    return Shard(int(match.group(1)), int(match.group(2) or 1))

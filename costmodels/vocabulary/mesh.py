@@ -28,7 +28,7 @@ class Group(Enum):
 
     TENSOR = "the operators of a block"
     CONTEXT = "the positions of a sequence"
-    EXPERT = "the experts of a layer; the inner part of dp_shard and cp"
+    EXPERT = "the experts of a layer; the inner part of dp_shard and cp, or of dp_shard, cp and tp"
     SHARD = "the shards of dense parameters, gradients and optimiser states"
     EXPERT_SHARD = "the same of experts' parameters"
     REPLICATE = "replicas of the same shards"
@@ -39,7 +39,11 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the device mesh. ``ep`` lies inside ``dp_shard * cp`` and adds no ranks."""
+    """Degrees of the device mesh. ``ep`` lies inside ``dp_shard * cp`` and adds no ranks.
+
+    ``etp`` is the tensor-parallel degree of experts where that is not ``tp`` (None: it is). It can be 1: experts are
+    whole on a rank, and ``ep`` lies inside ``dp_shard * cp * tp``.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -47,6 +51,7 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -71,7 +76,22 @@ class Mesh:
     @property
     def experts_are_replicated(self) -> bool:
         """The same of the same experts."""
-        return self.dp * self.cp > self.ep
+        return self.dp_replicate * self.num_expert_ranks > self.ep
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks in which ``ep`` lies: they divide the experts of a layer, or shard the states of the same ones."""
+        return self.num_shards * self.tp // self.expert_tp
+
+    @property
+    def expert_parts(self) -> float:
+        """A rank's experts are one part of so many of all experts' 1 / tp; below 1 it holds more than that."""
+        return self.ep if self.etp is None else self.ep * self.etp / self.tp
 
     def degree(self, axis: MeshAxis) -> int:
         """Number of ranks along ``axis``."""
@@ -79,10 +99,20 @@ class Mesh:
 
     def violations(self) -> tuple[str, ...]:
         """Every rule of the mesh that its degrees break, as sentences."""
-        found = [f"{name} must be at least 1, got {degree}" for name, degree in asdict(self).items() if degree < 1]
-        inside = self.num_shards
-        if not found and inside % self.ep:
-            found.append(f"ep {self.ep} does not divide dp_shard * cp = {inside}")
+        found = [
+            f"{name} must be at least 1, got {degree}"
+            for name, degree in asdict(self).items()
+            if degree is not None and degree < 1
+        ]
+        if found:
+            return tuple(found)
+        if self.etp is not None and (self.etp != 1 or self.tp == 1):
+            found.append(f"etp must be 1 or tp = {self.tp}, got {self.etp}")
+        elif self.num_expert_ranks % self.ep:
+            ranks = "dp_shard * cp" if self.etp is None else "dp_shard * cp * tp"
+            found.append(f"ep {self.ep} does not divide {ranks} = {self.num_expert_ranks}")
+        elif self.etp is not None and self.ep == 1:
+            found.append("etp 1 beside tp > 1 needs ep > 1, or every rank would hold all experts")
         return tuple(found)
 
     def group(self, group: Group) -> GroupPlacement:
@@ -94,17 +124,17 @@ class Mesh:
             case Group.CONTEXT:
                 return GroupPlacement(self.cp, self.tp)
             case Group.EXPERT:
-                return GroupPlacement(self.ep, self.tp)
+                return GroupPlacement(self.ep, self.expert_tp)
             case Group.SHARD:
                 return GroupPlacement(inside, self.tp)
             case Group.EXPERT_SHARD:
-                return GroupPlacement(inside // self.ep, self.tp * self.ep)
+                return GroupPlacement(self.num_expert_ranks // self.ep, self.expert_tp * self.ep)
             case Group.REPLICATE:
                 return GroupPlacement(self.dp_replicate, self.tp * inside)
             case Group.ALL_DATA:
                 return GroupPlacement(self.dp_replicate * inside, self.tp)
             case Group.EXPERT_DATA:
-                return GroupPlacement(self.dp_replicate * inside // self.ep, self.tp * self.ep)
+                return GroupPlacement(self.dp_replicate * self.num_expert_ranks // self.ep, self.expert_tp * self.ep)
             case Group.PIPELINE:
                 return GroupPlacement(self.pp, self.world_size // self.pp)
 

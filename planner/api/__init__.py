@@ -244,7 +244,7 @@ def plan_of(
 def described(problem: Problem, found: Evaluated) -> Plan:
     """``found`` as a Plan without a search section."""
     layout = found.layout
-    decision = problem.decisions[TensorSplit(layout.mesh.tp, layout.sequence_parallel)]
+    decision = problem.decisions[TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)]
     return to_plan.described(found, problem.target, problem.space.training, decision)
 
 
@@ -311,7 +311,7 @@ def planned_layout(
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
-    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
     decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:
         raise PlanError(

@@ -38,11 +38,12 @@ class DataFields(NamedTuple):
     tp: int
     ep: int
     zero: ZeroStage
+    etp: int | None = None
 
     @property
     def mesh(self) -> Mesh:
         """Degrees with the same groups of states."""
-        return Mesh(dp_replicate=self.num_replicas, dp_shard=self.num_shards, tp=self.tp, ep=self.ep)
+        return Mesh(dp_replicate=self.num_replicas, dp_shard=self.num_shards, tp=self.tp, ep=self.ep, etp=self.etp)
 
 
 class DataAxis(Axis[DataFields]):
@@ -72,7 +73,7 @@ class DataAxis(Axis[DataFields]):
     def state_fields(self, key: DataKey) -> DataFields:
         """Groups of ranks, and what ZeRO divides."""
         zero = ZERO_STAGES[key.zero_stage]
-        return DataFields(key.dp_replicate, key.num_shards, key.tensor.tp, key.ep, zero)
+        return DataFields(key.dp_replicate, key.num_shards, key.tensor.tp, key.ep, zero, key.tensor.etp)
 
     def state_collectives(self, own: DataFields, framework: Framework) -> tuple[Collective, ...]:
         """Gathers of parameters and reductions of gradients; those of experts apart where they lie on fewer ranks."""

@@ -4,8 +4,12 @@
     rows of a rank     = tokens · top_k · imbalance: ep ranks send each other as much as one rank's tokens make
     all-to-all         = rows · width · bytes: dispatch and combine forward, and the gradients of both backward
 
+Experts may have a tensor-parallel degree of their own, ``etp`` 1: they are whole on a rank, each of the tp ranks routes
+its own part of a sequence, and ``ep`` lies over dp_shard * cp * tp (Liu et al., "MoE Parallel Folding", 2025; Megatron
+Core's --expert-tensor-parallel-size). ``axes/whole_experts.py`` places the operators of such a layer.
+
 ``imbalance`` is the busiest rank's rows over the mean, the recipe's: all ranks wait for that one. Gradients of experts
-are reduced over the dp · cp / ep ranks that hold the same ones.
+are reduced over the dp · cp / ep ranks (with ``etp`` 1: dp · cp · tp / ep) that hold the same ones.
 
 Sources: Lepikhin et al., "GShard" (2021), for the two exchanges; Rajbhandari et al., "DeepSpeed-MoE" (2022), for
 experts whose gradients are reduced over dp / ep ranks.
@@ -13,6 +17,7 @@ experts whose gradients are reduced over dp / ep ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 from typing import ClassVar, NamedTuple
@@ -46,15 +51,21 @@ class ExpertKey(NamedTuple):
 
     ep: int
     tp: int
+    etp: int | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Degrees with the same group of experts."""
+        return Mesh(tp=self.tp, ep=self.ep, etp=self.etp)
 
 
 class ExpertAxis(Axis[ExpertKey]):
-    """Expert groups lie inside the ranks of data and context parallelism, so the axis adds no ranks."""
+    """Expert groups lie inside the ranks of data and context parallelism, or of tensor parallelism besides."""
 
     name: ClassVar[str] = "ep"
 
     def degrees(self, asked: Asked, left: int) -> list[int]:
-        """Of the ``left`` ranks of sharded data and context parallelism, degrees that divide every layer's experts."""
+        """Of the ``left`` ranks in which expert groups lie, degrees that divide every layer's experts."""
         shared = gcd(left, asked.limits.num_experts)
         return pinned_degrees(shared, asked.pins.ep, divisors(shared))
 
@@ -62,29 +73,30 @@ class ExpertAxis(Axis[ExpertKey]):
         """It divides the experts, and the ranks in which it lies."""
         pins, limits = asked.pins, asked.limits
         if pins.ep in (None, 1):
-            return []
+            return _own_degree_violations(asked)
         if limits.num_experts == 1:
             return [f"ep={pins.ep} needs layers of experts (grouped products), and the model has none"]
-        found: list[str] = []
+        found = _own_degree_violations(asked)
         if pins.ep < 1 or limits.num_experts % pins.ep:
             allowed = listed(divisors(limits.num_experts))
             found.append(f"ep={pins.ep} does not divide the {limits.num_experts} experts; allowed: {allowed}")
-        ranks = limits.num_devices // max(1, (pins.tp or 1) * (pins.pp or 1))
+        tp, may_be_whole = pins.tp or 1, pins.etp != pins.tp and bool(limits.whole_expert_degrees)
+        ranks = limits.num_devices // max(1, tp * (pins.pp or 1))
         if pins.dp is not None and pins.cp is not None:
             ranks = pins.dp * pins.cp
+        kinds = "data, context and tensor parallelism" if may_be_whole else "data and context parallelism"
+        ranks *= tp if may_be_whole else 1
         if pins.ep > 1 and ranks % pins.ep:
-            found.append(
-                f"ep={pins.ep} does not divide the {ranks} ranks of data and context parallelism, in which it lies"
-            )
+            found.append(f"ep={pins.ep} does not divide the {ranks} ranks of {kinds}, in which it lies")
         return found
 
     def work_fields(self, key: WorkKey) -> ExpertKey:
         """The degree, and what lies inside it."""
-        return ExpertKey(key.ep, key.tensor.tp)
+        return ExpertKey(key.ep, key.tensor.tp, key.tensor.etp)
 
     def state_fields(self, key: DataKey) -> ExpertKey:
         """The same."""
-        return ExpertKey(key.ep, key.tensor.tp)
+        return ExpertKey(key.ep, key.tensor.tp, key.tensor.etp)
 
     def work(self, work: RankWork, own: ExpertKey, placement: UnitPlacement, framework: Framework) -> RankWork:
         """A rank's experts and their rows, and the exchanges."""
@@ -95,16 +107,17 @@ class ExpertAxis(Axis[ExpertKey]):
         rows = 1.0 if imbalance is None else imbalance.value
         copies = experts.rows_per_token * rows if framework.dispatches_once_a_node else None
         exchanges = tuple(_as_run(each, framework) for each in _exchanges(experts, own, copies))
-        if framework.recipe.splits_exchanges and own.tp > 1:
+        if framework.recipe.splits_exchanges and own.mesh.expert_tp > 1:
             exchanges = _in_parts(exchanges, own, framework)
-        unit = _on_one_rank(work.unit, experts, own.ep, rows)
+        unit = _on_one_rank(work.unit, experts, own.mesh.expert_parts, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
     def states(self, states: RankStates, own: ExpertKey, placement: UnitPlacement) -> RankStates:
         """Trained experts are divided; frozen ones are not (they count as other frozen parameters)."""
         if own.ep == 1:
             return states
-        return states.each(lambda state: 1 / own.ep if state.kind is StateKind.EXPERT else 1.0)
+        parts = own.mesh.expert_parts
+        return states.each(lambda state: 1 / parts if state.kind is StateKind.EXPERT else 1.0)
 
     def unexecuted(self, run: Executed) -> list[str]:
         """Only planned for, as yet."""
@@ -117,10 +130,39 @@ class ExpertAxis(Axis[ExpertKey]):
 EXPERT = ExpertAxis()
 
 
+def expert_degrees(asked: Asked, mesh: Mesh) -> Iterator[Mesh]:
+    """``mesh`` with every expert-parallel degree, and with experts whole on a rank where they may be."""
+    if asked.pins.etp in (None, mesh.tp):
+        for ep in EXPERT.degrees(asked, mesh.num_expert_ranks):
+            yield replace(mesh, ep=ep)
+    if mesh.tp in asked.limits.whole_expert_degrees and asked.pins.etp in (None, 1):
+        whole = replace(mesh, etp=1)
+        for ep in EXPERT.degrees(asked, whole.num_expert_ranks):
+            if ep > 1:
+                yield replace(whole, ep=ep)
+
+
+def _own_degree_violations(asked: Asked) -> list[str]:
+    """Of the tensor-parallel degree of experts."""
+    pins, limits = asked.pins, asked.limits
+    if pins.etp is None or pins.etp == pins.tp:
+        return []
+    found: list[str] = []
+    if pins.etp != 1 and pins.tp is not None:
+        found.append(f"etp={pins.etp} must be 1 or tp={pins.tp}")
+    elif pins.tp is not None and pins.tp not in limits.whole_expert_degrees:
+        found.append(f"etp={pins.etp} beside tp={pins.tp} needs layers of experts, and activations split over tp")
+    elif pins.tp is not None and pins.ep == 1:
+        found.append(f"etp=1 beside tp={pins.tp} needs ep > 1, or every rank would hold all experts")
+    elif pins.tp is not None and pins.sequence_parallel is False:
+        found.append(f"etp=1 beside tp={pins.tp} needs sequence parallelism: each rank routes its own tokens")
+    return found
+
+
 def _exchanges(experts: ExpertRows, own: ExpertKey, copies: float | None) -> tuple[Collective, ...]:
     dispatch = Collective(
         CollectiveKind.ALL_TO_ALL,
-        Mesh(ep=own.ep, tp=own.tp).group(Group.EXPERT),
+        own.mesh.group(Group.EXPERT),
         Term.EXPERT,
         Pass.FORWARD,
         Role.DISPATCH,
@@ -160,21 +202,21 @@ def _as_run(exchange: Collective, framework: Framework) -> Collective:
     )
 
 
-def _on_one_rank(unit: RankUnit, experts: ExpertRows, ep: int, rows: float) -> RankUnit:
-    """``unit`` with 1 / ep of its experts' weights and ``rows`` times their rows."""
+def _on_one_rank(unit: RankUnit, experts: ExpertRows, parts: float, rows: float) -> RankUnit:
+    """``unit`` with one of so many parts of its experts' weights and ``rows`` times their rows."""
     grown = experts.kernels.union(experts.dispatched)
     return replace(
         unit,
-        kernels=tuple(_shared(k, ep, rows) if k.id in experts.kernels else k for k in unit.kernels),
+        kernels=tuple(_shared(k, parts, rows) if k.id in experts.kernels else k for k in unit.kernels),
         tensors=unit.tensors
         if rows == 1.0
         else {i: tensor.grown(rows) if i in grown else tensor for i, tensor in unit.tensors.items()},
     )
 
 
-def _shared(kernel: Kernel, ep: int, rows: float) -> Kernel:
+def _shared(kernel: Kernel, parts: float, rows: float) -> Kernel:
     def shared(work: Work) -> Work:
-        return Work(work.flops * rows, work.moved_bytes * rows, work.weight_bytes / ep, work.launches)
+        return Work(work.flops * rows, work.moved_bytes * rows, work.weight_bytes / parts, work.launches)
 
     return replace(
         kernel,

@@ -20,8 +20,9 @@ from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.lowered import Collective, Hides, Kernel, Role, Tensor
 from planner.axes.partial_sums import partial_sums
 from planner.axes.traced import is_floating, kernel_of, tensors_of
+from planner.axes.unit_rules import UnitRules
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
-from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
+from planner.graph.node_operators import has_placement_rule, is_redistributed
 from planner.operators.call import ITEM_BYTES
 from planner.operators.placement_rules import OpStrategy
 from planner.problems import PlacementSolution
@@ -101,9 +102,11 @@ class UnitPlacement:
         return any(isinstance(placement, Shard) for placement in self.parameters.values())
 
 
-def alternatives(graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement]) -> Alternatives:
+def alternatives(
+    graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement], rules: UnitRules
+) -> Alternatives:
     """The ways to place ``unit``; ``fixed``: placements of parameters (by any FQN) that are decided already."""
-    ways = _Ways(graph, unit, split, fixed)
+    ways = _Ways(graph, unit, split, fixed, rules)
     operators = [ways.entering(graph.nodes[i]) for i in ways.entering_ids]
     operators += [ways.operator(graph.nodes[i]) for i in unit.nodes]
     places = {operator.node: place for place, operator in enumerate(operators)}
@@ -145,7 +148,9 @@ def decision(alternatives: Alternatives, solution: PlacementSolution) -> UnitPla
 class _Ways:
     """The alternatives of the operators of one unit."""
 
-    def __init__(self, graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement]) -> None:
+    def __init__(
+        self, graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement], rules: UnitRules
+    ) -> None:
         self.graph, self._split, self._fixed = graph, split, fixed
         self._degree = split.tp
         self._group = Mesh(tp=split.tp).group(Group.TENSOR)
@@ -157,7 +162,7 @@ class _Ways:
             for operand in graph.nodes[i].operands:
                 if isinstance(operand, int):
                     self._users.setdefault(operand, []).append(i)
-        self._rules: dict[int, list[OpStrategy]] = {}
+        self.rules, self._own_tokens = rules.of, rules.own_tokens
         self._sums = partial_sums(graph, unit, self.rules, lambda node: bool(self._module_ended_by(node)))
 
     def entering(self, node: Node) -> Operator:
@@ -191,19 +196,14 @@ class _Ways:
         """What feeding operand ``position`` takes, in every pair of alternatives."""
         before, user = self.graph.nodes[source.node], self.graph.nodes[target.node]
         feeding = _Feeding(self, before, user, position)
-        return tuple(tuple(feeding.moved(a, b) for b in target.alternatives) for a in source.alternatives)
+        once = self._own_tokens.moved_once
+        return tuple(tuple(once(before, feeding.moved(a, b)) for b in target.alternatives) for a in source.alternatives)
 
     @staticmethod
     def agreed(source: Operator, leaving: Operator) -> tuple[tuple[Collectives | None, ...], ...]:
         """Nothing moves between units: what leaves already lies as it was agreed."""
         placement = leaving.alternatives[0].placement
         return tuple((() if way.placement == placement else None,) for way in source.alternatives)
-
-    def rules(self, node: Node) -> list[OpStrategy]:
-        """Strategies of the operator's rule; partial sums of experts stand apart."""
-        if node.id not in self._rules:
-            self._rules[node.id] = strategies(node, self.graph, self._degree)
-        return self._rules[node.id]
 
     def _under(self, node: Node, rule: OpStrategy, kernel: Kernel) -> list[Alternative]:
         has_gradient = self.has_gradient(node)
@@ -238,6 +238,8 @@ class _Ways:
 
     def _agreed(self, node: Node) -> Placement:
         """Placement of what crosses between units: split along the sequence under sequence parallelism."""
+        if (own := self._own_tokens.agreed(node)) is not None:
+            return own
         splittable = len(node.shape) == 3 and node.shape[1] % self._degree == 0 and node.batch_dependent
         return Shard(1) if self._split.sequence_parallel and splittable and is_floating(node) else Replicate()
 

@@ -15,7 +15,7 @@ from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, divisors, listed, pinned_degrees, undivided
 from planner.axes.framework import Framework
-from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, State, Tensor
+from planner.axes.lowered import Collective, Hides, RankStates, RankUnit, RankWork, Role, State, StateKind, Tensor
 from planner.axes.placement import UnitPlacement
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 
@@ -78,9 +78,14 @@ class TensorAxis(Axis[TensorSplit]):
         )
 
     def states(self, states: RankStates, own: TensorSplit, placement: UnitPlacement) -> RankStates:
-        """Parameters as they were placed under any of their names."""
+        """Parameters as they were placed under any of their names.
+
+        Experts that are whole on a rank count as 1 / tp here, and the expert axis gives the rest back.
+        """
 
         def is_split(state: State) -> bool:
+            if own.etp is not None and state.kind is StateKind.EXPERT:
+                return True
             return any(isinstance(placement.parameters.get(name), Shard) for name in state.names)
 
         return states.each(lambda state: 1 / own.tp if is_split(state) else 1.0)
@@ -89,10 +94,13 @@ class TensorAxis(Axis[TensorSplit]):
 TENSOR = TensorAxis()
 
 
-def sequence_parallel_options(asked: Asked, tp: int, cp: int) -> list[bool]:
-    """Whether activations between blocks may be split along the sequence on ``tp`` ranks: False always can be."""
-    possible = [False]
-    if tp in asked.limits.sequence_degrees and asked.training.seq_len % (tp * cp) == 0:
+def sequence_parallel_options(asked: Asked, mesh: Mesh) -> list[bool]:
+    """Whether activations between blocks may be split along the sequence over tp ranks.
+
+    They need not be, unless experts are whole: each rank then routes its own part of a sequence.
+    """
+    possible = [False] if mesh.etp is None else []
+    if mesh.tp in asked.limits.sequence_degrees and asked.training.seq_len % (mesh.tp * mesh.cp) == 0:
         possible.append(True)
     return [flag for flag in possible if asked.pins.sequence_parallel in (None, flag)]
 

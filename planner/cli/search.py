@@ -109,6 +109,13 @@ def search(  # over 6 arguments: one for each option of the command line
     ep: Annotated[
         int | None, typer.Option(help="Expert-parallel degree, inside dp * cp (1: not split).", rich_help_panel=_PINS)
     ] = None,
+    etp: Annotated[
+        int | None,
+        typer.Option(
+            help="Tensor-parallel degree of experts: tp, or 1 (ep then lies inside dp * cp * tp).",
+            rich_help_panel=_PINS,
+        ),
+    ] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PINS)] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences per micro-batch.", rich_help_panel=_PINS)
@@ -141,7 +148,7 @@ def search(  # over 6 arguments: one for each option of the command line
     from planner.request import DEFAULT_RISK, Request
 
     pins = Pins(
-        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch=micro_batch, schedule=schedule,
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, zero=zero, micro_batch=micro_batch, schedule=schedule,
         virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel, offload=offload,
         cp_method=cp_method,
     )  # fmt: skip

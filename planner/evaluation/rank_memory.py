@@ -264,11 +264,11 @@ class RankMemoryModel:
     @cached_property
     def _sizes(self) -> list[float]:
         """Elements of a unit of each kind when it is gathered."""
-        ep, trainable, frozen, experts = (
-            self._layout.mesh.ep,
+        parts, trainable, frozen, experts = (
+            self._layout.mesh.expert_parts,
             *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
         )
-        return [held_elements(row[trainable] + row[frozen], row[experts], ep) for row in self._counts]
+        return [held_elements(row[trainable] + row[frozen], row[experts], parts) for row in self._counts]
 
     def reduced_bytes(self, kind: int) -> float:
         """Gradients of units of a kind in transit while the unit before them is at work."""
@@ -297,5 +297,5 @@ class RankMemoryModel:
         if layout.zero_stage != 1 or layout.mesh.num_shards == 1:
             return 0.0
         gathered, sent = framework.gathered_update_bytes, framework.gathered_update_shard_bytes
-        held = held_elements(trainable, experts, layout.mesh.ep)
+        held = held_elements(trainable, experts, layout.mesh.expert_parts)
         return held * gathered + trainable * sent / layout.mesh.num_shards

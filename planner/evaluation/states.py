@@ -12,16 +12,16 @@ from planner.table.cost_table import KindOfElement
 
 
 @overload
-def held_elements(elements: float, experts: float, ep: int) -> float: ...
+def held_elements(elements: float, experts: float, parts: float) -> float: ...
 
 
 @overload
-def held_elements(elements: Array, experts: Array, ep: Array) -> Array: ...
+def held_elements(elements: Array, experts: Array, parts: Array) -> Array: ...
 
 
-def held_elements(elements: float | Array, experts: float | Array, ep: int | Array) -> float | Array:
-    """Of ``elements`` with all ``experts`` among them, those that one of ``ep`` ranks works with."""
-    return elements - experts * (1 - 1 / ep)
+def held_elements(elements: float | Array, experts: float | Array, parts: float | Array) -> float | Array:
+    """Of ``elements`` with all ``experts`` among them, those that a rank with one of so many parts works with."""
+    return elements - experts * (1 - 1 / parts)
 
 
 @overload
@@ -35,11 +35,11 @@ def num_updated(layout: Layout, trainable: Array, experts: Array) -> Array: ...
 def num_updated(layout: Layout, trainable: float | Array, experts: float | Array) -> float | Array:
     """Elements that one rank's optimiser updates, of so many that a tp rank trains, experts' among them.
 
-    ZeRO divides dense ones over all its ranks, and a rank's experts over 1 / ep of them: each rank gets as many.
+    ZeRO divides dense ones over all its ranks, and a rank's experts over those with the same: each rank gets as many.
     """
     if ZERO_STAGES[layout.zero_stage].shards_optimizer:
         return trainable / layout.mesh.num_shards
-    return trainable - experts * (1 - 1 / layout.mesh.ep)
+    return trainable - experts * (1 - 1 / layout.mesh.expert_parts)
 
 
 def state_bytes(row: Array, trainable: float, frozen: float, experts: float) -> StateBytes:

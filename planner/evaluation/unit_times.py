@@ -82,7 +82,7 @@ class LayoutRows:
     num_microbatches: Array
     splits_backward: NDArray[np.bool]
     num_shards: Array
-    ep: Array
+    expert_parts: Array
     hides_exchanges: NDArray[np.bool]  # of experts, beside passes of other micro-batches
     mixes_lifetimes: NDArray[np.bool]  # tensors that come and go have several lifetimes: pipeline, splits or gathers
 
@@ -103,7 +103,7 @@ class LayoutRows:
             num_microbatches=layouts.numbers("num_microbatches"),
             splits_backward=layouts.each(_ScheduleKey, lambda key: key.schedule.rules.splits_backward).astype(bool),
             num_shards=layouts.numbers("num_shards"),
-            ep=layouts.numbers("ep"),
+            expert_parts=layouts.numbers("expert_parts"),
             hides_exchanges=layouts.each(_BesideKey, partial(_hides_exchanges, table)).astype(bool),
             mixes_lifetimes=layouts.each(_LifetimesKey, _mixes_lifetimes).astype(bool),
         )
@@ -124,7 +124,7 @@ class LayoutRows:
             num_microbatches=np.array([layout.num_microbatches], dtype=np.float64),
             splits_backward=np.array([layout.schedule.rules.splits_backward]),
             num_shards=np.array([layout.mesh.num_shards], dtype=np.float64),
-            ep=np.array([layout.mesh.ep], dtype=np.float64),
+            expert_parts=np.array([layout.mesh.expert_parts], dtype=np.float64),
             hides_exchanges=np.array([_hides_exchanges(table, key_of(_BesideKey, layout))]),
             mixes_lifetimes=np.array([_mixes_lifetimes(key_of(_LifetimesKey, layout))]),
         )

@@ -101,7 +101,9 @@ def _entry_problems(module: nn.Module, entry: ModulePlacement, tp: int) -> list[
             problems.append(f"{entry.module!r} has no parameter {name!r}")
         if isinstance(placement, Partial):
             problems.append(f"{entry.module}.{name} is placed as partial: parameters are sharded or replicated")
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and placement.pieces > 1:
+            problems.append(f"{entry.module}.{name} is split in {placement.pieces} pieces, which is not executed yet")
+        elif isinstance(placement, Shard):
             problems += [
                 f"{fqn}.{name} of shape {tuple(value.shape)} cannot be split {tp} ways along dim {placement.dim}"
                 for fqn, value in owners

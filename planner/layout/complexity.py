@@ -7,7 +7,7 @@
 4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``SCHEDULES``;
 5. recomputation, where blocks that differ in it come last;
 6. the ZeRO stage, where 3, FSDP's own, is the plainest;
-7. replicas of shards, and sequence parallelism.
+7. replicas of shards, sequence parallelism, and a tensor-parallel degree of experts of their own.
 """
 
 from __future__ import annotations
@@ -35,4 +35,5 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         3 - layout.zero_stage,
         mesh.dp_replicate,
         layout.sequence_parallel,
+        mesh.etp is not None,
     )

@@ -40,6 +40,7 @@ class Pins:
     sequence_parallel: bool | None = None
     dp_replicate: int | None = None
     ep: int | None = None
+    etp: int | None = None  # tensor-parallel degree of experts: tp, or 1
     offload: Offload | None = None  # None: states stay on the devices
     cp_method: ContextMethod | None = None
 
@@ -97,6 +98,8 @@ class Limits:
     tensor_degrees: frozenset[int]  # degrees that split at least one parameter
     sequence_degrees: frozenset[int]  # of those, degrees at which activations between blocks split along the sequence
     context_splits: bool  # attention is the only operator that mixes positions
+    # Tensor-parallel degrees beside which experts may be whole on a rank.
+    whole_expert_degrees: frozenset[int] = frozenset()
     num_experts: int = 1  # what divides it divides the experts of every layer
     num_heads: int = 1  # what divides it divides the heads of queries, keys and values of every attention
     cp_methods: tuple[ContextMethod, ...] = tuple(ContextMethod)  # that the framework has

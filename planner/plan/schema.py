@@ -93,7 +93,10 @@ class TrainingSection(_Value):
 
 
 class MeshSection(_Value):
-    """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices."""
+    """Degrees; pp * dp_replicate * dp_shard * cp * tp is the number of devices.
+
+    ``etp``: tensor-parallel degree of experts; without it tp.
+    """
 
     pp: Degree = 1
     dp_replicate: Degree = 1
@@ -101,10 +104,12 @@ class MeshSection(_Value):
     cp: Degree = 1
     tp: Degree = 1
     ep: Degree = 1
+    etp: Annotated[Degree | None, Field(exclude_if=lambda degree: degree is None)] = None
 
     def shape(self) -> Mesh:
         """The same degrees as a value of the vocabulary."""
-        return Mesh(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
+        etp = None if self.etp == self.tp else self.etp
+        return Mesh(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, etp)
 
 
 class StageSection(_Value):

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from costmodels.vocabulary.choices import Placement
+from costmodels.vocabulary.choices import Placement, Shard
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Kernel
 from planner.axes.placement import Alternatives, Collectives, UnitPlacement, alternatives, decision
 from planner.axes.traced import representatives
+from planner.axes.unit_rules import UnitRules
 from planner.graph.model_graph import ModelGraph
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
@@ -60,9 +61,12 @@ def decide(
     ``fixed``: placements of parameters, by any FQN, that are decided already.
     """
     decided = dict(fixed)
+    in_pieces = any(isinstance(each, Shard) and each.pieces > 1 for each in fixed.values())
+    splits_fused = framework.recipe.splits_fused_gates or in_pieces
     found: list[UnitPlacement] = []
     for unit in reversed(representatives(graph)):
-        ways = alternatives(graph, unit, split, decided)
+        rules = UnitRules(graph, unit, split, splits_fused=splits_fused)
+        ways = alternatives(graph, unit, split, decided, rules)
         solution = solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
         if solution is None:
             return None

@@ -62,7 +62,7 @@ def build_table(
     deadline = deadline or Deadline.never()
     listed = Columns.of(Layout, layouts)
     over_groups = listed.where(_GroupsKey, lambda key: bool(key.groups))
-    splits = tuple(sorted(decisions))
+    splits = tuple(sorted(decisions, key=lambda split: (split.tp, split.sequence_parallel, split.etp or 0)))
     work, data, states = listed.by(WorkKey)[0], listed.by(DataKey)[0], _with_states_on_devices(listed.by(StateKey)[0])
     sends = listed.by(SendKey)[0]
     deadline.check()
@@ -149,8 +149,9 @@ def _state_row(key: StateKey, target: PricingTarget, training: Training) -> list
     dense, frozen = _states(1.0, 0.0, kept, division), _states(0.0, 1.0, kept, division)
     if key.ep == 1:
         return [dense, frozen, dense]
-    of_experts = replace(division, num_shards=max(1, shards // key.ep), is_replicated=key.experts_are_replicated)
-    return [dense, frozen, _states(1 / key.ep, 0.0, kept, of_experts)]
+    expert_shards = key.num_expert_ranks // key.ep if shards > 1 else 1
+    of_experts = replace(division, num_shards=expert_shards, is_replicated=key.experts_are_replicated)
+    return [dense, frozen, _states(1 / key.expert_parts, 0.0, kept, of_experts)]
 
 
 def _states(trainable: float, frozen: float, kept: KeptStates, division: Division) -> list[float]:

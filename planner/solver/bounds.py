@@ -113,7 +113,7 @@ class AlikeLayouts(AlikeMemory):
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
         whole = np.einsum("lke,k->le", self.elements, self.counts)
         divided = whole[:, _TRAINABLE] / self.rows.num_shards
-        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self.rows.ep)
+        kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self.rows.expert_parts)
         return np.where(_SHARDS_OPTIMIZER[self.rows.zero_stage], divided, kept)
 
     def update_s(self) -> Array:

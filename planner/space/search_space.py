@@ -15,7 +15,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked
 from planner.axes.context import CONTEXT, methods
 from planner.axes.data import DATA, micro_batches, replica_options, zero_stages
-from planner.axes.expert import EXPERT
+from planner.axes.expert import expert_degrees
 from planner.axes.offload import offload_of
 from planner.axes.pipeline import PIPELINE, schedules
 from planner.axes.recompute import modes
@@ -63,7 +63,8 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
 
 def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
     """A small part of the space that most often has a fair plan: micro-batches of one sequence, 1F1B, no replicas of
-    shards and no context parallelism, but where ``pins`` say otherwise. It may be empty.
+    shards and no context parallelism, but where ``pins`` say otherwise. Where that leaves none, for there are many
+    devices for the sequences of a batch, with context parallelism. It may be empty.
     """
     usual = replace(
         pins,
@@ -73,6 +74,8 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
         schedule=ScheduleName.ONE_F_ONE_B if pins.schedule is pins.virtual_stages is None else pins.schedule,
     )
     layouts = _layouts(Asked(training, usual, limits), Deadline.never())
+    if not layouts:
+        layouts = _layouts(Asked(training, replace(usual, cp=pins.cp), limits), Deadline.never())
     return SearchSpace(training, pins, limits, layouts)
 
 
@@ -86,7 +89,7 @@ def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
     alike: dict[tuple[tuple[object, ...], tuple[ContextMethod, ...]], list[Mesh]] = defaultdict(list)
     for mesh in _meshes(asked):
         stages = tuple(zero_stages(asked, mesh))
-        flags = tuple(sequence_parallel_options(asked, mesh.tp, mesh.cp))
+        flags = tuple(sequence_parallel_options(asked, mesh))
         ways = tuple(methods(asked, mesh.tp, mesh.cp))
         alike[(mesh.pp, mesh.dp, stages, flags), ways].append(mesh)
     parts: list[Columns[Layout]] = []
@@ -102,7 +105,7 @@ def _layouts_on(mesh: Mesh, asked: Asked) -> Iterator[Layout]:
     for zero in zero_stages(asked, mesh):
         for micro, num_micro in micro_batches(asked, mesh.dp):
             for schedule, virtual in schedules(asked, mesh.pp, num_micro):
-                for sequence_parallel in sequence_parallel_options(asked, mesh.tp, mesh.cp):
+                for sequence_parallel in sequence_parallel_options(asked, mesh):
                     for mode in modes(asked, schedule):
                         if not schedule.rules.conflicts(zero_stage=zero, recomputation=()):
                             yield Layout(
@@ -118,5 +121,6 @@ def _meshes(asked: Asked) -> Iterator[Mesh]:
                 for dp in DATA.degrees(asked, left // tp // pp // cp):
                     for replicate in replica_options(asked, dp):
                         shard = dp // replicate
-                        for ep in EXPERT.degrees(asked, shard * cp):
-                            yield Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
+                        yield from expert_degrees(
+                            asked, Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+                        )

@@ -12,10 +12,11 @@ from costmodels.vocabulary.choices import ContextMethod, Offload
 
 
 class TensorSplit(NamedTuple):
-    """How the operators of a block are split: placements are decided once for each."""
+    """How the operators of a block are split: placements are decided once for each. ``etp``: of experts; None: tp."""
 
     tp: int
     sequence_parallel: bool
+    etp: int | None = None
 
 
 class WorkKey(NamedTuple):
@@ -43,7 +44,9 @@ class StateKey(NamedTuple):
 
     zero_stage: int
     num_shards: int
+    num_expert_ranks: int
     ep: int
+    expert_parts: float
     is_replicated: bool  # more than one rank of data and context parallelism
     experts_are_replicated: bool
     offload: Offload

@@ -65,6 +65,8 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     if num_experts(graph) % plan.mesh.ep:
         found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
     mesh = plan.mesh
+    if mesh.shape().etp is not None and not plan.placements.sequence_parallel:
+        found.append(f"mesh.etp: {mesh.etp} beside tp {mesh.tp} needs placements.sequence_parallel")
     if plan.cp_method is ContextMethod.ALL_TO_ALL and mesh.cp > 1 and num_heads(graph) % (mesh.tp * mesh.cp):
         found.append(
             f"cp_method: {plan.cp_method} needs heads for every rank, but tp {mesh.tp} * cp {mesh.cp} does not divide "
@@ -98,9 +100,10 @@ def _mesh_for(plan: Plan, num_devices: int) -> Mesh:
         )
     degree = num_devices // (rest * kept)
     fitted = replace(mesh, dp_shard=degree) if shard else replace(mesh, dp_replicate=degree)
-    if fitted.dp_shard * fitted.cp % fitted.ep:
+    if fitted.num_expert_ranks % fitted.ep:
         raise PlanError(
-            f"on {num_devices} GPUs ep {fitted.ep} does not divide dp_shard {fitted.dp_shard} * cp {fitted.cp}",
+            f"on {num_devices} GPUs ep {fitted.ep} does not divide dp_shard {fitted.dp_shard} * cp {fitted.cp}"
+            + ("" if fitted.etp is None else f" * tp {fitted.tp}"),
             hint=f"choose another --gpus, or search again for {num_devices} GPUs",
         )
     return fitted

@@ -310,8 +310,8 @@ def candidate(label: str, found: Evaluated, target: PricingTarget) -> Candidate:
 
 def layout_text(layout: Layout) -> str:
     """A layout in one line: the degrees above 1, ZeRO stage, micro-batch, recomputation and offload."""
-    degrees = {name: degree for name, degree in asdict(layout.mesh).items() if degree > 1}
-    parts = [f"{name}={degree}" for name, degree in degrees.items()] or ["one GPU"]
+    degrees = {name: degree for name, degree in asdict(layout.mesh).items() if degree is not None}
+    parts = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1 or name == "etp"] or ["one GPU"]
     if layout.mesh.cp > 1:
         parts.append(f"cp by {layout.cp_method}")
     parts += [

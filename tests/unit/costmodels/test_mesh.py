@@ -47,6 +47,30 @@ def test_groups_are_those_of_the_numbered_ranks(shape: tuple[int, ...], data: st
         assert ranks == [i * placement.stride for i in range(len(ranks))], group
 
 
+@given(st.tuples(degrees, degrees, degrees, degrees, st.sampled_from([2, 3, 4])), st.data())
+def test_experts_whole_on_a_rank_lie_over_tensor_ranks_as_well(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Rank by rank: two hold the same experts where their places within a replica of shards agree modulo ep."""
+    pp, replicate, shard, cp, tp = shape
+    inside = shard * cp * tp
+    ep = data.draw(st.sampled_from([d for d in range(2, inside + 1) if inside % d == 0]))
+    mesh = Mesh(pp, replicate, shard, cp, tp, ep, etp=1)
+    assert not mesh.violations()
+    experts = {rank: rank % inside % ep for rank in range(mesh.world_size)}
+    of_rank_0 = {
+        Group.EXPERT: range(ep),
+        Group.EXPERT_SHARD: [rank for rank in range(inside) if experts[rank] == 0],
+        Group.EXPERT_DATA: [rank for rank in range(replicate * inside) if experts[rank] == 0],
+    }
+    for group, ranks in of_rank_0.items():
+        placement = mesh.group(group)
+        assert list(ranks) == [i * placement.stride for i in range(placement.num_ranks)], group
+    assert mesh.experts_are_replicated == (len(of_rank_0[Group.EXPERT_DATA]) > 1)
+    assert mesh.expert_parts == ep / tp
+    # All else lies as it does without.
+    for group in set(Group) - set(of_rank_0):
+        assert mesh.group(group) == Mesh(pp, replicate, shard, cp, tp).group(group)
+
+
 def test_sizes() -> None:
     mesh = Mesh(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
     assert mesh.world_size == 2 * 3 * 5 * 7 * 11
@@ -57,6 +81,10 @@ def test_sizes() -> None:
 def test_every_broken_rule_is_said() -> None:
     assert Mesh(dp_shard=4, cp=2, ep=3).violations() == ("ep 3 does not divide dp_shard * cp = 8",)
     assert len(Mesh(pp=0, tp=-1).violations()) == 2
+    assert Mesh(tp=4, ep=2, dp_shard=2, etp=2).violations() == ("etp must be 1 or tp = 4, got 2",)
+    assert Mesh(ep=2, dp_shard=2, etp=1).violations() == ("etp must be 1 or tp = 1, got 1",)
+    assert Mesh(tp=4, ep=3, etp=1).violations() == ("ep 3 does not divide dp_shard * cp * tp = 4",)
+    assert Mesh(tp=4, etp=1).violations() == ("etp 1 beside tp > 1 needs ep > 1, or every rank would hold all experts",)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

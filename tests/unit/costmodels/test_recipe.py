@@ -87,6 +87,7 @@ def test_a_recipe_resolves_to_the_values_that_were_frozen(name: str) -> None:
     added: dict[str, object] = {"head_weight": 0.96} if frozen["partition"] == "weighted" else {}
     added |= {"exchanges_hide_under": [], "dispatches_once_a_node": False, "eight_bit_dispatch": False}
     added |= {"exchanges_hide_without_pipeline": False, "splits_exchanges": name in MEGATRON_CORE}
+    added |= {"has_whole_experts": name in MEGATRON_CORE, "splits_fused_gates": name in MEGATRON_CORE}
     assert values_of(load_recipe(STUDY_RECIPES.get(name, name))) == {**frozen, **added}
 
 

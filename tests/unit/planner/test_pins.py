@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "sequence_parallel": (False, True),
     "dp_replicate": (1, 2),
     "ep": (1, 2, 4),
+    "etp": (1, 1, 2, 4),
     "offload": (Offload.NONE, Offload.NONE, Offload.CPU),
     "cp_method": tuple(ContextMethod),
 }
@@ -55,6 +56,7 @@ def in_plan(plan: Plan) -> dict[str, object]:
         "sequence_parallel": plan.placements.sequence_parallel,
         "dp_replicate": mesh.dp_replicate,
         "ep": mesh.ep,
+        "etp": mesh.shape().expert_tp,
         "offload": plan.offload,
         "cp_method": plan.cp_method,
     }

@@ -13,7 +13,7 @@ from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
-from planner.axes.expert import EXPERT
+from planner.axes.expert import EXPERT, ExpertKey
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, RankWork, Role, StateKind
 from planner.axes.offload import OFFLOAD
@@ -276,5 +276,5 @@ def test_context_is_not_gathered_where_nothing_attends() -> None:
     assert CONTEXT.work_fields(WorkKey(PLAIN, 1, 2, 1, ContextMethod.RING)) == (2, 8, ContextMethod.RING)
     # One rank shares with nobody, whatever the way.
     assert len({CONTEXT.work_fields(WorkKey(PLAIN, 1, 1, 1, method)) for method in ContextMethod}) == 1
-    assert EXPERT.work_fields(WorkKey(PLAIN, 4, 1, 1)) == (4, 8)
+    assert EXPERT.work_fields(WorkKey(PLAIN, 4, 1, 1)) == ExpertKey(4, 8)
     assert TENSOR.work_fields(WorkKey(PLAIN, 1, 1, 1)) == PLAIN

@@ -150,3 +150,14 @@ def test_it_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_ten_trillion_parameters() -> None:
+    """The shape is ours, so its size is counted by hand: matrix by matrix of one layer, without norms and routers."""
+    preset = find_preset("moe-10t")
+    assert preset is not None
+    hidden, width, heads = 14336, 4096, 256
+    attention = hidden * 3072 + 3072 * heads * 192 + hidden * 1088 + 1024 * heads * 256 + heads * 128 * hidden
+    by_hand = 112 * attention + 109 * 513 * 3 * hidden * width + 3 * 3 * hidden * 36864 + 2 * hidden * 129280
+    assert preset.config.num_params == pytest.approx(by_hand, rel=1e-3)
+    assert preset.config.num_params == pytest.approx(1e13, rel=0.05)

@@ -255,7 +255,10 @@ DAMAGED = [
     (put("zero_stage", value=4), "zero_stage: Input should be less than or equal to 3"),
     (put("pipeline", "schedule", value="2F2B"), "pipeline.schedule: Input should be"),
     (put("training", "precision", value="int4"), "training.precision: Input should be"),
-    (put("placements", "tp", value=[{"module": "a", "output": "sideways"}]), "placement must be replicate, partial or"),
+    (
+        put("placements", "tp", value=[{"module": "a", "output": "sideways"}]),
+        "placement must be replicate, partial, shard(DIM) or",
+    ),
     (put("placements", "tp", value=[{"module": "a", "parameters": {"w": "shard(-1)"}}]), "placement must be"),
     (put("recompute", value=[{"mode": "all", "modules": []}]), "recompute.0.mode: Input should be"),
     (put("prediction", "step_time_s", value=-1.0), "prediction.step_time_s: Input should be greater than 0"),

@@ -14,7 +14,7 @@ from planner.axes.base import Asked, divisors
 from planner.axes.registry import violations
 from planner.errors import InputError
 from planner.layout.layout import Layout, Limits, Pins, Training
-from planner.space.search_space import build_space
+from planner.space.search_space import build_space, typical_space
 
 TRAINING = Training(global_batch_size=64, seq_len=1024, precision=Precision.BF16, optimizer=Optimizer.ADAMW)
 LIMITS = Limits(
@@ -36,6 +36,7 @@ limits = st.builds(
     sequence_degrees=st.frozensets(st.sampled_from([2, 4]), max_size=2),
     context_splits=st.booleans(),
     num_experts=st.sampled_from([1, 1, 4, 6]),
+    whole_expert_degrees=st.sampled_from([frozenset(), frozenset({2}), frozenset({2, 4})]),
     num_heads=st.sampled_from([1, 2, 6, 8]),
     cp_methods=st.sampled_from([tuple(ContextMethod), (ContextMethod.RING,), (ContextMethod.ALL_TO_ALL,)]),
 )
@@ -67,6 +68,7 @@ pins = st.builds(
     sequence_parallel=maybe(st.booleans()),
     dp_replicate=maybe(st.sampled_from([1, 2])),
     ep=maybe(st.sampled_from([1, 2])),
+    etp=maybe(st.sampled_from([1, 2])),
     cp_method=maybe(st.sampled_from(list(ContextMethod))),
 )
 
@@ -116,7 +118,11 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
         mesh.cp == 1 or choice.cp_method is not ContextMethod.ALL_TO_ALL or limits.num_heads % (mesh.tp * mesh.cp) == 0,
         not choice.sequence_parallel
         or (mesh.tp > 1 and mesh.tp in limits.sequence_degrees and training.seq_len % (mesh.tp * mesh.cp) == 0),
-        limits.num_experts % mesh.ep == 0 and mesh.dp_shard * mesh.cp % mesh.ep == 0,
+        limits.num_experts % mesh.ep == 0,
+        mesh.dp_shard * mesh.cp * (1 if mesh.etp is None else mesh.tp) % mesh.ep == 0,
+        mesh.etp is None or (mesh.etp == 1 and mesh.tp in limits.whole_expert_degrees),
+        mesh.etp is None or (mesh.tp > 1 and mesh.ep > 1 and choice.sequence_parallel),
+        pins.etp in (None, mesh.tp if mesh.etp is None else mesh.etp),
         pins.ep in (None, mesh.ep),
         pins.tp in (None, mesh.tp),
         pins.pp in (None, mesh.pp),
@@ -351,3 +357,15 @@ def test_pins_describe_themselves() -> None:
     assert Pins(tp=4, schedule=ScheduleName.GPIPE, sequence_parallel=False).describe() == (
         "tp=4, schedule=GPipe, sequence_parallel=False"
     )
+
+
+def test_typical_layouts_are_there_though_a_batch_has_few_sequences() -> None:
+    """4096 sequences over 131,072 devices leave 1F1B too few micro-batches, unless ranks share sequences."""
+    training = replace(TRAINING, global_batch_size=4096, seq_len=4096)
+    limits = replace(LIMITS, num_devices=131_072, num_pipeline_units=64, tensor_degrees=frozenset({8}))
+    found = typical_space(training, Pins(), limits).layouts
+    assert {c.schedule for c in found if c.mesh.pp > 1} == {ScheduleName.ONE_F_ONE_B}
+    assert min(c.mesh.cp for c in found) > 1
+    assert not typical_space(training, Pins(cp=1), limits).layouts
+    # Where there are enough sequences, none are shared.
+    assert {c.mesh.cp for c in typical_space(training, Pins(), replace(limits, num_devices=16)).layouts} == {1}

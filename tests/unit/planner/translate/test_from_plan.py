@@ -76,7 +76,7 @@ def test_placements_come_back_from_the_plan(model: str, num_devices: int, option
     problem = problem_of(model, num_devices, **options)
     graph = problem.target.graph
     split = TensorSplit(2, False)
-    choice = next(c for c in problem.space.layouts if (c.mesh.tp, c.sequence_parallel) == split)
+    choice = next(c for c in problem.space.layouts if TensorSplit(c.mesh.tp, c.sequence_parallel) == split)
     point = Evaluator(problem.table, choice)
     found = from_plan.parameter_placements(described(problem, point.evaluate(point.even_starts())), graph)
     for placed in problem.decisions[split]:
