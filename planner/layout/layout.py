@@ -56,7 +56,9 @@ class Pins:
     @staticmethod
     def of(given: Mapping[str, int | bool | str]) -> Pins:
         """The pins that ``given`` names; TypeError or ValueError where it names none, or none of its choices."""
-        words = {"schedule": ScheduleName, "recompute": Recompute, "offload": Offload}
+        words = {
+            "schedule": ScheduleName, "recompute": Recompute, "offload": Offload, "cp_method": ContextMethod,
+        }  # fmt: skip
         values: dict[str, Any] = {name: words[name](v) if name in words else v for name, v in given.items()}
         return Pins(**values)
 
