@@ -291,6 +291,7 @@ class PlannedLayout:
     target: PricingTarget
     training: Training
     decision: Decision
+    framework: str
     notes: tuple[str, ...]
 
     def on(self, target: PricingTarget) -> Evaluated:
@@ -319,7 +320,8 @@ def planned_layout(
         notes.append(f"{plan.model.source} has changed since the plan was made: its digest differs")
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
-    target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
+    framework = framework or plan.framework
+    target = target_of(graph, cluster, section.precision, framework, notes)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
     decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:
@@ -330,7 +332,7 @@ def planned_layout(
     table = build_table(target, training, {split: decision}, (layout,))
     starts = from_plan.starts_of(plan, graph)
     evaluator = Evaluator(table, layout, from_plan.modes_of(plan, graph))
-    return PlannedLayout(evaluator, starts, target, training, decision, tuple(notes))
+    return PlannedLayout(evaluator, starts, target, training, decision, framework, tuple(notes))
 
 
 def price_plan(
@@ -338,24 +340,26 @@ def price_plan(
 ) -> Answer:
     """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
     planned = planned_layout(plan, hardware, num_devices, framework)
-    found, cluster, notes = (
-        planned.evaluator.evaluate(planned.starts, exact=True),
-        planned.target.cluster,
-        planned.notes,
-    )
+    found, notes = planned.evaluator.evaluate(planned.starts, exact=True), planned.notes
     if not found.fits:
         worst = "fullest node" if found.fits_devices else "worst GPU"
         notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
+    again = priced_again(plan, planned, found)
+    return Answer(again.model_copy(update={"search": None}), notes, interrupted=False)
+
+
+def priced_again(plan: Plan, planned: PlannedLayout, found: Evaluated) -> Plan:
+    """``plan`` as it was priced: on another cluster, with another data-parallel degree or as another framework."""
+    target = planned.target
     update = {
-        "hardware": cluster.profile.name,
-        "framework": framework or plan.framework,
-        "num_devices": cluster.num_devices,
+        "hardware": target.cluster.profile.name,
+        "framework": planned.framework,
+        "num_devices": target.cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
-        "pipeline": to_plan.pipeline_section(found, planned.target.graph, cluster),
-        "prediction": to_plan.prediction_section(found, planned.target, planned.training),
-        "search": None,
+        "pipeline": to_plan.pipeline_section(found, target.graph, target.cluster),
+        "prediction": to_plan.prediction_section(found, target, planned.training),
     }
-    return Answer(plan.model_copy(update=update), notes, interrupted=False)
+    return plan.model_copy(update=update)
 
 
 def schedule_plan(

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from planner.cli import (
     check,
     estimate,
+    explain,
     fit,
     hardware,
     models,
@@ -44,7 +45,22 @@ def _root(
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
 
 
-for _group in (search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify):
+for _group in (
+    search,
+    fit,
+    check,
+    estimate,
+    explain,
+    schedule,
+    trace,
+    models,
+    hardware,
+    profile,
+    run,
+    replan,
+    parity,
+    verify,
+):
     _group.register(app)
 
 

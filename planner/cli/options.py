@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+
+if TYPE_CHECKING:
+    from planner.layout.layout import Pins
 
 
 class GpuRange(NamedTuple):
@@ -28,6 +32,39 @@ def gpu_range(text: str) -> GpuRange:
     return GpuRange(int(ends[0]), int(ends[1]))
 
 
+_SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def token_count(text: str) -> int:
+    """``15e12``, ``15T``, ``300B`` or ``5000000``; BadParameter where it is no number of tokens."""
+    number, scale = (text[:-1], _SCALES[text[-1:].lower()]) if text[-1:].lower() in _SCALES else (text, 1)
+    try:
+        tokens = round(float(number) * scale)
+    except (ValueError, OverflowError):  # infinite, or no number
+        tokens = 0
+    if tokens < 1:
+        raise typer.BadParameter(f"{text!r} is no number of tokens: give 15e12, 15T or 300B")
+    return tokens
+
+
+def pins_of(text: str) -> Pins:
+    """``tp=4,pp=2``: options of ``planner search`` that fix a choice; InputError where one is none of them."""
+    from planner.errors import InputError
+    from planner.layout.layout import Pins
+
+    given: dict[str, int | bool | str] = {}
+    words = {"on": True, "true": True, "off": False, "false": False}
+    for part in text.split(","):
+        name, _, value = (each.strip() for each in part.partition("="))
+        number = int(value) if value.isascii() and value.isdigit() else value
+        given[name.replace("-", "_")] = words.get(value.lower(), number)
+    try:
+        return Pins.of(given)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name.replace("_", "-") for field in fields(Pins))
+        raise InputError(f"{text!r} fixes no choice of a plan: {error}", hint=f"give {names}, as tp=4,pp=2") from error
+
+
 Hardware = Annotated[
     str | None,
     typer.Option(
@@ -39,5 +76,14 @@ Hardware = Annotated[
 Framework = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
+]
+TokenCount = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        parser=token_count,
+        metavar="N",
+        help="Tokens of the whole run, as 15e12 or 15T: its days, GPU-hours, dollars.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout, and nothing else there.")]
