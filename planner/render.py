@@ -116,6 +116,13 @@ def run_text(run: RunSection) -> str:
 
 def _layout(plan: Plan) -> Table:
     table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, value in plan_rows(plan):
+        table.add_row(name, value)
+    return table
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What is chosen, each with its name."""
     pipeline, training = plan.pipeline, plan.training
     rows = [
         ("device mesh", degrees(plan.mesh)),
@@ -141,9 +148,7 @@ def _layout(plan: Plan) -> Table:
     )
     rows.append(("offload", plan.offload.value))
     rows.append(("precision, optimiser", f"{training.precision.value}, {training.optimizer.value}"))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    return rows
 
 
 _CONTEXT = {

@@ -92,6 +92,9 @@ class Explanation:
     why_not: Alternative | None
     what_if: tuple[WhatIf, ...]
     prices: Prices
+    band_source: str  # of the band around the step time; "" where there is none
+    devices_per_node: int
+    memory_risk: float  # that a plan may have of not fitting
     notes: tuple[str, ...]
 
 
@@ -124,6 +127,9 @@ def explain(plan: Plan, hardware: str | None = None, wishes: Wishes | None = Non
         why_not=alternative,
         what_if=changes,
         prices=_prices(again, planned, wishes.num_tokens),
+        band_source="" if planned.target.recipe.error_band is None else planned.target.recipe.error_band.source,
+        memory_risk=question.request.memory_risk,
+        devices_per_node=planned.target.cluster.devices_per_node,
         notes=(*planned.notes, *_changed_since(plan, found)),
     )
 

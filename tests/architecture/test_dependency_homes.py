@@ -23,7 +23,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.render_fit",
         "planner.render_explain",
     ),
-    "plotly": ("planner.report",),
+    "jinja2": ("planner.render_report",),
     "transformers": ("planner.models.huggingface",),
     "psutil": ("hardware_profiles.probes",),
     "pynvml": ("hardware_profiles.probes",),
