@@ -73,17 +73,7 @@ def _values(report: Report) -> dict[str, object]:
         "timeline": timeline_rows(report.timeline),
         "operators": _operators(found),
         "units": _units(found),
-        "runners_up": [
-            (
-                row.label,
-                layout_line(row.candidate),
-                seconds(row.candidate.step_time_s),
-                loses(found, row),
-                where_text(row),
-            )
-            for row in found.runners_up
-            if row.candidate is not None
-        ],
+        "runners_up": _runners_up(found),
         "what_if": [(row.change, *what_if_cells(row, prediction.step_time_s), row.says) for row in found.what_if],
         "prices": price_lines(found.prices),
         "front": front,
