@@ -154,3 +154,16 @@ def test_pins_are_written_as_the_options_of_search() -> None:
 def test_what_is_no_pin_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="fixes no choice of a plan"):
         pins_of(text)
+
+
+def test_a_report_is_written_whole_with_a_chart_over_numbers_of_gpus(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    code, out, err = run("report", plan_file, "-o", file, "--gpus", "4", *QUICK)
+    assert (code, out) == (0, "")
+    assert f"wrote {file}" in " ".join(err.split())
+    text = file.read_text(encoding="utf-8")
+    assert text.endswith("</html>")
+    assert "Step time over numbers of GPUs" in text
+    code, _, err = run("report", plan_file, "-o", tmp_path / "none" / "report.html")
+    assert code == 2
+    assert "is no folder" in err
