@@ -97,12 +97,13 @@ def _arithmetic(device: DeviceProfile, op_class: OpClass, dtype: str) -> tuple[f
     efficiency = _efficiency(device, _CLASS_NAMES[op_class])
     if efficiency.fraction.value <= 0:
         raise ValueError(f"{device.name}: efficiency of {op_class.value} must be above 0")
-    peak = _peak_of_class(device, op_class, dtype)
+    peak = peak_of_class(device, op_class, dtype)
     half_size = efficiency.half_size_flops.value if efficiency.half_size_flops is not None else 0.0
     return 1.0 / (peak * efficiency.fraction.value), half_size
 
 
-def _peak_of_class(device: DeviceProfile, op_class: OpClass, dtype: str) -> float:
+def peak_of_class(device: DeviceProfile, op_class: OpClass, dtype: str) -> float:
+    """Peak arithmetic for ``op_class`` where matrices are in ``dtype``; ValueError where the device has none."""
     peak = peak_flops_per_s(device, dtype)
     if dtype not in DTYPES_OUTSIDE_GEMM or op_class in EIGHT_BIT_CLASSES:
         return peak

@@ -59,9 +59,16 @@ class DivergedError(PlannerError):
 
 
 class InfeasibleError(PlannerError):
-    """No plan fits: the message names the binding constraint, the hint the smallest change."""
+    """No plan fits: the message names the binding constraint, the hint the smallest change.
+
+    ``lacks_bytes``: what the fullest device, or node, lacks under the layout that lacks least; None: not known.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, *, hint: str = "", lacks_bytes: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.lacks_bytes = lacks_bytes
 
 
 class TimeLimitError(PlannerError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby, pairwise
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,6 +23,19 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def adding_up(values: Sequence[float]) -> tuple[list[str], str]:
+    """Seconds as numbers of one unit, and that unit; the last is their sum as shown.
+
+    Each number is rounded up or down so that the rounded numbers add up to the rounded sum.
+    """
+    total = sum(values)
+    scale, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if total >= pair[0]), (1e-6, "µs"))
+    decimals = max(0, 3 - math.floor(math.log10(max(1.0, total / scale))))
+    ends = [round(end / scale, decimals) for end in accumulate(values, initial=0.0)]
+    shown = [f"{end - start:,.{decimals}f}" for start, end in pairwise(ends)]
+    return [*shown, f"{ends[-1]:,.{decimals}f}"], unit
 
 
 def size(num_bytes: float) -> str:
@@ -80,18 +95,18 @@ def _headline(plan: Plan) -> Text:
             text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)})")
         text.append(
             f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
-            f"(MFU {p.mfu:.1%}), {_fullest(p)} on the fullest GPU"
+            f"(MFU {p.mfu:.1%}), {fullest_text(p)} on the fullest GPU"
         )
         if p.fit_probability is not None:
             text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
     if plan.run is not None:
-        text.append(f"\n{_run_text(plan.run)}")
+        text.append(f"\n{run_text(plan.run)}")
     return text
 
 
-def _run_text(run: RunSection) -> str:
+def run_text(run: RunSection) -> str:
     """``15 T tokens: 1.79 M steps, 180 days, 276 k GPU-hours, $603 k without interruptions``"""
     cost = "" if run.usd is None else f", ${count(run.usd)}"
     days = f"{run.days:,.1f} days" if run.days >= 1 else f"{run.days * 24:.3g} hours"
@@ -103,6 +118,13 @@ def _run_text(run: RunSection) -> str:
 
 def _layout(plan: Plan) -> Table:
     table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, value in plan_rows(plan):
+        table.add_row(name, value)
+    return table
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What is chosen, each with its name."""
     pipeline, training = plan.pipeline, plan.training
     rows = [
         ("device mesh", degrees(plan.mesh)),
@@ -128,9 +150,7 @@ def _layout(plan: Plan) -> Table:
     )
     rows.append(("offload", plan.offload.value))
     rows.append(("precision, optimiser", f"{training.precision.value}, {training.optimizer.value}"))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    return rows
 
 
 _CONTEXT = {
@@ -146,7 +166,8 @@ _ZERO = {
 }
 
 
-def _fullest(prediction: PredictionSection) -> str:
+def fullest_text(prediction: PredictionSection) -> str:
+    """``62.6 GiB of 79.2 GiB``, of the fullest GPU."""
     rooms = prediction.memory_capacities_bytes or (prediction.memory_capacity_bytes,) * len(
         prediction.peak_memory_bytes
     )
@@ -252,11 +273,12 @@ def _candidates(plan: Plan) -> Table:
     for row in rows:
         loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
         memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")
-        table.add_row(row.label, _layout_text(row), seconds(row.step_time_s), loses, memory)
+        table.add_row(row.label, layout_line(row), seconds(row.step_time_s), loses, memory)
     return table
 
 
-def _layout_text(row: Candidate) -> str:
+def layout_line(row: Candidate) -> str:
+    """A candidate in one line: its degrees, and whatever else tells it from others."""
     parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {row.micro_batch_size}"]
     if row.mesh.cp > 1:
         parts.append(f"CP by {row.cp_method}")

@@ -57,6 +57,14 @@ class Optimizer(StrEnum):
     SGD = "sgd"
 
 
+class Searches(StrEnum):
+    """For which changes of the hardware the best plan is searched for; the plan at hand is priced under all of them."""
+
+    NONE = "none"
+    MEMORY = "memory"  # nothing else can be said of more memory
+    ALL = "all"
+
+
 class Preference(StrEnum):
     """What is taken of plans that are predicted alike."""
 

@@ -25,6 +25,7 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.plan.schema import CaseSection, Plan, SearchSection
+from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.problem import EVEN_RISK, Problem, Solved, decided, placement_solver, solved_by
@@ -45,7 +46,7 @@ from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
 from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
-from planner.translate.infeasible import Attempt, binding_text, smallest_change
+from planner.translate.infeasible import Attempt, binding_text, lacking_bytes, smallest_change
 
 MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
@@ -168,7 +169,7 @@ def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pin
     dropped: list[str] = []
     while True:
         try:
-            answer = find_plan(_same_run(plan, num_devices, hardware, pins))
+            answer = find_plan(same_run(plan, num_devices, hardware, pins))
             break
         except (HardwareError, ModelError, PlanError):
             raise
@@ -181,7 +182,8 @@ def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pin
     return replace(answer, notes=(*answer.notes, note)) if dropped else answer
 
 
-def _same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[str, int | bool | str]) -> Request:
+def same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[str, int | bool | str]) -> Request:
+    """The request whose answer would train what ``plan`` does, with these pins; PlanError where they are none."""
     training = plan.training
     try:
         pins = Pins.of(given)
@@ -262,15 +264,16 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
     cluster = problem.target.cluster
     text = binding_text(cluster, closest, space_text, problem.memory_risk)
+    lacks = lacking_bytes(closest)
     risk = problem.least_risk_that_fits
     if risk is not None:
         hint = (
             f"give --memory-risk {risk:g}: a plan fits with {1 - risk:.0%}, as published runs differed from predictions"
         )
-        return InfeasibleError(text, hint=hint)
+        return InfeasibleError(text, hint=hint, lacks_bytes=lacks)
     asked = Attempt(cluster, problem.space.training, problem.space.pins)
     change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt, problem.memory_risk))
-    return InfeasibleError(text, hint=change)
+    return InfeasibleError(text, hint=change, lacks_bytes=lacks)
 
 
 def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float = EVEN_RISK) -> bool:
@@ -291,7 +294,16 @@ class PlannedLayout:
     starts: tuple[int, ...]
     target: PricingTarget
     training: Training
+    decision: Decision
+    framework: str
     notes: tuple[str, ...]
+
+    def on(self, target: PricingTarget) -> Evaluated:
+        """The same layout, cut and placements priced on another cluster."""
+        layout = self.evaluator.layout
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+        table = build_table(target, self.training, {split: self.decision}, (layout,))
+        return Evaluator(table, layout, self.evaluator.modes).evaluate(self.starts, exact=True)
 
 
 def planned_layout(
@@ -310,7 +322,8 @@ def planned_layout(
     graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
-    target = target_of(graph, cluster, section.precision, framework or plan.framework, notes)
+    framework = framework or plan.framework
+    target = target_of(graph, cluster, section.precision, framework, notes)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
     decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:
@@ -321,7 +334,7 @@ def planned_layout(
     table = build_table(target, training, {split: decision}, (layout,))
     starts = from_plan.starts_of(plan, graph)
     evaluator = Evaluator(table, layout, from_plan.modes_of(plan, graph))
-    return PlannedLayout(evaluator, starts, target, training, tuple(notes))
+    return PlannedLayout(evaluator, starts, target, training, decision, framework, tuple(notes))
 
 
 def price_plan(
@@ -329,27 +342,29 @@ def price_plan(
 ) -> Answer:
     """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
     planned = planned_layout(plan, hardware, num_devices, framework)
-    found, cluster, notes = (
-        planned.evaluator.evaluate(planned.starts, exact=True),
-        planned.target.cluster,
-        planned.notes,
-    )
+    found, notes = planned.evaluator.evaluate(planned.starts, exact=True), planned.notes
     if not found.fits:
         worst = "fullest node" if found.fits_devices else "worst GPU"
         notes += (f"this plan does not fit: its {worst} needs more memory than there is",)
-    prediction = to_plan.prediction_section(found, planned.target, planned.training)
+    again = priced_again(plan, planned, found)
+    return Answer(again.model_copy(update={"search": None}), notes, interrupted=False)
+
+
+def priced_again(plan: Plan, planned: PlannedLayout, found: Evaluated) -> Plan:
+    """``plan`` as it was priced: on another cluster, with another data-parallel degree or as another framework."""
+    target = planned.target
+    prediction = to_plan.prediction_section(found, target, planned.training)
     others = (text for text in plan.warnings if not text.startswith(to_plan.HOST_WARNING))
     update = {
-        "warnings": (*others, *to_plan.host_warnings(prediction, cluster)),
-        "hardware": cluster.profile.name,
-        "framework": framework or plan.framework,
-        "num_devices": cluster.num_devices,
+        "warnings": (*others, *to_plan.host_warnings(prediction, target.cluster)),
+        "hardware": target.cluster.profile.name,
+        "framework": planned.framework,
+        "num_devices": target.cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
-        "pipeline": to_plan.pipeline_section(found, planned.target.graph, cluster),
+        "pipeline": to_plan.pipeline_section(found, target.graph, target.cluster),
         "prediction": prediction,
-        "search": None,
     }
-    return Answer(plan.model_copy(update=update), notes, interrupted=False)
+    return plan.model_copy(update=update)
 
 
 def schedule_plan(

@@ -14,7 +14,7 @@ from planner.errors import InputError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.plan.schema import CaseSection
 from planner.pricing.table_builder import build_table, slowed
-from planner.pricing.target import PricingTarget
+from planner.pricing.what_if import Change, changed
 from planner.problem import Problem
 from planner.solver.search import Outcome
 
@@ -66,7 +66,9 @@ def _note(own: tuple[float, ...], fastest: tuple[float, ...], number: int) -> st
 def _pricer(problem: Problem, tried: list[Evaluated]) -> Callable[[Evaluated], tuple[float, ...]]:
     """Step times of a layout in each of the ``CASES``, for layouts among ``tried``."""
     training, decisions = problem.space.training, problem.decisions
-    network = build_table(_slow_network(problem.target), training, decisions, [each.layout for each in tried])
+    target = problem.target
+    slow_network = replace(target, cluster=changed(target.cluster, Change(network_between=SLOW_NETWORK)))
+    network = build_table(slow_network, training, decisions, [each.layout for each in tried])
     host = slowed(problem.table, SLOW_HOST)
 
     def in_cases(found: Evaluated) -> tuple[float, ...]:
@@ -80,22 +82,3 @@ def _pricer(problem: Problem, tried: list[Evaluated]) -> Callable[[Evaluated], t
         )
 
     return in_cases
-
-
-def _slow_network(target: PricingTarget) -> PricingTarget:
-    """With half of the bandwidth of every tier beyond a node."""
-    profile = target.cluster.profile
-    tiers = tuple(
-        tier
-        if tier.num_devices is not None and tier.num_devices <= profile.node.num_devices
-        else tier.model_copy(
-            update={
-                "bandwidth_bytes_per_s": tier.bandwidth_bytes_per_s.model_copy(
-                    update={"value": tier.bandwidth_bytes_per_s.value * SLOW_NETWORK}
-                )
-            }
-        )
-        for tier in profile.tiers
-    )
-    slow = profile.model_copy(update={"tiers": tiers})
-    return replace(target, cluster=target.cluster.model_copy(update={"profile": slow}))

@@ -86,7 +86,7 @@ def divisors(n: int) -> list[int]:
 def pinned_degrees(left: int, pin: int | None, allowed: list[int]) -> list[int]:
     """The pin where it divides ``left``, or else the degrees that are allowed."""
     if pin is not None:
-        return [pin] if left % pin == 0 else []
+        return [pin] if pin >= 1 and left % pin == 0 else []
     return allowed
 
 

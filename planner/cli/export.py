@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from planner.cli.search import check_folder
-from planner.json_file import write_text
+from planner.cli.options import Trust
+from planner.cli.terminal import talk_console
+from planner.output_file import check_output, is_stdout, write_text
 from planner.plan.plan_file import read_plan
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command("export")(export)
 
 
-def export(
+def export(  # over 6 arguments: one for each option of the command line
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     to: Annotated[
         str,
@@ -39,20 +39,19 @@ def export(
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: those of the plan's hardware profile.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a plan in the format of a framework or of a launcher. What it cannot express is refused."""
     from planner.formats.registry import target_called
 
     target = target_called(to)
-    plan = read_plan(plan_file)
-    to_file = output is not None and str(output) != "-"
-    if to_file:
-        check_folder(output)
+    check_output(output)
+    plan = read_plan(plan_file, trust=trust)
     found = exported(target, job_of(plan, plan_file, gpus_per_node))
-    talk = Console(stderr=True, highlight=False)
+    talk = talk_console()
     for note in found.notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    if output is not None and to_file:
+    if output is not None and not is_stdout(output):
         write_text(output, found.text)
         talk.print(f"wrote {escape(str(output))} for {escape(target.version)}", soft_wrap=True)
     else:

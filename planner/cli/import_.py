@@ -9,9 +9,10 @@ import typer
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.cli.options import AsJson, Hardware
-from planner.cli.search import check_folder, show_answer
+from planner.cli.search import show_answer
 from planner.errors import InputError
-from planner.json_file import read_content, write_text
+from planner.json_file import read_content
+from planner.output_file import check_output, is_stdout, write_text
 
 if TYPE_CHECKING:
     from planner.api.pinned import PinnedRun
@@ -55,9 +56,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
 
-    if str(output) == "-":
-        as_json, output = True, None
-    check_folder(output)
+    check_output(output)
     target, read = read_config(file.name, _text(file), from_format)
     source, model_notes = _model(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
@@ -104,7 +103,7 @@ def _model(read: Read, named: str | None, output: Path | None) -> tuple[str, tup
         raise InputError(
             f"the file's model cannot be built: {listed(violations_of(error))}", hint="name another: --model MODEL"
         ) from error
-    if output is None or str(output) == "-":
+    if output is None or is_stdout(output):
         raise InputError("the file's model is no preset, so it is written beside the plan", hint="give -o plan.json")
     path = output.with_suffix(".model.json")
     write_text(path, shape.model_dump_json(indent=2, exclude_none=True) + "\n")

@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 from planner.cli import (
     check,
     estimate,
+    explain,
     export,
     fit,
     hardware,
@@ -21,6 +22,7 @@ from planner.cli import (
     parity,
     profile,
     replan,
+    report,
     run,
     schedule,
     search,
@@ -47,8 +49,8 @@ def _root(
 
 
 for _group in (
-    search, fit, check, estimate, schedule, trace, models, hardware, profile, run, replan, parity, verify, export,
-    import_,
+    search, fit, check, estimate, explain, report, schedule, trace, models, hardware, profile, run, replan, parity,
+    verify, export, import_,
 ):  # fmt: skip
     _group.register(app)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from costmodels.vocabulary.bounds import MOST_DEVICES, MOST_TOKENS
+
+if TYPE_CHECKING:
+    from planner.layout.layout import Pins
 
 
 class GpuRange(NamedTuple):
@@ -34,11 +38,38 @@ def gpu_range(text: str) -> GpuRange:
     return GpuRange(*counts)
 
 
-def whole_tokens(tokens: float) -> int:
-    """``--tokens 15e12`` as a number; BadParameter where it is none."""
+_SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def token_count(text: str) -> int:
+    """``15e12``, ``15T``, ``300B`` or ``5000000``; BadParameter where it is no number of tokens."""
+    number, scale = (text[:-1], _SCALES[text[-1:].lower()]) if text[-1:].lower() in _SCALES else (text, 1)
+    try:
+        tokens = round(float(number) * scale)
+    except (ValueError, OverflowError):  # infinite, or no number
+        tokens = 0
     if not 1 <= tokens <= MOST_TOKENS:
-        raise typer.BadParameter(f"--tokens must be between 1 and {MOST_TOKENS:.0e}, got {tokens:g}")
-    return round(tokens)
+        shown = text if len(text) < 30 else f"{text[:30]}..."
+        raise typer.BadParameter(f"{shown!r} is no number of tokens up to {MOST_TOKENS:.0e}: give 15e12, 15T or 300B")
+    return tokens
+
+
+def pins_of(text: str) -> Pins:
+    """``tp=4,pp=2``: options of ``planner search`` that fix a choice; InputError where one is none of them."""
+    from planner.errors import InputError
+    from planner.layout.layout import Pins
+
+    given: dict[str, int | bool | str] = {}
+    words = {"on": True, "true": True, "off": False, "false": False}
+    for part in text.split(","):
+        name, _, value = (each.strip() for each in part.partition("="))
+        number = int(value) if value.isascii() and value.isdigit() else value
+        given[name.replace("-", "_")] = words.get(value.lower(), number)
+    try:
+        return Pins.of(given)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name.replace("_", "-") for field in fields(Pins))
+        raise InputError(f"{text!r} fixes no choice of a plan: {error}", hint=f"give {names}, as tp=4,pp=2") from error
 
 
 Hardware = Annotated[
@@ -58,6 +89,15 @@ Framework = Annotated[
     typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
 ]
 WRITES_PLAN = "Write the plan here, - for stdout; known to be writable before the work begins."
+TokenCount = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        parser=token_count,
+        metavar="N",
+        help="Tokens of the whole run, as 15e12 or 15T: its days, GPU-hours, dollars.",
+    ),
+]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="The plan's model may be code outside the plan's own folder: run it as your own."),

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.front import Shown, range_progress, show_range
-from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, gpu_range, whole_tokens
+from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, TokenCount, gpu_range
 from planner.cli.process import interruptible, process_began_s
 from planner.cli.terminal import data_console, talk_console
 from planner.layout.deadline import Deadline
@@ -80,9 +80,7 @@ def search(  # over 6 arguments: one for each option of the command line
     robust: Annotated[
         bool, typer.Option("--robust", help="Best where links or a host are slow: the worst of a few cases decides.")
     ] = False,
-    tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens of the whole run, as 15e12: its days, GPU-hours, dollars.")
-    ] = None,
+    tokens: TokenCount = None,
     top: Annotated[
         int | None,
         typer.Option(
@@ -158,7 +156,7 @@ def search(  # over 6 arguments: one for each option of the command line
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
         prefer=prefer, framework=framework or OUR_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
-        num_tokens=None if tokens is None else whole_tokens(tokens),
+        num_tokens=tokens,
     )  # fmt: skip
     check_output(output)
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.mesh import Mesh
@@ -57,8 +57,14 @@ class Pins:
     @staticmethod
     def of(given: Mapping[str, int | bool | str]) -> Pins:
         """The pins that ``given`` names; TypeError or ValueError where it names none, or none of its choices."""
-        words = {"schedule": ScheduleName, "recompute": Recompute, "offload": Offload}
+        words = {
+            "schedule": ScheduleName, "recompute": Recompute, "offload": Offload, "cp_method": ContextMethod,
+        }  # fmt: skip
         values: dict[str, Any] = {name: words[name](v) if name in words else v for name, v in given.items()}
+        kinds = get_type_hints(Pins)
+        wrong = [name for name, v in values.items() if name in kinds and type(v) not in get_args(kinds[name])]
+        if wrong:
+            raise TypeError(", ".join(f"{name}={values[name]!r} is none of its choices" for name in wrong))
         return Pins(**values)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from costmodels.ledger import MemoryLedger
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.mixed import grown
@@ -35,9 +36,24 @@ Fits = Callable[[Attempt], bool]  # whether any layout fits
 MOST_PARTS = 3
 
 
+def lacking_bytes(closest: Evaluated) -> float:
+    """What the fullest device lacks, or where that is less scarce the fullest node's host memory or NVMe."""
+    need, room = _fullest(closest)
+    host = closest.host
+    if host is None or host.share < need.total_bytes / room:
+        return need.total_bytes - room
+    _, needed, capacity, _ = _scarcest(host)
+    return needed - capacity
+
+
+def _fullest(found: Evaluated) -> tuple[MemoryLedger, float]:
+    """The ledger of the device that is fullest, and what a plan may take of it."""
+    return max(zip(found.ledgers, found.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
+
+
 def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str, memory_risk: float) -> str:
     """What binds, with its values. ``space_text``: the layouts of which ``closest`` needs least."""
-    need, room = max(zip(closest.ledgers, closest.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
+    need, room = _fullest(closest)
     host = closest.host
     even = f"Even the smallest of {space_text} ({layout_text(closest.layout)}) needs"
     if host is None or host.share < need.total_bytes / room:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 
 from costmodels.compute import peak_flops_per_s
 from costmodels.ledger import MemoryLedger
@@ -265,6 +266,14 @@ def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
 def term_bytes(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
     """The terms of ``ledger`` that there are."""
     return {name: round(num_bytes) for name, num_bytes in ledger.rows if round(num_bytes) > 0}
+
+
+def term_bytes_exactly(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
+    """The terms of ``ledger`` that there are, in whole bytes that add up to its rounded total."""
+    rows = [(name, num_bytes) for name, num_bytes in ledger.rows if num_bytes > 0]
+    ends = [round(end) for end in accumulate((num_bytes for _, num_bytes in rows), initial=0.0)]
+    pairs = zip(rows, pairwise(ends), strict=True)
+    return {name: end - start for (name, _), (start, end) in pairs if end > start}
 
 
 def rank_memory_bytes(layout: Layout, cluster: ClusterSpec) -> tuple[float, ...]:
