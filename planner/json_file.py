@@ -86,9 +86,9 @@ class FileFormat(Generic[Value]):
 
     def read(self, path: Path) -> Value:
         """The value in ``path``; ``error_class`` with every violation where it is none."""
-        content = read_content(path, self.error_class, self.max_bytes)
-        try:
-            value = self.model.model_validate_json(content)
+        content = _object_in(read_content(path, self.error_class, self.max_bytes), path, self.error_class)
+        try:  # of Python's own values: of JSON text, each error would keep a copy of what it stands in
+            value = self.model.model_validate(content)
         except ValidationError as error:
             self._check_version(content, path)  # says more than the violations of another version would
             raise self._refused(path, violations_of(error)) from error
@@ -99,12 +99,12 @@ class FileFormat(Generic[Value]):
             raise self._refused(path, found)
         return value
 
-    def _check_version(self, content: bytes, path: Path) -> None:
-        version = _object_in(content, path, self.error_class).get("schema_version")
+    def _check_version(self, content: dict[str, object], path: Path) -> None:
+        version = content.get("schema_version")
         if version != self.version:
             raise self.error_class(
-                f"{path} is no {self.name} of this planner: schema_version is {version!r}, this planner reads "
-                f"{self.version}",
+                f"{path} is no {self.name} of this planner: schema_version is {_shortened(repr(version))}, this "
+                f"planner reads {self.version}",
                 hint=self.way_out,
             )
 
