@@ -36,6 +36,10 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tensors:
             self._count(tensor)
 
+    def start_over(self) -> None:
+        """From here on ``peak_bytes`` is counted anew, from what is held now."""
+        self.peak_bytes = self.live_bytes
+
     def __enter__(self) -> LiveMemory:
         """Begins to count."""
         resize, tracker = self._resize, self

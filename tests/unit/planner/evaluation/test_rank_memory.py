@@ -80,8 +80,8 @@ def bytes_counted_by_torch() -> dict[str, float]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build_family(CONFIG)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in (*model.get_submodule("layers").children(), model):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+            for module in (*model.get_submodule("layers").children(), model):  # as planner.executor.data_parallel
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             tracker = MemTracker()
             tracker.track_external(model)
             with tracker:
