@@ -67,7 +67,7 @@ class Case:
     num_devices: int = 8
     pins: dict[str, int | bool | str] = field(default_factory=dict)
     hardware: str = "dgx-b200"  # room for every variant
-    global_batch_size: int | None = 16
+    global_batch_size: int | None = None
 
     def plan(self, models: Path) -> Plan:
         """What the planner makes of it."""
@@ -111,10 +111,7 @@ def published() -> list[Case]:
         ("mixtral-8x7b", 64),
         ("deepseek-v3", 2048),
     )
-    return [
-        Case(f"full {name} {count}", name, count, hardware="dgx-h100-80gb", global_batch_size=None)
-        for name, count in rows
-    ]
+    return [Case(f"full {name} {count}", name, count, hardware="dgx-h100-80gb") for name, count in rows]
 
 
 def variants() -> list[Case]:
@@ -140,7 +137,13 @@ def variants() -> list[Case]:
     cases += [(name, {**base, "zero": stage}) for name in ("vocabulary", "gpt", "mixture") for stage in (1, 3)]
     cases += [(name, {**base, "zero": 3, "recompute": "selective"}) for name in ("gpt", "mixture")]
     cases += [("gpt", {**base, "zero": 1, "tp": 2, "sequence_parallel": True})]
-    return [Case(_name(model, pins), model, pins=pins) for model, pins in cases]
+    return [Case(_name(model, pins), model, pins=pins, global_batch_size=_batch(pins)) for model, pins in cases]
+
+
+def _batch(pins: dict[str, int | bool | str], num_devices: int = 8) -> int:
+    """Sequences for two micro-batches, or in a pipeline two a rank."""
+    pp = int(pins["pp"])
+    return num_devices // (pp * int(pins["tp"]) * int(pins["cp"])) * int(pins["micro_batch"]) * 2 * pp
 
 
 def _name(model: str, pins: dict[str, int | bool | str]) -> str:
