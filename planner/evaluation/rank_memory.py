@@ -248,7 +248,7 @@ class RankMemoryModel:
             reduces_each=zero.shards_gradients or layout.num_microbatches == 1,
             num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
             gathered_bytes=framework.units_in_transit * framework.item_bytes,
-            gradient_bytes=framework.item_bytes,
+            compute_bytes=framework.item_bytes,
             buffer_bytes=framework.reduction_bytes,
         )
 
