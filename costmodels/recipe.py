@@ -82,6 +82,8 @@ class MemoryFacts(_Value):
     gathered_update_shard_bytes: Quantity  # the same, of the shard that is sent
     extra_communicators: Quantity  # process groups besides those of the mesh's axes
     keeps_gradients: bool  # gradients lie in buffers for good; otherwise the first backward pass allocates them
+    # What is gathered and reduced is counted moment by moment, as FSDP2 does it, and not the most of each together.
+    has_fsdp_moments: bool = False
 
 
 class ErrorBand(_Value):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
+from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
@@ -44,10 +45,10 @@ def reserve_fraction(table: CostTable, mixes_lifetimes: bool | NDArray[np.bool])
 class Transient:
     """Bytes of a rank besides states and kept activations."""
 
-    working: float  # of the unit whose backward needs most, less what units behind it have freed by then
+    backward: Moment  # of the unit that needs most, less what units behind it have freed by then
+    last: Moment | None  # of the last micro-batch, with no other in flight, where only its gradients are reduced
     loss: float  # of the loss in forward
-    gathered: float  # parameters of units in transit (ZeRO 3)
-    reduced: float  # gradients of units in transit
+    gathered: float  # parameters of units in transit in forward (ZeRO 3)
     buffers: float
     waiting: float
     stranded: float
@@ -55,7 +56,7 @@ class Transient:
     @property
     def tensors(self) -> float:
         """Those that are allocated while a backward pass runs."""
-        return self.working + self.gathered + self.reduced + self.buffers
+        return self.backward.total + self.buffers
 
     @property
     def cached(self) -> float:
@@ -168,26 +169,30 @@ class RankMemoryModel:
         with all gradients.
         """
 
-        def ledger(gradients: float, activations: float, working: float, reduced: float) -> MemoryLedger:
+        def ledger(gradients: float, activations: float, moment: Moment) -> MemoryLedger:
             return self._ledger(
                 states,
                 gradients,
                 activations=activations,
-                working_set=working,
-                gathered_parameters=transient.gathered,
-                reduction_buffers=reduced,
+                working_set=moment.working,
+                gathered_parameters=moment.gathered,
+                reduction_buffers=moment.reduced,
                 gather_buffers=transient.buffers,
             )
 
         if self.holds_gradients:
-            return ledger(states.gradients, activation_bytes, transient.working, transient.reduced)
-        start = ledger(0.0, activation_bytes, transient.working, transient.reduced)
-        first = [stage[:1] for stage in stages[:1]]
-        kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
-        of = self._table.units.kinds
-        reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-        end = ledger(states.gradients, kept, self.transient(first).working, reduced)
-        return max(start, end, key=lambda moment: moment.total_bytes)
+            moments = [ledger(states.gradients, activation_bytes, transient.backward)]
+            if transient.last is not None:
+                once = sum(self.held(unit, Holding.KEPT) for stage in stages for unit in stage)
+                moments.append(ledger(states.gradients, min(activation_bytes, once), transient.last))
+        else:
+            first = [stage[:1] for stage in stages[:1]]
+            kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
+            of = self._table.units.kinds
+            reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
+            end = replace(transient.backward, working=self.transient(first).backward.working, reduced=reduced)
+            moments = [ledger(0.0, activation_bytes, transient.backward), ledger(states.gradients, kept, end)]
+        return max(moments, key=lambda moment: moment.total_bytes)
 
     @staticmethod
     def _ledger(states: StateBytes, gradients: float, **rows: float) -> MemoryLedger:
@@ -208,13 +213,24 @@ class RankMemoryModel:
 
     def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
-        working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
         kinds = {variant % self._num_kinds for variant in variants}
+        gathered = max((self.gathered_bytes(kind) for kind in kinds), default=0.0)
+        loss = self._most(variants, Holding.LOSS)
+        last = None
+        if self._table.framework.has_fsdp_moments:
+            sharding, at_work = self._sharding, [[self._unit_at_work(each) for each in stage] for stage in stages]
+            backward = max((fullest_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            if not sharding.reduces_each:
+                last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
+        else:
+            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
+            backward = Moment(working, gathered, reduced)
         return Transient(
-            working=working,
-            loss=self._most(variants, Holding.LOSS),
-            gathered=max((self.gathered_bytes(kind) for kind in kinds), default=0.0),
-            reduced=reduced,
+            backward=backward,
+            last=last,
+            loss=loss,
+            gathered=gathered,
             buffers=self._most(variants, Holding.BUFFER),
             waiting=min(
                 sum(self._of(variant, Holding.COLLECTIVE) for variant in variants), self._most(variants, Holding.QUEUED)
@@ -227,6 +243,27 @@ class RankMemoryModel:
         framework = self._table.framework
         in_transit = framework.units_in_transit * self._sizes[kind] * framework.item_bytes
         return in_transit * ZERO_STAGES[self._layout.zero_stage].shards_parameters
+
+    @cached_property
+    def _sharding(self) -> Sharding:
+        layout, framework = self._layout, self._table.framework
+        zero = ZERO_STAGES[layout.zero_stage]
+        return Sharding(
+            gathers_units=zero.shards_parameters,
+            reduces_each=zero.shards_gradients or layout.num_microbatches == 1,
+            num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
+            gathered_bytes=framework.units_in_transit * framework.item_bytes,
+            compute_bytes=framework.item_bytes,
+            buffer_bytes=framework.reduction_bytes,
+        )
+
+    def _unit_at_work(self, variant: int) -> UnitAtWork:
+        return UnitAtWork(
+            working=self._of(variant, Holding.WORKING),
+            loss=self._of(variant, Holding.LOSS),
+            kept=self._of(variant, Holding.KEPT),
+            elements=self._sizes[variant % self._num_kinds],
+        )
 
     def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
         """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.executor.build import example_batch, loaded_model
+from planner.executor.cuda_kernels import cuda_kernels
 from planner.executor.live_memory import LiveMemory
 from planner.executor.mesh import build_mesh, check_executable, place_of
 from planner.executor.optimizer import build_optimizer
@@ -74,7 +75,7 @@ def _check_rank(plan: Plan, loaded: LoadedModel, pp_rank: int) -> RankCheck:
     allocated, problem = None, None
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
-        with FakeTensorMode(allow_non_fake_inputs=True), _meshes_have_values():
+        with FakeTensorMode(allow_non_fake_inputs=True), _meshes_have_values(), cuda_kernels():
             allocated = _steps(plan, loaded, mesh)
     except Exception as error:  # whatever the model or torch raises is what is looked for
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
@@ -93,15 +94,14 @@ def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
         model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]
     shape = (training.global_batch_size // place_of(mesh).dp_degree, training.seq_len)
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in (model.input_name, "labels")}
-    peak = 0
-    for _ in range(NUM_STEPS):
-        tracker = LiveMemory()
-        tracker.note(model.parameters())
-        tracker.note(v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-        with tracker:
+    tracker = LiveMemory()
+    tracker.note(model.parameters())
+    tracker.note(buffer for root in model.roots for buffer in root.buffers())
+    with tracker:
+        for _ in range(NUM_STEPS):
+            tracker.start_over()
             train_step(model, optimizer, batch, mesh)
-        peak = tracker.peak_bytes
-    return peak
+    return tracker.peak_bytes
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ torch's own ``MemTracker`` follows modules as well, and so cannot count steps of
 """
 
 # pyright: reportPrivateUsage=false
-# torch has no public name for which storage a tensor's is.
+# torch has no public name for which storage a tensor's is, nor for how DTensor finds out shapes.
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 class LiveMemory(TorchDispatchMode):
     """Counts storages from their first use inside the context, or from ``note``, until they are freed or resized.
 
-    ``peak_bytes`` is the most that was held at once. What is allocated below torch's operators, such as the buffers of
+    ``peak_bytes`` is the most that was held at once. Whole tensors without values on which DTensor tries an operator to
+    learn its result's shape are not counted. What is allocated below torch's operators, such as the buffers of
     a communication library, is not seen.
     """
 
@@ -30,11 +32,17 @@ class LiveMemory(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        self._propagate: Callable[..., Any] = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._is_paused = False
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts what is there already: parameters, buffers, states."""
         for tensor in tensors:
             self._count(tensor)
+
+    def start_over(self) -> None:
+        """From here on ``peak_bytes`` is counted anew, from what is held now."""
+        self.peak_bytes = self.live_bytes
 
     def __enter__(self) -> LiveMemory:
         """Begins to count."""
@@ -45,7 +53,15 @@ class LiveMemory(TorchDispatchMode):
             tracker._take(storage._cdata, storage)
             return result
 
+        def propagated(*args: object, **kwargs: object) -> object:
+            before, tracker._is_paused = tracker._is_paused, True
+            try:
+                return tracker._propagate(*args, **kwargs)
+            finally:
+                tracker._is_paused = before
+
         torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagated  # pyright: ignore[reportAttributeAccessIssue]
         super().__enter__()
         return self
 
@@ -53,6 +69,7 @@ class LiveMemory(TorchDispatchMode):
         """Stops."""
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,7 +78,7 @@ class LiveMemory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in () if self._is_paused else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
         return result

@@ -5,9 +5,13 @@ second makes those of the weights, starting inside the recorded graph, where FSD
 done after it. It needs the parameters as they were recorded, so they stay gathered until the step's end (ZeRO 0 or 1).
 """
 
+# pyright: reportPrivateUsage=false
+# torch's stages allocate what they receive where no public method is.
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _make_tensor_from_meta, _RecvInfo
 from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.mesh import MeshAxis
@@ -31,7 +36,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from planner.executor.data_parallel import finish_backward, prepare_backward
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
-from planner.executor.stage_trace import TensorMeta
+from planner.executor.stage_trace import META, TensorMeta
 from planner.plan.schema import Plan
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -48,7 +53,9 @@ LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 class _Stage(PipelineStage):
     """A stage whose gradients are reduced as the plan's ZeRO stage says, with a pipeline as without.
 
-    torch's own stage would keep all gradients whole until the last micro-batch.
+    torch's own stage would keep all gradients whole until the last micro-batch, and for good a buffer for what it
+    receives of each micro-batch, in both directions. Here a buffer is there from when it is received into until the
+    pass that takes it has run; autograd keeps it longer where it needs it.
     """
 
     def __init__(
@@ -81,6 +88,72 @@ class _Stage(PipelineStage):
             prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
             finish_backward(root, last=last_backward)
         return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a micro-batch's forward pass."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a micro-batch's backward pass."""
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Takes gradients from a stage on the same rank; where there is none, torch writes zeros."""
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            self._allocate(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> object:
+        """Runs a micro-batch forward."""
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        _release(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs a micro-batch backward, or the first half of it."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _release(self.grad_recv_info[bwd_chunk_id])
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with self._without_memory():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            _release(infos)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with self._without_memory():
+            super()._setup_backward_recv_info(num_microbatches)
+        for infos in self.grad_recv_info.values():
+            _release(infos)
+
+    @contextlib.contextmanager
+    def _without_memory(self) -> Generator[None]:
+        """Lets torch make its buffers where they take none."""
+        device, self.device = self.device, META
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _allocate(self, infos: Iterable[_RecvInfo]) -> None:
+        for info in infos:
+            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _release(infos: Iterable[_RecvInfo]) -> None:
+    for info in infos:
+        info.buffer = None
 
 
 def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:

@@ -101,6 +101,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         head_weight=1.0 if recipe.head_weight is None else recipe.head_weight.value,
         plain_reserve=1.0 if plain is None else plain.value,
         units_in_transit=UNITS_IN_TRANSIT,
+        has_fsdp_moments=recipe.memory.has_fsdp_moments,
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
         reduction_bytes=recipe.state.reduction_bytes.value,

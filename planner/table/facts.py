@@ -113,6 +113,7 @@ class FrameworkFacts:
     head_weight: float  # of its elements, where stages are filled by weight
     plain_reserve: float  # of the allocator's reserve, what is left where no axis mixes the lifetimes of tensors
     units_in_transit: int  # gathered or reduced at once
+    has_fsdp_moments: bool
     keeps_gradients: bool
     reduces_in_place: bool
     reduction_bytes: float

@@ -80,8 +80,8 @@ def bytes_counted_by_torch() -> dict[str, float]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build_family(CONFIG)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in (*model.get_submodule("layers").children(), model):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+            for module in (*model.get_submodule("layers").children(), model):  # as planner.executor.data_parallel
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             tracker = MemTracker()
             tracker.track_external(model)
             with tracker:
@@ -173,7 +173,9 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_sharding() -> None:
         larger = choice._replace(
             micro_batch_size=2 * choice.micro_batch_size, num_microbatches=choice.num_microbatches // 2
         )
-        if larger in known and choice.num_microbatches % 2 == 0 and larger.num_microbatches > 1:
+        # Where all forward passes come first, half as many of twice the size keep as much, and free more at once.
+        all_in_flight = choice.schedule.rules.forwards_first and choice.mesh.pp > 1
+        if larger in known and choice.num_microbatches % 2 == 0 and larger.num_microbatches > 1 and not all_in_flight:
             assert need <= _peak(problem.table, larger) * (1 + 1e-9), choice
             compared += 1
         sharded = choice._replace(zero_stage=choice.zero_stage + 1)

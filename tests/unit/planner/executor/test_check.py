@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.api import find_plan
+from planner.cli.check import allocated_bytes
 from planner.executor.build import loaded_model
 from planner.executor.check import _check_rank
+from planner.layout.layout import Pins
 from planner.plan.plan_file import read_plan
+from planner.request import Request
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
 
@@ -39,3 +46,49 @@ def test_what_does_not_fit_is_told_with_its_reason() -> None:
     assert found.allocated_bytes is None
     assert found.problem is not None
     assert "layers.0" in found.problem  # the plan names modules that this model has not
+
+
+WIDE = """
+from planner.models.config import FamilyConfig
+from planner.models.family import build_family
+
+def build_model():
+    return build_family(FamilyConfig(family="llama", layers=2, hidden=1024, heads=8, kv_heads=4, ffn=2816, vocab=8192,
+                                     mlp="swiglu", seq_len=512))
+"""
+WITHIN = 0.03  # of the ledger
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        *(Pins(zero=zero, pp=1, dp=4, recompute=Recompute.NONE) for zero in (1, 2, 3)),
+        Pins(zero=3, pp=1, dp=4, recompute=Recompute.FULL),
+        Pins(zero=1, pp=2, dp=2, recompute=Recompute.NONE, schedule=ScheduleName.ONE_F_ONE_B),
+    ],
+    ids=lambda pins: pins.describe().replace(", ", " "),
+)
+def test_tensors_take_what_the_ledger_says(pins: Pins, tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(WIDE)
+    pins = replace(pins, tp=1, cp=1, dp_replicate=1, micro_batch=2)
+    request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False)
+    plan = find_plan(request).plan
+    found = _check_rank(plan, loaded_model(plan), 0)
+    assert found.problem is None
+    assert found.allocated_bytes == pytest.approx(allocated_bytes(plan, 0), rel=WITHIN)
+
+
+def test_a_pipeline_holds_no_more_for_more_micro_batches() -> None:
+    plan = read_plan(EXAMPLE)
+    counted: list[int | None] = []
+    for num_microbatches in (8, 32):
+        pipeline = plan.pipeline.model_copy(update={"num_microbatches": num_microbatches})
+        batch = num_microbatches * plan.pipeline.micro_batch_size * plan.mesh.shape().dp
+        training = plan.training.model_copy(update={"global_batch_size": batch})
+        longer = plan.model_copy(update={"pipeline": pipeline, "training": training})
+        counted.append(_check_rank(longer, loaded_model(longer), 1).allocated_bytes)
+    assert counted[0] is not None
+    assert counted[1] is not None
+    sequence = plan.training.seq_len * 8  # bytes of one sequence of token ids, which a step holds with their labels
+    assert counted[1] - counted[0] <= 24 * plan.pipeline.micro_batch_size * 2 * sequence * 1.1

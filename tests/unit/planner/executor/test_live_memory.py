@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from planner.executor.live_memory import LiveMemory
+from tests.fake_world import fake_world
 
 
 def test_storages_count_once_until_they_are_freed_or_resized() -> None:
@@ -50,3 +53,15 @@ def test_one_step_is_what_torch_counts() -> None:
     with ours:
         training_step(model, optimizer)
     assert abs(ours.peak_bytes / expected - 1) < 0.01
+
+
+def test_of_a_tensor_over_ranks_only_the_local_part_counts() -> None:
+    with fake_world(2):
+        local = torch.zeros(500, 8)
+        x = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        tracker = LiveMemory()
+        tracker.note([x])
+        with tracker:
+            y = torch.log_softmax(x, -1)
+    assert y.shape == (1000, 8)
+    assert tracker.peak_bytes == 2 * local.untyped_storage().nbytes()

@@ -1,0 +1,105 @@
+"""What FSDP2 holds besides states and kept activations, moment by moment of a stage's backward pass.
+
+After torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`` and ``_fsdp_state.py``; ``planner check``
+runs that code and counts the same. The pass goes over the units of a stage from its end:
+
+- While the loss is at work nothing is gathered: the root's forward pass frees the last gathered unit, and the head's
+  hook gathers it again once there is a gradient of the logits.
+- A unit begins with its own parameters and those gathered for the next one, and with the gradients of the unit behind
+  it in the buffer from which they are reduced. There is one such buffer (``reduce_scatter_max_input_buffers``).
+- A unit ends with its gradients in the dtype of compute, copied into the next buffer, and with what it kept freed.
+- Where gradients stay whole until the last micro-batch (ZeRO 0 and 1) buffers are needed only there. Each unit frees
+  its copy of the parameters before its gradients are reduced, and of these leaves nothing but its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UnitAtWork:
+    """Of one unit the bytes of one micro-batch, and its elements when it is gathered."""
+
+    working: float
+    loss: float
+    kept: float
+    elements: float
+
+    @property
+    def besides_loss(self) -> float:
+        """Working set where the loss is not what needs most of it."""
+        return self.working if self.working > self.loss else 0.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the states are sharded, and the bytes of an element."""
+
+    gathers_units: bool  # ZeRO 3
+    reduces_each: bool  # the gradients of every micro-batch, not those of the last alone
+    num_shards: int
+    gathered_bytes: float  # of one element of the units in transit
+    compute_bytes: float  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
+    buffer_bytes: float  # where it is reduced, and added up
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes besides states and all kept activations."""
+
+    working: float
+    gathered: float
+    reduced: float
+
+    @property
+    def total(self) -> float:
+        """All three together."""
+        return self.working + self.gathered + self.reduced
+
+    def of_rows(self) -> Moment:
+        """The same in rows that are not negative: freed activations and gradients make room for what comes."""
+        rest = max(0.0, self.reduced + min(0.0, self.working))
+        return Moment(max(0.0, self.working), self.gathered, rest)
+
+
+def fullest_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
+    """The fullest of a micro-batch that finds gradients of earlier ones; ``stage``: its units in order."""
+    return max((moment.of_rows() for moment in _moments(stage, sharding)), key=_total)
+
+
+def fullest_last_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
+    """The fullest of the last micro-batch of a stage, when no other is in flight."""
+    return max((moment.of_rows() for moment in _last_moments(stage, sharding)), key=_total)
+
+
+def _moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment]:
+    freed = behind = 0.0  # bytes kept, and elements of the unit behind
+    buffer = sharding.buffer_bytes * sharding.reduces_each
+    yield Moment(0.0, 0.0, 0.0)
+    for unit in reversed(stage):
+        if unit.loss:
+            yield Moment(unit.loss - freed, 0.0, 0.0)
+        gathered = sharding.gathered_bytes * unit.elements if sharding.gathers_units else 0.0
+        yield Moment(unit.besides_loss - freed, gathered, buffer * behind)
+        yield Moment(-freed - unit.kept, gathered / 2, (sharding.compute_bytes + buffer) * unit.elements)
+        freed, behind = freed + unit.kept, unit.elements
+
+
+def _last_moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment]:
+    """Beside whole gradients, and whole copies of parameters."""
+    freed = behind = reduced = 0.0  # bytes kept, elements of the unit behind, bytes of states that are gone
+    gone_bytes = sharding.buffer_bytes * (1 - 1 / sharding.num_shards) + sharding.compute_bytes
+    yield Moment(0.0, 0.0, 0.0)
+    for unit in reversed(stage):
+        if unit.loss:
+            yield Moment(unit.loss - freed, 0.0, 0.0)
+        yield Moment(unit.besides_loss - freed, 0.0, sharding.buffer_bytes * behind - reduced)
+        freed, behind = freed + unit.kept, unit.elements
+        yield Moment(-freed, 0.0, (sharding.buffer_bytes - sharding.compute_bytes) * unit.elements - reduced)
+        reduced += gone_bytes * unit.elements
+
+
+def _total(moment: Moment) -> float:
+    return moment.total
