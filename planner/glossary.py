@@ -33,3 +33,15 @@ OF_MEMORY: Mapping[MemoryTerm, str] = {
     MemoryTerm.COMMUNICATORS: "buffers of NCCL or gloo",
     MemoryTerm.CONTEXT: "driver and libraries",
 }
+# Where there is no room for a line.
+SHORT: Mapping[Term, str] = {
+    Term.COMPUTE: "compute",
+    Term.RECOMPUTE: "recomputation",
+    Term.TENSOR: "TP exchanges",
+    Term.CONTEXT: "CP exchanges",
+    Term.EXPERT: "EP exchanges",
+    Term.DATA: "DP exchanges",
+    Term.SEND: "PP sends",
+    Term.BUBBLE: "bubble",
+    Term.OPTIMIZER: "optimiser",
+}

@@ -26,7 +26,7 @@ from planner.models.catalog import find_preset, list_presets
 from planner.models.config import FamilyConfig
 from planner.models.config_only import family_of
 from planner.models.own_code import file_digest
-from planner.plan.schema import ModelSection
+from planner.plan.schema import ModelSection as PlannedModel
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ def resolve_model(name: str) -> ModelSource:
     raise ModelError(f"no model {name!r}: neither a file nor a preset", hint=_nearest(name))
 
 
-def planned_source(model: ModelSection) -> ModelSource:
+def planned_source(model: PlannedModel) -> ModelSource:
     """Which model a plan names, found to be what the plan was made for where it is code; none of it is executed.
 
     UntrustedModelError where code lies outside the folder of the plan, PlanError where it is not what is recorded.
@@ -136,7 +136,7 @@ def planned_source(model: ModelSection) -> ModelSource:
     return replace(source, recorded=model.files)
 
 
-def _check_alone(source: ModelSource, model: ModelSection) -> None:
+def _check_alone(source: ModelSource, model: PlannedModel) -> None:
     """PlanError where a plan that records no files was made for something else than this one file."""
     assert source.path is not None
     content = read_content(source.path, ModelError)

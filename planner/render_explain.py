@@ -7,12 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from costmodels.vocabulary.terms import Term
 from planner.api.alternatives import Alternative, Verdict
 from planner.api.explain import Explanation, Prices
 from planner.api.operators import ComputeShares, Reached
 from planner.api.what_if import Resource, WhatIf
-from planner.glossary import OF_MEMORY
+from planner.glossary import OF_MEMORY, SHORT
 from planner.render import GIB, MIB, adding_up, degrees, layout_line, run_text, seconds, size
 
 # Operators that are shown one by one; the rest are one row.
@@ -164,20 +163,7 @@ def where_text(row: Alternative) -> str:
     step_s = 0.0 if row.candidate is None else row.candidate.step_time_s
     ranked = sorted(row.differences_s.items(), key=lambda pair: -abs(pair[1]))
     told = [(term, value) for term, value in ranked if abs(value) > 1e-3 * step_s][:2]
-    return ", ".join(f"{_SHORT[term]} {signed(value)}" for term, value in told) or "nothing"
-
-
-_SHORT = {
-    Term.COMPUTE: "compute",
-    Term.RECOMPUTE: "recomputation",
-    Term.TENSOR: "TP exchanges",
-    Term.CONTEXT: "CP exchanges",
-    Term.EXPERT: "EP exchanges",
-    Term.DATA: "DP exchanges",
-    Term.SEND: "PP sends",
-    Term.BUBBLE: "bubble",
-    Term.OPTIMIZER: "optimiser",
-}
+    return ", ".join(f"{SHORT[term]} {signed(value)}" for term, value in told) or "nothing"
 
 
 def signed(value: float) -> str:

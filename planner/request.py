@@ -27,13 +27,13 @@ from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import NO_PINS, Pins, Training
-from planner.model_file import SEARCH_AGAIN, ModelKind, ModelSource, planned_source, resolve_model
-from planner.plan.schema import ModelSection
+from planner.model_file import SEARCH_AGAIN, ModelKind, ModelSource, PlannedModel, planned_source, resolve_model
 from planner.pricing.facts import unpriced_offload
 from planner.pricing.target import PricingTarget
 
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
+DEFAULT_FRAMEWORK = OUR_FRAMEWORK
 # Tokens of a default global batch, for models up to so many parameters: what was trained with. Brown et al. 2020
 # (GPT-3), table 2.1: 0.5 M up to 0.8 B, 1 M for 1.3 and 2.7 B, 2 M for 6.7 and 13 B, 3.2 M for 175 B; Touvron et al.
 # 2023 (Llama 2): 4 M for 34 and 70 B; Grattafiori et al. 2024 (Llama 3), section 3.4.1: up to 16 M for 405 B. Larger
@@ -56,12 +56,12 @@ class Request:
     time_limit_s: float | None = None  # from the call on
     num_runners_up: int | None = None  # None: up to five of those that the search comes by
     prefer: Preference = Preference.SIMPLE
-    framework: str = OUR_FRAMEWORK  # whose recipe prices the layouts
+    framework: str = DEFAULT_FRAMEWORK  # whose recipe prices the layouts
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
     may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
     num_tokens: int | None = None  # of the whole training run, for what it takes
-    planned: ModelSection | None = None  # where ``model`` is that of a plan: its code is run as the plan records it
+    planned: PlannedModel | None = None  # where ``model`` is that of a plan: its code is run as the plan records it
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -150,7 +150,7 @@ def graph_of(request: Request, notes: list[str]) -> ModelGraph:
     return load_graph(request.model, request.seq_len, request.precision)
 
 
-def load_planned_graph(model: ModelSection, seq_len: int, precision: Precision, notes: list[str]) -> ModelGraph:
+def load_planned_graph(model: PlannedModel, seq_len: int, precision: Precision, notes: list[str]) -> ModelGraph:
     """The graph of a plan's model; code is run only where the cache has no graph of it, and the plan may run it.
 
     ModelError, UntrustedModelError: there is neither. PlanError: the code is not what the plan was made for.

@@ -49,15 +49,14 @@ def fit(  # over 6 arguments: one for each option of the command line
 ) -> int:
     """Say whether MODEL fits (exit code 0, else 3), the memory of the worst rank, and what else fits."""
     from planner.api.fit import find_fit
-    from planner.frameworks.registry import OUR_FRAMEWORK
     from planner.layout.layout import Pins
     from planner.render_fit import show_fit
-    from planner.request import DEFAULT_RISK, Request
+    from planner.request import DEFAULT_FRAMEWORK, DEFAULT_RISK, Request
 
     pins = Pins(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero, micro_batch=micro_batch, recompute=recompute, offload=offload)
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
-        precision=precision, optimizer=optimizer, pins=pins, framework=framework or OUR_FRAMEWORK,
+        precision=precision, optimizer=optimizer, pins=pins, framework=framework or DEFAULT_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
     )  # fmt: skip
     talk = talk_console()

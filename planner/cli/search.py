@@ -141,9 +141,8 @@ def search(  # over 6 arguments: one for each option of the command line
     output: Annotated[Path | None, typer.Option("-o", "--output", help=WRITES_PLAN)] = None,
 ) -> int:
     """Find the fastest way to split the training of MODEL over a cluster, with proof."""
-    from planner.frameworks.registry import OUR_FRAMEWORK
     from planner.layout.layout import Pins
-    from planner.request import DEFAULT_RISK, Request
+    from planner.request import DEFAULT_FRAMEWORK, DEFAULT_RISK, Request
 
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, zero=zero, micro_batch=micro_batch, schedule=schedule,
@@ -154,7 +153,7 @@ def search(  # over 6 arguments: one for each option of the command line
         model=model, num_devices=None if gpus is None else gpus.last, hardware=hardware, seq_len=seq_len,
         global_batch_size=global_batch,
         precision=precision, optimizer=optimizer, pins=pins, time_limit_s=time_limit, num_runners_up=top,
-        prefer=prefer, framework=framework or OUR_FRAMEWORK,
+        prefer=prefer, framework=framework or DEFAULT_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
         num_tokens=tokens,
     )  # fmt: skip
