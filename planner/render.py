@@ -125,6 +125,8 @@ def _layout(plan: Plan) -> Table:
         ("recomputation", ", ".join(f"{r.mode.value}: {len(r.modules)} blocks" for r in plan.recompute) or "none")
     )
     rows.append(("offload", plan.offload.value))
+    if plan.offloaded_activations:
+        rows.append(("activations in host memory", f"of {len(plan.offloaded_activations)} blocks"))
     rows.append(("precision, optimiser", f"{training.precision.value}, {training.optimizer.value}"))
     for name, value in rows:
         table.add_row(name, value)
@@ -269,6 +271,8 @@ def _layout_text(row: Candidate) -> str:
         parts.append(f"recompute {recompute}")
     if row.offload is not Offload.NONE:
         parts.append(f"offload {row.offload.value}")
+    if row.offloads_activations:
+        parts.append("activations to the host")
     return ", ".join(parts)
 
 

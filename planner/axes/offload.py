@@ -1,6 +1,7 @@
-"""Offloading: optimiser states lie in host memory or on NVMe, and the host updates them.
+"""Offloading: optimiser states lie in host memory or on NVMe, and the host updates them; activations in host memory.
 
-Nothing of a unit's work changes; what the host holds and how long it takes follows from numbers of elements.
+Nothing of a unit's work changes. What the host holds of states, and how long it takes, follows from numbers of
+elements; what it holds of a block's activations is what the block keeps on the device otherwise.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked, Axis, Executed
 
 
@@ -28,6 +30,11 @@ class OffloadAxis(Axis[None]):
 
 
 OFFLOAD = OffloadAxis()
+
+
+def activations_may_leave(asked: Asked, schedule: ScheduleName) -> bool:
+    """Whether blocks may keep activations in host memory: where it is asked for, under whole backward passes."""
+    return bool(asked.pins.offload_activations) and not schedule.rules.splits_backward
 
 
 def offload_of(asked: Asked) -> Offload:

@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
+from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
+
+# A block whose activations go to the host makes them, or uses them, while those of another are copied.
+BLOCKS_IN_TRANSIT = 2
 
 
 @overload
@@ -51,11 +55,12 @@ class Transient:
     buffers: float
     waiting: float
     stranded: float
+    offloaded: float  # activations of blocks on their way to the host, or back
 
     @property
     def tensors(self) -> float:
         """Those that are allocated while a backward pass runs."""
-        return self.working + self.gathered + self.reduced + self.buffers
+        return self.working + self.gathered + self.reduced + self.buffers + self.offloaded
 
     @property
     def cached(self) -> float:
@@ -69,10 +74,11 @@ class RankMemoryModel:
     def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows, modes: Sequence[int]) -> None:
         """``rows``: those of ``layout`` alone; ``modes``: place of the mode of recomputation of every unit."""
         self._table, self._layout, self._rows = table, layout, rows
-        of_modes = table.num_bytes[rows.work, rows.mode]  # [modes, kinds, Holding]
+        of_modes = held_bytes(table, rows.work, rows.mode)  # [modes, kinds, Holding]
         self._num_kinds = of_modes.shape[1]
         # A kind of units in one mode of recomputation is a variant.
         self._held: list[list[float]] = of_modes.reshape(-1, of_modes.shape[2]).tolist()  # [variants, Holding]
+        self._on_host: list[float] = bytes_on_host(table, rows.work, rows.mode).ravel().tolist()  # [variants]
         self._set_modes(modes)
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
@@ -129,6 +135,7 @@ class RankMemoryModel:
             working_set=transient.loss,
             gathered_parameters=transient.gathered,
             gather_buffers=transient.buffers,
+            offload_buffers=transient.offloaded,
         )
         update = self._ledger(
             states,
@@ -172,6 +179,7 @@ class RankMemoryModel:
                 gathered_parameters=transient.gathered,
                 reduction_buffers=reduced,
                 gather_buffers=transient.buffers,
+                offload_buffers=transient.offloaded,
             )
 
         if self.holds_gradients:
@@ -215,6 +223,7 @@ class RankMemoryModel:
                 sum(self._of(variant, Holding.COLLECTIVE) for variant in variants), self._most(variants, Holding.QUEUED)
             ),
             stranded=self._most(variants, Holding.STRANDED),
+            offloaded=BLOCKS_IN_TRANSIT * max((self._on_host[variant] for variant in set(variants)), default=0.0),
         )
 
     def gathered_bytes(self, kind: int) -> float:
@@ -242,6 +251,10 @@ class RankMemoryModel:
         if framework.reduces_in_place or mesh.dp * mesh.cp == 1:
             return 0.0
         return framework.units_in_transit * framework.reduction_bytes * largest
+
+    def on_host(self, unit: int) -> float:
+        """Bytes of one micro-batch that one unit keeps in host memory."""
+        return self._on_host[self._variants[unit]]
 
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""

@@ -42,6 +42,7 @@ class Pins:
     ep: int | None = None
     offload: Offload | None = None  # None: states stay on the devices
     cp_method: ContextMethod | None = None
+    offload_activations: bool | None = None  # True: each block may keep its own in host memory; None: as False
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -78,6 +79,7 @@ class Layout(NamedTuple):
     offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # without context parallelism it says nothing
+    offloads_activations: bool = False  # every block may keep its activations in host memory
 
     @property
     def is_plain_fsdp(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy as np
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.block_modes import held_bytes, places_of_modes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.layout_units import device_places
 from planner.evaluation.rank_memory import reserve_fraction
-from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -40,6 +42,7 @@ class AlikeKey(NamedTuple):
     offload: Offload
     groups: tuple[str, ...]
     recompute: Recompute | None
+    offloads_activations: bool
 
 
 class NumMicroBatches(NamedTuple):
@@ -61,9 +64,9 @@ class AlikeMemory:
         self.counts = table.counts
         self.times = unit_times(table, rows, 0)
         self.work_s = self.times.forward_s + self.times.backward_s
-        self.modes = list(MODES.values()) if key.recompute is None else [MODES[key.recompute]]
+        self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
         # The least of every mode: [layouts, kinds, Holding].
-        self._held = np.min([table.num_bytes[rows.work, mode] for mode in self.modes], axis=0)
+        self._held = np.min([self._held_in(mode) for mode in self.modes], axis=0)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
@@ -73,6 +76,10 @@ class AlikeMemory:
         latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
         self.send_s = latency_s + s_per_byte * num_bytes
         self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
+
+    def _held_in(self, mode: int) -> Array:
+        """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
+        return held_bytes(self.table, self.rows.work, np.full_like(self.rows.mode, mode))
 
     @cached_property
     def elements(self) -> Array:
@@ -110,12 +117,17 @@ class AlikeMemory:
         if len(self.modes) == 1 or self._key.groups:
             return np.zeros(len(self.num_microbatches))
         table, rows = self.table, self.rows
-        held = [table.num_bytes[rows.work, mode] for mode in self.modes]
+        held = [self._held_in(mode) for mode in self.modes]
         times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
         least = [self._least(each) for each in held]
         saved = [np.maximum(0.0, least[0] - each) for each in least]
         extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
         lacking = least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
+        if self._key.offloads_activations:
+            # What lies on the host saves as much whatever is recomputed: of these modes the fastest counts.
+            here = len(self.modes) // 2
+            extra = np.array([*extra[:here], np.min(extra[here:], axis=0)])
+            return _least_extra_s(np.array(saved[: here + 1]), extra, self.counts, lacking)
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
             both = few <= many
@@ -192,6 +204,26 @@ class AlikeMemory:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", by_kind(self.elements), each)
+
+
+def _least_extra_s(saved: Array, extra_s: Array, counts: Array, lacking: Array) -> Array:
+    """Seconds that units must take more so that they save the bytes that are ``lacking``, [layouts].
+
+    ``saved``, ``extra_s``: of one unit in each mode, [modes, layouts, kinds]. For any price of a byte, each unit costs
+    the least over its modes of its seconds less the price of what it saves, and what is lacking is paid: so much it
+    takes at least. Prices at which one mode becomes as good as another are tried.
+    Example: six units save 1 GiB for 0.3 s or 1.5 GiB for 0.9 s, and 3 GiB are lacking. At 0.3 s a GiB the modes cost 0
+    and 0.45 s, as nothing saved does: 0.9 s.
+    """
+    found = np.zeros(len(lacking))
+    for a, b in permutations(range(len(saved)), 2):
+        more = saved[b] - saved[a]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            prices = np.where((more > 0) & (extra_s[b] > extra_s[a]), (extra_s[b] - extra_s[a]) / more, 0.0)
+        for price in prices.T[prices.any(axis=0)]:  # of each kind, [layouts]
+            cheapest = np.min(extra_s - price[:, None] * saved, axis=0)
+            found = np.maximum(found, cheapest @ counts + price * lacking)
+    return found
 
 
 def by_kind(elements: Array) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 from costmodels.ledger import MemoryLedger
 from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
+from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.unit_times import LayoutRows, unit_times
@@ -203,4 +204,4 @@ class _SeveralStages:
     @cached_property
     def _held_of_modes(self) -> Array:
         """What a unit holds of one micro-batch, [modes, kinds, Holding]."""
-        return np.array([self._of.table.num_bytes[self._of.rows.work[0], mode] for mode in self._of.modes])
+        return held_bytes(self._of.table, self._of.rows.work[:1], np.array(self._of.modes))

@@ -8,7 +8,15 @@ from dataclasses import asdict
 from costmodels.compute import peak_flops_per_s
 from costmodels.ledger import MemoryLedger
 from costmodels.memory import MASTER_BYTES
-from costmodels.vocabulary.choices import Offload, Placement, Recompute, Replicate
+from costmodels.vocabulary.choices import (
+    BlockMode,
+    KeptOnHost,
+    Offload,
+    Placement,
+    Recompute,
+    Replicate,
+    recompute_of,
+)
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import Executed
@@ -57,6 +65,7 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         placements=placement_section(layout, graph, decision),
         recompute=recompute_rules(found, graph),
         offload=layout.offload,
+        offloaded_activations=tuple(name for name, mode in _block_modes(found, graph) if isinstance(mode, KeptOnHost)),
         cp_method=layout.cp_method,
         prediction=prediction_section(found, target, training),
         warnings=execution_warnings(Executed(layout, graph, cluster), training),
@@ -174,12 +183,16 @@ def _sharded_units(layout: Layout, graph: ModelGraph) -> tuple[str, ...]:
 
 def recompute_rules(found: Evaluated, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
     """The blocks of each mode, where anything is recomputed."""
-    blocks = [(unit.name, mode) for unit, mode in zip(graph.units, found.modes, strict=True) if unit.is_block]
+    blocks = _block_modes(found, graph)
     return tuple(
         RecomputeRule(mode=mode, modules=names)
         for mode in (Recompute.SELECTIVE, Recompute.FULL)
-        if (names := tuple(name for name, own in blocks if own is mode))
+        if (names := tuple(name for name, own in blocks if recompute_of(own) is mode))
     )
+
+
+def _block_modes(found: Evaluated, graph: ModelGraph) -> list[tuple[str, BlockMode]]:
+    return [(unit.name, mode) for unit, mode in zip(graph.units, found.modes, strict=True) if unit.is_block]
 
 
 def prediction_section(found: Evaluated, target: PricingTarget, training: Training) -> PredictionSection:
@@ -229,9 +242,13 @@ def offloaded_bytes(host: HostMemory | None) -> dict[str, int]:
     if host is None:
         return {}
     states = host.states
-    rows = {"arriving_gradients": states.gradients, "updated_parameters": states.parameters}
-    if not states.on_nvme:
-        rows = {"optimizer": states.optimizer, **rows}
+    rows: dict[str, float] = {}
+    if states.optimizer + states.gradients > 0:
+        rows = {"arriving_gradients": states.gradients, "updated_parameters": states.parameters}
+        if not states.on_nvme:
+            rows = {"optimizer": states.optimizer, **rows}
+    if states.activations > 0:
+        rows["activations"] = states.activations
     return {name: round(num_bytes) for name, num_bytes in rows.items()}
 
 
@@ -281,6 +298,7 @@ def candidate(label: str, found: Evaluated, target: PricingTarget) -> Candidate:
         recompute=found.only_mode,
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
+        offloads_activations=any(isinstance(mode, KeptOnHost) for mode in found.modes),
         cp_method=layout.cp_method,
         device_groups=layout.groups,
         step_time_s=found.step_time_s,
@@ -303,4 +321,6 @@ def layout_text(layout: Layout) -> str:
     ]
     if layout.offload is not Offload.NONE:
         parts.append(f"offload {layout.offload.value}")
+    if layout.offloads_activations:
+        parts.append("activations to the host where that helps")
     return ", ".join(parts)
