@@ -244,6 +244,8 @@ def _listed(numbers: Sequence[int], mix: Mix) -> list[Array]:
 
 
 def _all_counts(number: int, num_modes: int) -> Array:
+    if num_modes == 1:
+        return np.zeros((1, 0))
     every = np.indices((number + 1,) * (num_modes - 1)).reshape(num_modes - 1, -1).T
     return every[every.sum(axis=1) <= number].astype(np.float64)
 
@@ -258,7 +260,10 @@ def _counts_of_two(number: int, num_modes: int) -> Array:
 
 def _summed(numbers: Array, each: Array) -> Array:
     """``numbers`` [modes, choices] of things that are ``each`` [modes], added up in order."""
-    return sum((number * one for number, one in zip(numbers, each, strict=True)), np.zeros(numbers.shape[1]))
+    found = np.zeros(numbers.shape[1])
+    for number, one in zip(numbers, each, strict=True):
+        found = found + number * one
+    return found
 
 
 @dataclass(frozen=True)
