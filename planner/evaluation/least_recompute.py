@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import comb, prod
 
@@ -243,6 +243,7 @@ def _listed(numbers: Sequence[int], mix: Mix) -> list[Array]:
     return [np.vstack([number * np.eye(len(mix) - 1), np.zeros((1, len(mix) - 1))]) for number in numbers]
 
 
+@lru_cache(maxsize=256)
 def _all_counts(number: int, num_modes: int) -> Array:
     if num_modes == 1:
         return np.zeros((1, 0))
