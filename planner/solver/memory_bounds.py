@@ -5,7 +5,7 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import permutations
@@ -14,12 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
-from planner.evaluation.block_modes import held_bytes, places_of_modes
+from planner.evaluation.block_modes import bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.layout_units import device_places
-from planner.evaluation.rank_memory import reserve_fraction
+from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT, reserve_fraction
+from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
@@ -29,6 +31,7 @@ from planner.table.keys import SendKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 # Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
 
@@ -116,18 +119,9 @@ class AlikeMemory:
         """
         if len(self.modes) == 1 or self._key.groups:
             return np.zeros(len(self.num_microbatches))
-        table, rows = self.table, self.rows
-        held = [self._held_in(mode) for mode in self.modes]
-        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
-        least = [self._least(each) for each in held]
-        saved = [np.maximum(0.0, least[0] - each) for each in least]
-        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
-        lacking = least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
         if self._key.offloads_activations:
-            # What lies on the host saves as much whatever is recomputed: of these modes the fastest counts.
-            here = len(self.modes) // 2
-            extra = np.array([*extra[:here], np.min(extra[here:], axis=0)])
-            return _least_extra_s(np.array(saved[: here + 1]), extra, self.counts, lacking)
+            return self._likely_s if self.pp == 1 else self._least_of_mix_s(range(len(self.modes)), 0.0)
+        saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
             both = few <= many
@@ -142,6 +136,66 @@ class AlikeMemory:
         before = np.cumsum(sizes, axis=1) - sizes
         taken = np.clip(lacking[:, None] - before, 0.0, sizes)
         return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
+
+    @cached_property
+    def _savings(self) -> tuple[list[Array], list[Array], Array]:
+        """Bytes that each mode of a unit saves of the mean of ``_least``, its seconds, and the bytes that are lacking.
+
+        Lists of modes of [layouts, kinds], and [layouts].
+        """
+        table, rows = self.table, self.rows
+        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+        least = [self._least(self._held_in(mode)) for mode in self.modes]
+        saved = [np.maximum(0.0, least[0] - each) for each in least]
+        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
+        return saved, extra, least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
+
+    @cached_property
+    def _likely_s(self) -> Array:
+        """What blocks take more so that ranks fit that all hold about the same; infinite where they cannot.
+
+        Either nothing lies on the host, or it is copied in one way, for which each rank has buffers. Without a pipeline
+        the one rank takes no less.
+        """
+        here = len(self.modes) // 2
+        ways = range(here, len(self.modes))
+        blocks = [
+            kind for kind, is_block in zip(self.table.units.kinds, self.table.units.is_block, strict=True) if is_block
+        ]
+        found = [self._least_of_mix_s(range(here), self._beside_all)]
+        for way in ways:
+            on_host = bytes_on_host(self.table, self.rows.work, np.full_like(self.rows.mode, self.modes[way]))
+            buffers = BLOCKS_IN_TRANSIT * on_host[:, blocks].min(axis=1) * self.reserve
+            found.append(self._least_of_mix_s([*range(here), way], self._beside_all + buffers))
+        return np.min(found, axis=0)
+
+    @property
+    def _beside_all(self) -> Array:
+        """What a rank with every kind of unit holds, and ``_besides`` leaves out.
+
+        Its last unit is at work while nothing behind it has been freed; ZeRO 3 has its largest unit whole.
+        """
+        last, zero = self.table.units.kinds[-1], self.rows.zero_stage
+        working = self._held[..., PLACE[Holding.WORKING]]
+        more = working[:, last] - working.min(axis=1) if self.pp == 1 else np.zeros(len(zero))
+        sizes = self.elements[..., _TRAINABLE] + self.elements[..., _FROZEN]
+        largest = held_elements(sizes, self.elements[..., _EXPERT], self.rows.ep[:, None]).max(axis=1)
+        framework = self.table.framework
+        whole = framework.units_in_transit * framework.item_bytes * largest * _SHARDS_PARAMETERS[zero]
+        return (more + whole) * self.reserve + self._held[..., PLACE[Holding.STRANDED]].max(axis=1)
+
+    def _least_of_mix_s(self, modes: Sequence[int], more_bytes: Array | float) -> Array:
+        """The same where blocks may be in some of ``modes``, and the rank needs ``more_bytes``, [layouts].
+
+        Infinite where they cannot save enough.
+        """
+        saved, extra, lacking = self._savings
+        found = _least_extra_s(
+            np.array([saved[mode] for mode in modes]), np.array([extra[mode] for mode in modes]), self.counts,
+            lacking + more_bytes,
+        )  # fmt: skip
+        most = np.max([saved[mode] for mode in modes], axis=0) @ self.counts
+        return np.where(lacking + more_bytes > most * (1 + 1e-9), np.inf, found)
 
     def _least(self, held: Array) -> Array:
         """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].
@@ -170,7 +224,10 @@ class AlikeMemory:
             flying = self.layouts.each(
                 NumMicroBatches, lambda key: self.schedule.rules.in_flight(self.pp, key.num_microbatches)
             )
-        kept = self._held[..., PLACE[Holding.KEPT]] * self.reserve[:, None]
+        # Any weights give a bound. Those of what blocks keep on the device are near the best where some do.
+        here = self.modes[: len(self.modes) // 2] if self._key.offloads_activations else self.modes
+        held = np.min([self._held_in(mode)[..., PLACE[Holding.KEPT]] for mode in here], axis=0)
+        kept = held * self.reserve[:, None]
         states, activations = self.static_bytes @ self.counts, kept @ self.counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
         weights /= weights.sum(axis=1, keepdims=True) * self._room
