@@ -5,11 +5,11 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import permutations
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -80,6 +80,11 @@ class AlikeMemory:
         self.send_s = latency_s + s_per_byte * num_bytes
         self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
 
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether each block may keep its activations in host memory."""
+        return self._key.offloads_activations
+
     def _held_in(self, mode: int) -> Array:
         """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
         return held_bytes(self.table, self.rows.work, np.full_like(self.rows.mode, mode))
@@ -120,7 +125,7 @@ class AlikeMemory:
         if len(self.modes) == 1 or self._key.groups:
             return np.zeros(len(self.num_microbatches))
         if self._key.offloads_activations:
-            return self._likely_s if self.pp == 1 else self._least_of_mix_s(range(len(self.modes)), 0.0)
+            return self.likely_s if self.pp == 1 else self._partly_on_host_s
         saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
@@ -151,51 +156,72 @@ class AlikeMemory:
         return saved, extra, least[0] @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
 
     @cached_property
-    def _likely_s(self) -> Array:
+    def likely_s(self) -> Array:
         """What blocks take more so that ranks fit that all hold about the same; infinite where they cannot.
 
         Either nothing lies on the host, or it is copied in one way, for which each rank has buffers. Without a pipeline
         the one rank takes no less.
         """
+        saved, extra, lacking = self._savings
         here = len(self.modes) // 2
-        ways = range(here, len(self.modes))
-        blocks = [
-            kind for kind, is_block in zip(self.table.units.kinds, self.table.units.is_block, strict=True) if is_block
-        ]
-        found = [self._least_of_mix_s(range(here), self._beside_all)]
-        for way in ways:
-            on_host = bytes_on_host(self.table, self.rows.work, np.full_like(self.rows.mode, self.modes[way]))
-            buffers = BLOCKS_IN_TRANSIT * on_host[:, blocks].min(axis=1) * self.reserve
-            found.append(self._least_of_mix_s([*range(here), way], self._beside_all + buffers))
+        mixes = [(list(range(here)), 0.0), *(([*range(here), way], self.buffers[way]) for way in self.buffers)]
+        found: list[Array] = []
+        for modes, buffers in mixes:
+            needed = lacking + self._beside_all + buffers
+            of_mix = np.array([saved[mode] for mode in modes])
+            least = _least_extra_s(of_mix, np.array([extra[mode] for mode in modes]), self.counts, needed)
+            found.append(np.where(needed > of_mix.max(axis=0) @ self.counts * (1 + 1e-9), np.inf, least))
         return np.min(found, axis=0)
+
+    @cached_property
+    def _partly_on_host_s(self) -> Array:
+        """What blocks take at least where only some ranks may have buffers.
+
+        A rank has them whole once it copies any block. Of n blocks that it may hold, each counts with an n-th part.
+        """
+        saved, extra, lacking = self._savings
+        num_blocks = sum(self.table.units.is_block)
+        if self.schedule.rules.has_one_stage:
+            most, least_weight = num_blocks, self._weights[0].min(axis=1)
+        else:
+            most = stage_sizes(num_blocks, self.pp * self.virtual_stages).most * self.virtual_stages
+            least_weight = np.full(len(lacking), 1 / self.pp)
+        left = list(saved)
+        for way, buffers in self.buffers.items():
+            left[way] = np.maximum(0.0, saved[way] - (least_weight * buffers / most)[:, None])
+        return _least_extra_s(np.array(left), np.array(extra), self.counts, lacking + self._whole_bytes("least"))
+
+    @cached_property
+    def buffers(self) -> dict[int, Array]:
+        """For each place in ``modes`` of a way to the host what a rank needs besides that copies so, [layouts]."""
+        table, rows, half = self.table, self.rows, len(self.modes) // 2
+        blocks = [kind for kind, is_block in zip(table.units.kinds, table.units.is_block, strict=True) if is_block]
+        on_host = {
+            way: bytes_on_host(table, rows.work, np.full_like(rows.mode, self.modes[way]))
+            for way in range(half, len(self.modes))
+        }
+        return {
+            way: BLOCKS_IN_TRANSIT * of_kinds[:, blocks].min(axis=1) * self.reserve for way, of_kinds in on_host.items()
+        }
 
     @property
     def _beside_all(self) -> Array:
         """What a rank with every kind of unit holds, and ``_besides`` leaves out.
 
-        Its last unit is at work while nothing behind it has been freed; ZeRO 3 has its largest unit whole.
+        Its last unit is at work while nothing behind it has been freed.
         """
-        last, zero = self.table.units.kinds[-1], self.rows.zero_stage
-        working = self._held[..., PLACE[Holding.WORKING]]
-        more = working[:, last] - working.min(axis=1) if self.pp == 1 else np.zeros(len(zero))
+        last, working = self.table.units.kinds[-1], self._held[..., PLACE[Holding.WORKING]]
+        more = working[:, last] - working.min(axis=1) if self.pp == 1 else np.zeros(len(working))
+        stranded = self._held[..., PLACE[Holding.STRANDED]].max(axis=1)
+        return more * self.reserve + self._whole_bytes("largest") + stranded
+
+    def _whole_bytes(self, which: Literal["largest", "least"]) -> Array:
+        """Parameters that ZeRO 3 gathers of the largest unit, or of the least, with the allocator's reserve."""
+        framework, zero = self.table.framework, self.rows.zero_stage
         sizes = self.elements[..., _TRAINABLE] + self.elements[..., _FROZEN]
-        largest = held_elements(sizes, self.elements[..., _EXPERT], self.rows.ep[:, None]).max(axis=1)
-        framework = self.table.framework
-        whole = framework.units_in_transit * framework.item_bytes * largest * _SHARDS_PARAMETERS[zero]
-        return (more + whole) * self.reserve + self._held[..., PLACE[Holding.STRANDED]].max(axis=1)
-
-    def _least_of_mix_s(self, modes: Sequence[int], more_bytes: Array | float) -> Array:
-        """The same where blocks may be in some of ``modes``, and the rank needs ``more_bytes``, [layouts].
-
-        Infinite where they cannot save enough.
-        """
-        saved, extra, lacking = self._savings
-        found = _least_extra_s(
-            np.array([saved[mode] for mode in modes]), np.array([extra[mode] for mode in modes]), self.counts,
-            lacking + more_bytes,
-        )  # fmt: skip
-        most = np.max([saved[mode] for mode in modes], axis=0) @ self.counts
-        return np.where(lacking + more_bytes > most * (1 + 1e-9), np.inf, found)
+        held = held_elements(sizes, self.elements[..., _EXPERT], self.rows.ep[:, None])
+        size = held.max(axis=1) if which == "largest" else held.min(axis=1)
+        return framework.units_in_transit * framework.item_bytes * size * _SHARDS_PARAMETERS[zero] * self.reserve
 
     def _least(self, held: Array) -> Array:
         """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].

@@ -128,12 +128,25 @@ class _SeveralStages:
     def _extra_of_rank(self, rank: int, kind: int) -> tuple[int, Array]:
         """The fewest blocks of a rank; what so many, one more, and so on must at least recompute so that they may fit.
 
+        Where blocks may go to the host either none does, or they do in one way, for which the rank has buffers.
+        """
+        num_modes, ways = len(self._of.modes), self._of.buffers if self._of.offloads_activations else {}
+        here = list(range(num_modes - len(ways)))
+        found = [self._extra_of_mix((rank, kind), here, 0.0)]
+        found += [self._extra_of_mix((rank, kind), [*here, way], float(more[0])) for way, more in ways.items()]
+        return found[0][0], np.min([extra for _, extra in found], axis=0)
+
+    def _extra_of_mix(self, where: tuple[int, int], modes: Sequence[int], more_bytes: float) -> tuple[int, Array]:
+        """The same on a rank, of a kind, with blocks in some ``modes`` alone and ``more_bytes`` taken besides.
+
         Seconds of one micro-batch. For any price of a byte: a block in stage s costs the least over all modes of its
         seconds and the price of what it keeps there; the blocks go where that is least; and what the device has is paid
         back. So much is recomputed at least, whatever the price; those at which a mode becomes worth it are tried.
         """
+        rank, kind = where
         units, p, num_stages = self._of.table.units, self._of.pp, self._of.pp * self._of.virtual_stages
-        rules, held = self._of.schedule.rules, self._held_of_modes[:, kind]
+        rules, held = self._of.schedule.rules, self._held_of_modes[modes, kind]
+        extra_s = self._extra_s_of_modes[modes, kind]
         sizes = stage_sizes(sum(units.is_block), num_stages)
         shortened = rules.shortened_to_peak(p, int(self._of.num_microbatches[0]), MOST_ROUNDS)
         flying, waits = flying_by_stage(self._of.schedule, p, self._of.virtual_stages, shortened)
@@ -142,11 +155,11 @@ class _SeveralStages:
         kept = np.outer(held[:, PLACE[Holding.KEPT]], flying[stages])
         kept = (kept + np.outer(held[:, PLACE[Holding.WAITING]], waits[stages])) * self._of.reserve[0]
         static = self._of.static_bytes[0]
-        room = self._of.table.cluster.devices[0].memory_bytes - self._beside_blocks
+        room = self._of.table.cluster.devices[0].memory_bytes - self._beside_blocks - more_bytes
         room -= static[self._ends_of(rank)].sum()
-        prices = self._prices(kept, kind)
+        prices = self._prices(kept, extra_s)
         # Of a block in each stage at each price, with its own states; [prices, stages].
-        each = np.min(self._extra_s_of_modes[:, kind][None, :, None] + prices[:, None, None] * kept[None], axis=1)
+        each = np.min(extra_s[None, :, None] + prices[:, None, None] * kept[None], axis=1)
         each = each + prices[:, None] * static[kind]
         more = np.sort(np.repeat(each, sizes.most - least, axis=1), axis=1)
         held_s = np.concatenate([np.zeros((len(prices), 1)), np.cumsum(more, axis=1)], axis=1)
@@ -174,9 +187,10 @@ class _SeveralStages:
         passing = (held[:, PLACE[Holding.WORKING]] + held[:, PLACE[Holding.BUFFER]]).min() + model.gathered_bytes(kind)
         return outside + float(passing * self._of.reserve[0] + held[:, PLACE[Holding.STRANDED]].min())
 
-    def _prices(self, kept: Array, kind: int) -> Array:
+    @staticmethod
+    def _prices(kept: Array, extra: Array) -> Array:
         """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
-        extra, kept = self._extra_s_of_modes[:, kind], np.unique(kept, axis=1)
+        kept = np.unique(kept, axis=1)
         found = {0.0}
         for a in range(len(extra)):
             for b in range(len(extra)):
