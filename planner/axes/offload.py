@@ -19,14 +19,19 @@ class OffloadAxis(Axis[None]):
     name: ClassVar[str] = "offload"
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Only planned for, as yet."""
-        offload = run.layout.offload
-        if offload is Offload.NONE:
-            return []
-        return [
-            f"planner run does not execute offloading yet (offload={offload.value}): pin --offload none to "
-            "train with it"
-        ]
+        """States are only planned for, as yet; activations are copied, but hidden behind nothing."""
+        offload, found = run.layout.offload, list[str]()
+        if offload is not Offload.NONE:
+            found.append(
+                f"planner run does not execute offloading yet (offload={offload.value}): pin --offload none to "
+                "train with it"
+            )
+        if run.layout.offloads_activations:
+            found.append(
+                "planner run copies activations to the host and back in turn with the computation, not beside it as "
+                "predicted: where blocks offload it is slower by the time of these copies"
+            )
+        return found
 
 
 OFFLOAD = OffloadAxis()

@@ -54,6 +54,8 @@ def model_section(graph: ModelGraph) -> ModelSection:
 def described(found: Evaluated, target: PricingTarget, training: Training, decision: Decision) -> Plan:
     """``found`` as a Plan without a search section; ``decision``: the placements of its tensor-parallel degree."""
     graph, cluster, layout = target.graph, target.cluster, found.layout
+    on_host = tuple(name for name, mode in _block_modes(found, graph) if isinstance(mode, KeptOnHost))
+    executed = layout._replace(offloads_activations=bool(on_host))
     return Plan(
         model=model_section(graph),
         hardware=cluster.profile.name,
@@ -65,10 +67,10 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         placements=placement_section(layout, graph, decision),
         recompute=recompute_rules(found, graph),
         offload=layout.offload,
-        offloaded_activations=tuple(name for name, mode in _block_modes(found, graph) if isinstance(mode, KeptOnHost)),
+        offloaded_activations=on_host,
         cp_method=layout.cp_method,
         prediction=prediction_section(found, target, training),
-        warnings=execution_warnings(Executed(layout, graph, cluster), training),
+        warnings=execution_warnings(Executed(executed, graph, cluster), training),
     )
 
 
