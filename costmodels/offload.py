@@ -9,10 +9,10 @@ One device of n in a node, k of which share a link to the host (H: the host's me
     update        = max(bytes the update reads and writes / (0.455 H / n),  updated parameters / r,
                         states read from and written to NVMe / (its bandwidth / n))
 
-Activations of a block go down beside its forward pass and come back beside its backward pass, both at r: a rank that
-copies one way while others copy the other way shares the host's memory with them, never more than r each. Copies are
-made by engines of their own and take no multiprocessors (NVIDIA, CUDA C++ Programming Guide, "Asynchronous Concurrent
-Execution"), but the device's memory: compute beside them is slowed by at most r over its bandwidth.
+Activations of a block go down beside its forward pass and come back beside its backward pass, one way or the other at
+r. Copies are made by engines of their own and take no multiprocessors (NVIDIA, CUDA C++ Programming Guide,
+"Asynchronous Concurrent Execution"), but bandwidth of the device's memory: compute beside them takes longer by at most
+the share of it that r is.
 
 The update, the way up and NVMe work on different parts of the parameters at once, so the slowest of them counts.
 
