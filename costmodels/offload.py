@@ -1,4 +1,6 @@
-"""Seconds that a step takes longer because optimiser states lie in host memory or on NVMe, and the host updates them.
+"""What it takes to keep optimiser states or activations off the devices, in host memory or on NVMe.
+
+Optimiser states, which the host updates:
 
 One device of n in a node, k of which share a link to the host (H: the host's memory bandwidth, L: a link's):
 
@@ -6,6 +8,11 @@ One device of n in a node, k of which share a link to the host (H: the host's me
     gradients     = bytes / r, while the backward pass of the last micro-batch makes them (see costmodels.step)
     update        = max(bytes the update reads and writes / (0.455 H / n),  updated parameters / r,
                         states read from and written to NVMe / (its bandwidth / n))
+
+Activations of a block go down beside its forward pass and come back beside its backward pass, one way or the other at
+r. Copies are made by engines of their own and take no multiprocessors (NVIDIA, CUDA C++ Programming Guide,
+"Asynchronous Concurrent Execution"), but bandwidth of the device's memory: compute beside them takes longer by at most
+the share of it that r is.
 
 The update, the way up and NVMe work on different parts of the parameters at once, so the slowest of them counts.
 
@@ -68,6 +75,14 @@ def host_update_s(work: HostWork, node: NodeProfile, num_devices: int) -> float:
             raise ValueError("the profile does not say node.nvme_bandwidth_bytes_per_s")
         streams.append(work.streamed_bytes / (node.nvme_bandwidth_bytes_per_s.value / num_devices))
     return max(streams)
+
+
+def copy_s_per_byte(node: NodeProfile, num_devices: int) -> float:
+    """Seconds for a byte between one of ``num_devices`` devices in use and the host, one way, while all of them copy.
+
+    ValueError where the profile does not say enough.
+    """
+    return 1 / _copy_bytes_per_s(node, num_devices)
 
 
 def _host_bytes_per_s(node: NodeProfile, num_devices: int) -> float:

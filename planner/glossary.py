@@ -15,6 +15,7 @@ OF_TIME: Mapping[Term, str] = {
     Term.DATA: "gradients and parameters between replicas or shards, as far as compute does not hide them",
     Term.SEND: "waiting for activations and gradients from the neighbouring pipeline rank",
     Term.BUBBLE: "a pipeline rank without work while the pipeline fills, drains or is out of balance",
+    Term.OFFLOAD: "activations on their way to the host and back, as far as compute does not hide them",
     Term.OPTIMIZER: "the update of the parameters, once a step",
 }
 OF_MEMORY: Mapping[MemoryTerm, str] = {
@@ -26,6 +27,7 @@ OF_MEMORY: Mapping[MemoryTerm, str] = {
     MemoryTerm.GATHERED_PARAMETERS: "whole weights of blocks in use (ZeRO 3)",
     MemoryTerm.REDUCTION_BUFFERS: "gradients on their way between ranks",
     MemoryTerm.GATHER_BUFFERS: "whole inputs of split operators",
+    MemoryTerm.OFFLOAD_BUFFERS: "activations on their way to the host, or back",
     MemoryTerm.GATHERED_UPDATE: "updated weights being gathered (ZeRO 1)",
     MemoryTerm.WAITING_COLLECTIVES: "freed, but still used by a collective",
     MemoryTerm.STRANDED_COPIES: "freed, but too small to be used again",
@@ -43,5 +45,6 @@ SHORT: Mapping[Term, str] = {
     Term.DATA: "DP exchanges",
     Term.SEND: "PP sends",
     Term.BUBBLE: "bubble",
+    Term.OFFLOAD: "copies to the host",
     Term.OPTIMIZER: "optimiser",
 }

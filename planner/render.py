@@ -149,6 +149,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("recomputation", ", ".join(f"{r.mode.value}: {len(r.modules)} blocks" for r in plan.recompute) or "none")
     )
     rows.append(("offload", plan.offload.value))
+    if plan.offloaded_activations:
+        rows.append(("activations in host memory", f"of {len(plan.offloaded_activations)} blocks"))
     rows.append(("precision, optimiser", f"{training.precision.value}, {training.optimizer.value}"))
     return rows
 
@@ -293,6 +295,8 @@ def layout_line(row: Candidate) -> str:
         parts.append(f"recompute {recompute}")
     if row.offload is not Offload.NONE:
         parts.append(f"offload {row.offload.value}")
+    if row.offloads_activations:
+        parts.append("activations to the host")
     return ", ".join(parts)
 
 

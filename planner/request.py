@@ -115,14 +115,17 @@ def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
         )
 
 
-def check_offload(cluster: ClusterSpec, offload: Offload | None) -> None:
+def check_offload(cluster: ClusterSpec, offload: Offload | None, *, activations: bool | None = False) -> None:
     """HardwareError where the profile does not say enough of its nodes to price offloading."""
-    problem = unpriced_offload(cluster, offload or Offload.NONE)
-    if problem is not None:
-        raise HardwareError(
-            f"--offload {offload}: {problem}",
-            hint="use --offload none, or add the numbers to a profile of yours: planner profile -o profile.json",
-        )
+    asked = [(f"--offload {offload}", "--offload none", offload or Offload.NONE)]
+    asked += [("--offload-activations", "--no-offload-activations", Offload.CPU)] if activations else []
+    for option, instead, place in asked:
+        problem = unpriced_offload(cluster, place)
+        if problem is not None:
+            raise HardwareError(
+                f"{option}: {problem}",
+                hint=f"use {instead}, or add the numbers to a profile of yours: planner profile -o profile.json",
+            )
 
 
 def load_graph(model: str, seq_len: int | None, precision: Precision) -> ModelGraph:

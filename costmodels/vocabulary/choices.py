@@ -19,6 +19,28 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class KeptOnHost(StrEnum):
+    """The same, where what the block keeps lies in host memory from its forward to its backward pass."""
+
+    NONE = "none, on the host"
+    SELECTIVE = "selective, on the host"
+    FULL = "full, on the host"
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the block recomputes."""
+        return Recompute[self.name]
+
+
+BlockMode = Recompute | KeptOnHost
+"""What becomes of the activations of one block."""
+
+
+def recompute_of(mode: BlockMode) -> Recompute:
+    """What a block in this mode recomputes."""
+    return mode.recompute if isinstance(mode, KeptOnHost) else mode
+
+
 class Offload(StrEnum):
     """Where optimiser states live between steps."""
 

@@ -34,6 +34,7 @@ class Term(StrEnum):
     CONTEXT = "context_parallel", "context-parallel communication"
     EXPERT = "expert_parallel", "expert-parallel communication"
     DATA = "data_parallel", "data-parallel communication, exposed"
+    OFFLOAD = "offload", "activations to the host and back, exposed"
     SEND = "pipeline_communication", "pipeline communication"
     BUBBLE = "bubble", "pipeline bubble"
     OPTIMIZER = "optimizer", "optimiser step"
@@ -151,6 +152,7 @@ class MemoryTerm(StrEnum):
     GATHERED_PARAMETERS = "gathered_parameters"  # of the units that ZeRO 3 has in transit
     REDUCTION_BUFFERS = "reduction_buffers"  # gradients of the units in transit
     GATHER_BUFFERS = "gather_buffers"  # into which inputs that are split along the sequence are gathered
+    OFFLOAD_BUFFERS = "offload_buffers"  # activations of the blocks that are on their way to the host, or back
     GATHERED_UPDATE = "gathered_update"  # copies through which ZeRO 1 gathers updated parameters
     WAITING_COLLECTIVES = "waiting_collectives", Provenance.FITTED, Counted.RESERVED
     STRANDED_COPIES = "stranded_copies", Provenance.SPECIFIED, Counted.RESERVED

@@ -52,7 +52,7 @@ MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
 PINS_IN_THE_WAY = (
     "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp",
-    "sequence_parallel", "zero", "recompute", "offload",
+    "sequence_parallel", "zero", "recompute", "offload", "offload_activations",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class Question:
         check_memory_risk(request.memory_risk)
         cluster = load_cluster(request.hardware, request.num_devices, notes)
         check_precision(cluster, request.precision)
-        check_offload(cluster, request.pins.offload)
+        check_offload(cluster, request.pins.offload, activations=request.pins.offload_activations)
         graph = graph_of(request, notes)
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
@@ -279,7 +279,7 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
 def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float = EVEN_RISK) -> bool:
     """Whether any layout fits but for this risk, of the model of ``target``, as its framework runs it."""
     try:
-        check_offload(attempt.cluster, attempt.pins.offload)
+        check_offload(attempt.cluster, attempt.pins.offload, activations=attempt.pins.offload_activations)
         within = replace(target, cluster=attempt.cluster)
         return Problem.build(within, attempt.training, attempt.pins, memory_risk).has_any_fit
     except (HardwareError, InputError):
@@ -318,7 +318,7 @@ def planned_layout(
         notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")
         layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
-    check_offload(cluster, layout.offload)
+    check_offload(cluster, layout.offload, activations=layout.offloads_activations)
     graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)

@@ -1,6 +1,7 @@
-"""Offloading: optimiser states lie in host memory or on NVMe, and the host updates them.
+"""Offloading: optimiser states lie in host memory or on NVMe, and the host updates them; activations in host memory.
 
-Nothing of a unit's work changes; what the host holds and how long it takes follows from numbers of elements.
+Nothing of a unit's work changes. What the host holds of states, and how long it takes, follows from numbers of
+elements; what it holds of a block's activations is what the block keeps on the device otherwise.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Asked, Axis, Executed
 
 
@@ -17,17 +19,27 @@ class OffloadAxis(Axis[None]):
     name: ClassVar[str] = "offload"
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Only planned for, as yet."""
-        offload = run.layout.offload
-        if offload is Offload.NONE:
-            return []
-        return [
-            f"planner run does not execute offloading yet (offload={offload.value}): pin --offload none to "
-            "train with it"
-        ]
+        """States are only planned for, as yet; activations are copied, but hidden behind nothing."""
+        offload, found = run.layout.offload, list[str]()
+        if offload is not Offload.NONE:
+            found.append(
+                f"planner run does not execute offloading yet (offload={offload.value}): pin --offload none to "
+                "train with it"
+            )
+        if run.layout.offloads_activations:
+            found.append(
+                "planner run copies activations to the host and back in turn with the computation, not beside it as "
+                "predicted: where blocks offload it is slower by the time of these copies"
+            )
+        return found
 
 
 OFFLOAD = OffloadAxis()
+
+
+def activations_may_leave(asked: Asked, schedule: ScheduleName) -> bool:
+    """Whether blocks may keep activations in host memory: where it is asked for, under whole backward passes."""
+    return bool(asked.pins.offload_activations) and not schedule.rules.splits_backward
 
 
 def offload_of(asked: Asked) -> Offload:

@@ -129,6 +129,14 @@ def search(  # over 6 arguments: one for each option of the command line
         Offload | None,
         typer.Option(help="Where optimiser states live (default: none, on the GPUs).", rich_help_panel=_PINS),
     ] = None,
+    offload_activations: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-activations/--no-offload-activations",
+            help="Blocks may keep activations in host memory (default: no).",
+            rich_help_panel=_PINS,
+        ),
+    ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -147,7 +155,7 @@ def search(  # over 6 arguments: one for each option of the command line
     pins = Pins(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, zero=zero, micro_batch=micro_batch, schedule=schedule,
         virtual_stages=virtual_stages, recompute=recompute, sequence_parallel=sequence_parallel, offload=offload,
-        cp_method=cp_method,
+        cp_method=cp_method, offload_activations=offload_activations,
     )  # fmt: skip
     request = Request(
         model=model, num_devices=None if gpus is None else gpus.last, hardware=hardware, seq_len=seq_len,

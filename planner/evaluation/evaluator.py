@@ -16,7 +16,7 @@ from costmodels.overlap import exposed_s
 from costmodels.pipeline import Timeline
 from costmodels.pipeline_many import simulate_many, whole_s
 from costmodels.vocabulary.action import ActionLists
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import BlockMode, Offload, Recompute, recompute_of
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
@@ -37,22 +37,22 @@ _GATHER, _REDUCE, _ = range(len(Data))
 class Evaluated:
     """A layout with its stages: what it costs.
 
-    ``starts[k]`` is the first unit of stage k, ``modes[u]`` what unit u recomputes.
+    ``starts[k]`` is the first unit of stage k, ``modes[u]`` the mode of unit u.
     """
 
     layout: Layout
     starts: tuple[int, ...]
-    modes: tuple[Recompute, ...]
+    modes: tuple[BlockMode, ...]
     step_time_s: float
     breakdown: Mapping[Term, float]  # seconds on the rank that works longest; they sum to the step time
     memory: tuple[RankMemory, ...]  # per pipeline rank
     capacity_bytes: tuple[float, ...]  # that a plan may take of one device of each pipeline rank
-    host: HostMemory | None = None  # of the fullest node, where states are offloaded
+    host: HostMemory | None = None  # of the fullest node, where states or activations are offloaded
 
     @property
     def only_mode(self) -> Recompute | None:
         """What every block recomputes; None where they differ."""
-        modes = set(self.modes)
+        modes = set(map(recompute_of, self.modes))
         return modes.pop() if len(modes) == 1 else None
 
     @property
@@ -148,7 +148,8 @@ class Evaluator(LayoutUnits):
         """Seconds of every term in all micro-batches of one pipeline rank."""
         units = self._units_of_ranks(starts)[rank]
         times, m = self._ranks[rank].times, self.layout.num_microbatches
-        return {term: m * sum(sum(self._of_units(times.term_s(term, run), units)) for run in Pass) for term in Term}
+        terms = [term for term in Term if term is not Term.OFFLOAD or self.layout.offloads_activations]
+        return {term: m * sum(sum(self._of_units(times.term_s(term, run), units)) for run in Pass) for term in terms}
 
     def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
         """Seconds that a micro-batch waits for the allocator, for frameworks known to go on where memory is short."""

@@ -40,7 +40,6 @@ class Sharding:
     gathers_units: bool  # ZeRO 3
     reduces_each: bool  # the gradients of every micro-batch, not those of the last alone
     num_shards: int
-    gathered_bytes: float  # of one element of the units in transit
     compute_bytes: float  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
     buffer_bytes: float  # where it is reduced, and added up
 
@@ -78,12 +77,14 @@ def _moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment
     freed = behind = 0.0  # bytes kept, and elements of the unit behind
     buffer = sharding.buffer_bytes * sharding.reduces_each
     yield Moment(0.0, 0.0, 0.0)
-    for unit in reversed(stage):
+    copy_bytes = sharding.compute_bytes * sharding.gathers_units
+    for place, unit in reversed([*enumerate(stage)]):
+        own, following = copy_bytes * unit.elements, copy_bytes * stage[place - 1].elements if place else 0.0
         if unit.loss:
             yield Moment(unit.loss - freed, 0.0, 0.0)
-        gathered = sharding.gathered_bytes * unit.elements if sharding.gathers_units else 0.0
-        yield Moment(unit.besides_loss - freed, gathered, buffer * behind)
-        yield Moment(-freed - unit.kept, gathered / 2, (sharding.compute_bytes + buffer) * unit.elements)
+        yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
+        yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
+        yield Moment(-freed - unit.kept, following, (sharding.compute_bytes + buffer) * unit.elements)
         freed, behind = freed + unit.kept, unit.elements
 
 

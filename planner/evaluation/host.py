@@ -1,4 +1,4 @@
-"""Memory of the fullest node where states are offloaded, and how long its update takes."""
+"""Memory of the fullest node where states or activations are offloaded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class HostStates:
     gradients: float  # as they arrive
     parameters: float  # updated, on their way up
     on_nvme: bool
+    activations: float = 0.0
 
     @property
     def ram_bytes(self) -> float:
         """Of host memory."""
-        return self.gradients + self.parameters + (0.0 if self.on_nvme else self.optimizer)
+        states = self.gradients + self.parameters + (0.0 if self.on_nvme else self.optimizer)
+        return states + self.activations
 
     @property
     def nvme_bytes(self) -> float:
@@ -32,7 +34,13 @@ class HostStates:
 
     def times(self, factor: float) -> HostStates:
         """The same of ``factor`` devices."""
-        return HostStates(self.optimizer * factor, self.gradients * factor, self.parameters * factor, self.on_nvme)
+        return HostStates(
+            self.optimizer * factor,
+            self.gradients * factor,
+            self.parameters * factor,
+            self.on_nvme,
+            self.activations * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,14 @@ def host_states(optimizer_bytes: float, num_elements: float, host: HostFacts) ->
 
 
 def fullest_node(ranks: Sequence[HostStates], cluster: ClusterFacts, host: HostFacts) -> HostMemory:
-    """The node that needs most, from what a device of each pipeline rank keeps; ranks lie node by node in order."""
+    """The node that needs most, from what a device of each pipeline rank keeps; ranks lie node by node in order.
+
+    Where activations are offloaded no device may take more than an equal share of its node's memory, so that each rank
+    can choose by itself: the node then counts as full of devices of the rank that needs most.
+    """
+    if any(rank.activations > 0 for rank in ranks):
+        most = max(ranks, key=lambda rank: max(rank.ram_bytes / host.ram_bytes, _nvme_share(rank, host)))
+        return on_node(most.times(cluster.devices_per_node), host)
     each = cluster.num_devices // len(ranks)
     firsts = np.arange(0, cluster.num_devices, cluster.devices_per_node)
 
@@ -76,6 +91,10 @@ def fullest_node(ranks: Sequence[HostStates], cluster: ClusterFacts, host: HostF
     worst = int(np.argmax(sum(parts)))
     optimizer, gradients, parameters = (float(part[worst]) for part in parts)
     return on_node(HostStates(optimizer, gradients, parameters, ranks[0].on_nvme), host)
+
+
+def _nvme_share(states: HostStates, host: HostFacts) -> float:
+    return states.nvme_bytes / host.nvme_bytes if states.on_nvme else 0.0
 
 
 def on_node(states: HostStates, host: HostFacts) -> HostMemory:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -15,18 +17,19 @@ import numpy as np
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
 from costmodels.vocabulary.schedules import held_counts
 from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
-from planner.evaluation.host import HostMemory, fullest_node, host_states
+from planner.evaluation.host import HostMemory, HostStates, fullest_node, host_states
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.states import num_updated, state_bytes
-from planner.evaluation.unit_times import MODES, LayoutRows, UnitTimes, data_times, unit_times
+from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
 from planner.layout.columns import Array, key_of
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
-from planner.table.facts import DeviceFacts
+from planner.table.facts import DeviceFacts, HostFacts
 from planner.table.keys import StateKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
@@ -80,10 +83,10 @@ class OnDevice(NamedTuple):
 
 
 class LayoutUnits:
-    """A layout of ``table``, with what its units recompute."""
+    """A layout of ``table``, with the modes of its units."""
 
-    def __init__(self, table: CostTable, layout: Layout, modes: Sequence[Recompute] | None = None) -> None:
-        """``modes``: what each unit recomputes; where none are given, what the layout says, or nothing."""
+    def __init__(self, table: CostTable, layout: Layout, modes: Sequence[BlockMode] | None = None) -> None:
+        """``modes``: of each unit; where none are given, what the layout says, or nothing is recomputed."""
         self.table, self.layout = table, layout
         self._rows = LayoutRows.of_one(table, layout)
         self._kinds = list(table.units.kinds)
@@ -98,7 +101,7 @@ class LayoutUnits:
         }
         self._set_modes(modes or [layout.recompute or Recompute.NONE] * len(self._kinds))
 
-    def _set_modes(self, modes: Sequence[Recompute]) -> None:
+    def _set_modes(self, modes: Sequence[BlockMode]) -> None:
         self._memory_of: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
         of_blocks = {mode for mode, is_block in zip(modes, self.table.units.is_block, strict=True) if is_block}
         # Units that are no blocks recompute nothing in any mode: they take the name of the only one.
@@ -113,11 +116,18 @@ class LayoutUnits:
             of_units[place] = OnDevice(*priced, own)
         self._ranks = tuple(of_units[place] for place in self._places)
 
-    def with_modes(self, modes: Sequence[Recompute]) -> Self:
-        """The same layout with other choices of what each unit recomputes."""
+    def with_modes(self, modes: Sequence[BlockMode]) -> Self:
+        """The same layout with other modes of its units."""
         found = copy(self)
         found._set_modes(modes)
         return found
+
+    @cached_property
+    def free_modes(self) -> list[BlockMode]:
+        """Those that every block may take, the one of least time first."""
+        layout = self.layout
+        places = places_of_modes(layout.recompute, offloads_activations=layout.offloads_activations)
+        return [ALL_MODES[place] for place in places]
 
     def with_rank_of(self, other: Self, rank: int) -> Self:
         """The same layout and modes with the devices of one pipeline rank as ``other`` has them."""
@@ -177,12 +187,12 @@ class LayoutUnits:
     def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
         return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))
 
-    def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None) -> bool:
+    def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None) -> bool:
         """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
         return self.excess_bytes(rank, stages, modes) <= 0
 
     def excess_bytes(
-        self, rank: int, stages: Mapping[int, range], modes: Mapping[int, Recompute] | None = None
+        self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
         chosen = self if modes is None else self.with_some(modes)
@@ -193,7 +203,7 @@ class LayoutUnits:
         """Bytes that a byte of tensors that come and go takes, with the allocator's reserve."""
         return 1 + self.memory_model.software.reserve_fraction
 
-    def with_some(self, modes: Mapping[int, Recompute]) -> Self:
+    def with_some(self, modes: Mapping[int, BlockMode]) -> Self:
         """With other modes of some units; for what is asked of these units alone."""
         found = copy(self)
         found._modes = list(self._modes)
@@ -217,11 +227,15 @@ class LayoutUnits:
         return (self.capacity_bytes[rank] - lasting) / self.reserve
 
     def holding_of_modes(self, holding: Holding) -> Array:
-        """Bytes of one holding, [modes of recomputation, kinds]."""
-        return self.table.num_bytes[self._rows.work, self._rows.mode][..., PLACE[holding]]
+        """Bytes of one holding, [modes, kinds]."""
+        return held_bytes(self.table, self._rows.work, self._rows.mode)[..., PLACE[holding]]
+
+    def bytes_on_host_of_modes(self) -> Array:
+        """Bytes of one micro-batch that lie in host memory, [modes, kinds]."""
+        return bytes_on_host(self.table, self._rows.work, self._rows.mode)
 
     def extra_of_modes(self, rank: int) -> Array:
-        """Seconds of one micro-batch in a unit more than if nothing were recomputed, [modes, kinds]."""
+        """Seconds of one micro-batch in a unit more than if it kept everything on the device, [modes, kinds]."""
         times = self._ranks[rank].times
         whole = times.forward_s + times.backward_s
         return whole - whole[MODES[Recompute.NONE]]
@@ -250,34 +264,66 @@ class LayoutUnits:
 
     def host(self, starts: tuple[int, ...]) -> HostMemory | None:
         """The fullest node's own memory; None where nothing is offloaded."""
+        ranks = list(enumerate(self.stages_of_ranks(starts)))
+        activations = [self._bytes_on_host(rank, stages) for rank, stages in ranks]
+        if self.layout.offload is Offload.NONE and not any(activations):
+            return None
+        pairs = zip(ranks, activations, strict=True)
+        kept = [replace(self._states_on_host(stages), activations=most) for (_, stages), most in pairs]
+        return fullest_node(kept, self.table.cluster, self._host_facts)
+
+    @property
+    def _host_facts(self) -> HostFacts:
+        """Where activations alone are offloaded, they lie in RAM."""
+        offload = self.layout.offload
+        return self.table.cluster.host(Offload.CPU if offload is Offload.NONE else offload)
+
+    def _states_on_host(self, stages: Mapping[int, range]) -> HostStates:
+        """What one device of a rank keeps off itself of its states."""
         layout, table = self.layout, self.table
         if layout.offload is Offload.NONE:
-            return None
-        host = table.cluster.host(layout.offload)
+            return HostStates(0.0, 0.0, 0.0, on_nvme=False)
         on_device = key_of(StateKey, layout)._replace(offload=Offload.NONE)
         row = table.state_bytes[table.state_rows([on_device])[0]]
-        ranks = [self.memory_model.elements(list(stages.values())) for stages in self.stages_of_ranks(starts)]
-        kept = [
-            host_states(state_bytes(row, trainable, frozen, experts).optimizer, updated, host)
-            for trainable, frozen, experts in ranks
-            for updated in [num_updated(layout, trainable, experts)]
-        ]
-        return fullest_node(kept, table.cluster, host)
+        trainable, frozen, experts = self.memory_model.elements(list(stages.values()))
+        updated = num_updated(layout, trainable, experts)
+        return host_states(state_bytes(row, trainable, frozen, experts).optimizer, updated, self._host_facts)
+
+    def host_room_bytes(self, stages: Mapping[int, range]) -> float:
+        """Of one device's share of its node's memory, what its states leave to activations."""
+        copies = self.table.cluster.copies
+        return 0.0 if copies is None else copies.ram_bytes - self._states_on_host(stages).ram_bytes
+
+    def _bytes_on_host(self, rank: int, stages: Mapping[int, range]) -> float:
+        """The most that a pipeline rank keeps of activations in host memory."""
+        if not self.layout.offloads_activations:
+            return 0.0
+        on_host = self.memory_model.on_host
+        kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
+        return self._most_in_flight(rank, kept, {})
 
     def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
-        layout, held = self.layout, self.memory_model.held
-        pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
+        held = self.memory_model.held
         kept = {stage: sum(held(unit, Holding.KEPT) for unit in units) for stage, units in stages.items()}
+        # More, or less, from the first to the second half of a split backward pass.
+        halves = {} if self.layout.schedule.rules.has_one_stage else stages
+        waiting = {stage: sum(held(unit, Holding.WAITING) for unit in units) for stage, units in halves.items()}
+        return self._most_in_flight(rank, kept, waiting)
+
+    def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> float:
+        """The most bytes of all micro-batches in flight; ``kept``, ``waiting``: of one, in each stage."""
+        layout = self.layout
+        pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
         if pp == 1 and self.hides_exchanges:  # the next micro-batch's forward pass runs beside a backward pass
             return min(m, 2) * sum(kept.values())
         if rules.has_one_stage:
             return rules.in_flight(pp, m)[rank] * sum(kept.values())
         # More, or less, from the first to the second half of a split backward pass.
         counts = held_counts(layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))[rank]
-        in_order = sorted(stages)
-        waiting = [sum(held(unit, Holding.WAITING) for unit in stages[stage]) for stage in in_order]
-        return float((counts @ [*(kept[stage] for stage in in_order), *waiting]).max())
+        in_order = sorted(kept)
+        each = [*(kept[stage] for stage in in_order), *(waiting.get(stage, 0.0) for stage in in_order)]
+        return float((counts @ each).max())
 
 
 def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:

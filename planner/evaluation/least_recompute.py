@@ -1,9 +1,13 @@
-"""What the blocks of one pipeline rank recompute so that it fits its device, in the least time.
+"""The modes of the blocks of one pipeline rank with which it fits its device, in the least time.
 
-Blocks of one kind cost the same wherever they lie, so of each kind only two numbers are chosen: how many recompute
-everything, and how many the selective part. Which of them makes no difference to time, and least memory is needed
-where those that recompute most come first: behind them more has been freed by the time their backward pass runs, and
-in a rank of several stages the stage that holds most micro-batches gains most.
+A mode is what a block recomputes, and where the layout allows it whether what it keeps lies in host memory. Blocks of
+one kind cost the same wherever they lie, so of each kind only numbers are chosen: how many lie on the host, how many
+recompute everything, and how many the selective part. Which of them makes no difference to time, and least memory is
+needed where those that hold least come first: behind them more has been freed by the time their backward pass runs,
+and in a rank of several stages the stage that holds most micro-batches gains most.
+
+On the host all blocks of a rank recompute the same: a second way there would save no memory of the device. Of the
+node's memory each device may take an equal share.
 
 Whether a rank fits the ledger says. It is asked for few of the choices: for those near the fastest that should fit by
 what blocks keep alone.
@@ -11,16 +15,19 @@ what blocks keep alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cached_property, lru_cache
+from itertools import combinations
+from math import comb, prod
 
 import numpy as np
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import BlockMode, KeptOnHost
 from costmodels.vocabulary.terms import Holding
+from planner.evaluation.block_modes import MODES
 from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.layout.columns import Array, Positions
 
 # Choices of one rank whose ledgers are looked at: those that need least; and of those about to fit, the first that
@@ -34,29 +41,34 @@ Stages = Mapping[int, range]  # the units of each stage that a rank holds
 
 @dataclass(frozen=True)
 class Choice:
-    """What the units of a rank recompute.
+    """The modes of the units of a rank.
 
-    ``least_s``: no choice that fits takes less, in seconds a micro-batch more than if nothing were recomputed.
+    ``least_s``: no choice that fits takes less, in seconds a micro-batch more than in the modes of least time.
     """
 
     least_s: float
-    modes: Mapping[int, Recompute]
+    modes: Mapping[int, BlockMode]
+
+
+Mix = tuple[BlockMode, ...]  # modes that blocks of one kind may be in, those that hold least first
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Blocks of one kind on a rank, those whose recomputation saves most first."""
+    """Blocks of one kind on a rank, those whose modes matter most first."""
 
     units: list[int]
-    counts: Array  # [choices, 2]: how many recompute everything, and selectively
+    mix: Mix
+    counts: Array  # [choices, modes but the last]: how many are in each
     extra_s: Array  # [choices]
     kept_bytes: Array  # [choices]: activations when the rank holds most micro-batches
+    host_bytes: Array  # [choices]: the same in host memory
 
-    def modes(self, choice: int) -> dict[int, Recompute]:
+    def modes(self, choice: int) -> dict[int, BlockMode]:
         """The mode of every unit."""
-        full, selective = self.counts[choice].astype(int).tolist()
-        modes = [Recompute.FULL] * full + [Recompute.SELECTIVE] * selective
-        return dict(zip(self.units, modes + [Recompute.NONE] * (len(self.units) - len(modes)), strict=True))
+        counts = self.counts[choice].astype(int).tolist()
+        modes = [mode for mode, number in zip(self.mix, counts, strict=False) for _ in range(number)]
+        return dict(zip(self.units, modes + [self.mix[-1]] * (len(self.units) - len(modes)), strict=True))
 
 
 class LeastRecompute:
@@ -64,14 +76,13 @@ class LeastRecompute:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        layout = evaluator.layout
-        self._is_free = layout.recompute is None
+        self._is_free = len(evaluator.free_modes) > 1
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
-        self._found: dict[tuple[object, ...], tuple[float, tuple[Recompute, ...]] | None] = {}
+        self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
 
-    def modes(self, starts: Sequence[int]) -> tuple[Recompute, ...] | None:
-        """What every unit recomputes under this cut; None where some rank fits with no choice."""
+    def modes(self, starts: Sequence[int]) -> tuple[BlockMode, ...] | None:
+        """The mode of every unit under this cut; None where some rank fits with no choice."""
         evaluator = self._evaluator
         if not self._is_free:
             return evaluator.modes if self._fits_as_it_is(starts) else None
@@ -114,17 +125,42 @@ class LeastRecompute:
         nothing = {unit: evaluator.modes[unit] for held in stages.values() for unit in held}
         if evaluator.rank_fits(rank, stages):
             return Choice(0.0, nothing)
-        kinds = self._kinds(rank, stages) if self._is_free else []
-        if not kinds:
+        mixes = self._mixes(nothing) if self._is_free else []
+        found = [each for mix in mixes if (each := self._least_of(rank, stages, mix)) is not None]
+        if not found:
             return None
-        extra_s, kept = np.zeros(1), np.zeros(1)
+        _, modes = min(found, key=lambda each: each[0].taken_s)
+        return Choice(min(each.least_s for each, _ in found), nothing | modes)
+
+    def _mixes(self, units: Iterable[int]) -> list[Mix]:
+        """Without the host, and with each way to the host that is not slower and larger than another."""
+        free = self._evaluator.free_modes
+        here = tuple(mode for mode in reversed(free) if not isinstance(mode, KeptOnHost))
+        kinds = sorted({self._units.kinds[unit] for unit in units if self._units.is_block[unit]})
+        times = self._evaluator.extra_of_modes(0)[:, kinds]
+
+        def is_worse(place: int, other: int) -> bool:
+            slower, larger = times[place] - times[other], (self._on_host[place] - self._on_host[other])[kinds]
+            both = np.concatenate([slower, larger])
+            return bool((both >= 0).all() and (both > 0).any())
+
+        ways = [mode for mode in free if isinstance(mode, KeptOnHost)]
+        useful = [way for way in ways if not any(is_worse(MODES[way], MODES[other]) for other in ways)]
+        return [here, *((way, *here) for way in useful)] if kinds else []
+
+    def _least_of(self, rank: int, stages: Stages, mix: Mix) -> tuple[_Found, dict[int, BlockMode]] | None:
+        """Of the choices of one mix, each of which has blocks on the host if the mix has any."""
+        evaluator = self._evaluator
+        kinds = self._kinds(rank, stages, mix)
+        extra_s, kept, host = np.zeros(1), np.zeros(1), np.zeros(1)
         for kind in kinds:
             extra_s = (extra_s[:, None] + kind.extra_s).ravel()
             kept = (kept[:, None] + kind.kept_bytes).ravel()
+            host = (host[:, None] + kind.host_bytes).ravel()
         shape = [len(kind.extra_s) for kind in kinds]
 
-        def modes_of(place: int) -> dict[int, Recompute]:
-            modes = dict(nothing)
+        def modes_of(place: int) -> dict[int, BlockMode]:
+            modes: dict[int, BlockMode] = {}
             for kind, choice in zip(kinds, np.unravel_index(place, shape), strict=True):
                 modes |= kind.modes(int(choice))
             return modes
@@ -132,11 +168,13 @@ class LeastRecompute:
         def excess(place: int) -> float:
             return evaluator.excess_bytes(rank, stages, modes_of(place))
 
-        places = np.flatnonzero(kept <= self._room_bytes(rank, stages, kinds))
-        found = _least_that_fits(places, extra_s, kept * evaluator.reserve, excess)
-        return None if found is None else Choice(found[0], modes_of(found[1]))
+        fits = kept <= self._room_bytes(rank, stages, kinds)
+        if isinstance(mix[0], KeptOnHost):
+            fits &= (host > 0) & (host <= evaluator.host_room_bytes(stages))
+        found = _least_that_fits(np.flatnonzero(fits), extra_s, kept * evaluator.reserve, excess)
+        return None if found is None else (found, modes_of(found.place))
 
-    def _kinds(self, rank: int, stages: Stages) -> list[_Kind]:
+    def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
         flying = self._evaluator.flying(rank)
         units = [
             (-flying[stage], unit) for stage, held in stages.items() for unit in held if self._units.is_block[unit]
@@ -144,27 +182,31 @@ class LeastRecompute:
         groups: dict[int, list[tuple[int, int]]] = {}
         for flies, unit in sorted(units):
             groups.setdefault(self._units.kinds[unit], []).append((flies, unit))
-        every = [self._listed(len(found)) for found in groups.values()]
-        if np.prod([float(len(each)) for each in every]) > MOST_COMBINATIONS:
-            every = [np.array([(n, 0), (0, n), (0, 0)], dtype=np.float64) for n in map(len, groups.values())]
-        times = self._evaluator.extra_of_modes(rank)  # [modes, kinds]
+        every = _listed([len(found) for found in groups.values()], mix)
+        places = [MODES[mode] for mode in mix]
+        times = self._evaluator.extra_of_modes(rank)[places]  # [modes, kinds]
+        times = times - times[-1]
         kinds: list[_Kind] = []
         for (kind, found), counts in zip(groups.items(), every, strict=True):
             flies = np.concatenate(([0.0], np.cumsum([-number for number, _ in found])))
-            kept = self._kept[:, kind]
-            full, some = counts[:, 0].astype(int), counts.sum(axis=1).astype(int)
-            held = flies[full] * kept[2] + (flies[some] - flies[full]) * kept[1] + (flies[-1] - flies[some]) * kept[0]
-            extra_s = counts[:, 0] * times[2, kind] + counts[:, 1] * times[1, kind]
-            kinds.append(_Kind([unit for _, unit in found], counts, extra_s, held))
+            ends = np.cumsum(counts, axis=1).astype(int).T
+            before = [np.zeros(len(counts), dtype=int), *ends]
+            held = np.array([flies[b] - flies[a] for a, b in zip(before, [*ends, np.array(len(found))], strict=True)])
+            kinds.append(
+                _Kind(
+                    [unit for _, unit in found],
+                    mix,
+                    counts,
+                    extra_s=_summed(counts.T, times[:-1, kind]),
+                    kept_bytes=_summed(held, self._kept[places, kind]),
+                    host_bytes=_summed(held, self._on_host[places, kind]),
+                )
+            )
         return kinds
 
-    @staticmethod
-    def _listed(number: int) -> Array:
-        """Numbers of blocks that recompute everything, and selectively, of so many; [choices, 2]."""
-        return np.array(
-            [(full, some) for full, some in product(range(number + 1), repeat=2) if full + some <= number],
-            dtype=np.float64,
-        )
+    @cached_property
+    def _on_host(self) -> Array:
+        return self._evaluator.bytes_on_host_of_modes()
 
     @cached_property
     def _kept(self) -> Array:
@@ -184,15 +226,58 @@ class LeastRecompute:
             for unit in held
             if unit not in in_kinds
         )
+        mixes = {kind.mix[0] for kind in kinds}
+        in_transit = [self._on_host[MODES[mode], self._units.kinds[u]] for mode in mixes for u in in_kinds]
         # The last unit of a stage is at work while nothing behind it has been freed.
         working = max(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
-        return self._evaluator.room_bytes(rank, stages) - working - others
+        passing = working + BLOCKS_IN_TRANSIT * float(min(in_transit, default=0.0))
+        return self._evaluator.room_bytes(rank, stages) - passing - others
 
 
-def _least_that_fits(
-    places: Positions, extra_s: Array, kept: Array, excess: Callable[[int], float]
-) -> tuple[float, int] | None:
-    """Of the choices at ``places`` the fastest that was found to fit, after the least time that any may take.
+def _listed(numbers: Sequence[int], mix: Mix) -> list[Array]:
+    """For each kind of so many blocks how many may be in every mode of ``mix`` but the last; [choices, modes] each."""
+    if prod(comb(number + len(mix) - 1, len(mix) - 1) for number in numbers) <= MOST_COMBINATIONS:
+        return [_all_counts(number, len(mix)) for number in numbers]
+    if isinstance(mix[0], KeptOnHost) and prod(len(mix) ** 2 * number for number in numbers) <= MOST_COMBINATIONS:
+        return [_counts_of_two(number, len(mix)) for number in numbers]
+    return [np.vstack([number * np.eye(len(mix) - 1), np.zeros((1, len(mix) - 1))]) for number in numbers]
+
+
+@lru_cache(maxsize=256)
+def _all_counts(number: int, num_modes: int) -> Array:
+    if num_modes == 1:
+        return np.zeros((1, 0))
+    every = np.indices((number + 1,) * (num_modes - 1)).reshape(num_modes - 1, -1).T
+    return every[every.sum(axis=1) <= number].astype(np.float64)
+
+
+def _counts_of_two(number: int, num_modes: int) -> Array:
+    """Every number of blocks in one mode, and the others in another."""
+    first = np.arange(number + 1, dtype=np.float64)[:, None]
+    modes = np.eye(num_modes)
+    mixed = [first * modes[a] + (number - first) * modes[b] for a, b in combinations(range(num_modes), 2)]
+    return np.unique(np.concatenate(mixed), axis=0)[:, :-1]
+
+
+def _summed(numbers: Array, each: Array) -> Array:
+    """``numbers`` [modes, choices] of things that are ``each`` [modes], added up in order."""
+    found = np.zeros(numbers.shape[1])
+    for number, one in zip(numbers, each, strict=True):
+        found = found + number * one
+    return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of many choices the fastest that was found to fit; none that fits takes less than ``least_s``."""
+
+    least_s: float
+    taken_s: float
+    place: int
+
+
+def _least_that_fits(places: Positions, extra_s: Array, kept: Array, excess: Callable[[int], float]) -> _Found | None:
+    """Of the choices at ``places`` the fastest that was found to fit.
 
     ``kept``: bytes of each choice; ``excess``: by how much the ledger says that it is too large. None: none fits.
     """
@@ -217,4 +302,5 @@ def _least_that_fits(
         if excess(int(order[at])) <= 0:
             found = at
     untested = order[lowest] if lowest else order[found]
-    return float(min(extra_s[untested], extra_s[order[found]])), int(order[found])
+    taken_s = float(extra_s[order[found]])
+    return _Found(min(float(extra_s[untested]), taken_s), taken_s, int(order[found]))

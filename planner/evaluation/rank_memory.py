@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
+from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
+
+# A block whose activations go to the host makes them, or uses them, while those of another are copied.
+BLOCKS_IN_TRANSIT = 2
 
 
 @overload
@@ -52,11 +56,12 @@ class Transient:
     buffers: float
     waiting: float
     stranded: float
+    offloaded: float  # activations of blocks on their way to the host, or back
 
     @property
     def tensors(self) -> float:
         """Those that are allocated while a backward pass runs."""
-        return self.backward.total + self.buffers
+        return self.backward.total + self.buffers + self.offloaded
 
     @property
     def cached(self) -> float:
@@ -70,10 +75,11 @@ class RankMemoryModel:
     def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows, modes: Sequence[int]) -> None:
         """``rows``: those of ``layout`` alone; ``modes``: place of the mode of recomputation of every unit."""
         self._table, self._layout, self._rows = table, layout, rows
-        of_modes = table.num_bytes[rows.work, rows.mode]  # [modes, kinds, Holding]
+        of_modes = held_bytes(table, rows.work, rows.mode)  # [modes, kinds, Holding]
         self._num_kinds = of_modes.shape[1]
         # A kind of units in one mode of recomputation is a variant.
         self._held: list[list[float]] = of_modes.reshape(-1, of_modes.shape[2]).tolist()  # [variants, Holding]
+        self._on_host: list[float] = bytes_on_host(table, rows.work, rows.mode).ravel().tolist()  # [variants]
         self._set_modes(modes)
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
@@ -131,6 +137,7 @@ class RankMemoryModel:
             working_set=transient.loss,
             gathered_parameters=transient.gathered,
             gather_buffers=transient.buffers,
+            offload_buffers=transient.offloaded,
         )
         update = self._ledger(
             states,
@@ -178,6 +185,7 @@ class RankMemoryModel:
                 gathered_parameters=moment.gathered,
                 reduction_buffers=moment.reduced,
                 gather_buffers=transient.buffers,
+                offload_buffers=transient.offloaded,
             )
 
         if self.holds_gradients:
@@ -236,6 +244,7 @@ class RankMemoryModel:
                 sum(self._of(variant, Holding.COLLECTIVE) for variant in variants), self._most(variants, Holding.QUEUED)
             ),
             stranded=self._most(variants, Holding.STRANDED),
+            offloaded=BLOCKS_IN_TRANSIT * max((self._on_host[variant] for variant in set(variants)), default=0.0),
         )
 
     def gathered_bytes(self, kind: int) -> float:
@@ -252,7 +261,6 @@ class RankMemoryModel:
             gathers_units=zero.shards_parameters,
             reduces_each=zero.shards_gradients or layout.num_microbatches == 1,
             num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
-            gathered_bytes=framework.units_in_transit * framework.item_bytes,
             compute_bytes=framework.item_bytes,
             buffer_bytes=framework.reduction_bytes,
         )
@@ -285,6 +293,10 @@ class RankMemoryModel:
             return 0.0
         return framework.units_in_transit * framework.reduction_bytes * largest
 
+    def on_host(self, unit: int) -> float:
+        """Bytes of one micro-batch that one unit keeps in host memory."""
+        return self._on_host[self._variants[unit]]
+
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
         return self._held[self._variants[unit]][PLACE[holding]]
@@ -307,9 +319,13 @@ class RankMemoryModel:
         )
         return [held_elements(row[trainable] + row[frozen], row[experts], parts) for row in self._counts]
 
-    def reduced_bytes(self, kind: int) -> float:
-        """Gradients of units of a kind in transit while the unit before them is at work."""
-        return self._reduction_bytes(self._sizes[kind])
+    def passing_bytes(self, stage: Sequence[tuple[int, int]], reserve: float) -> float:
+        """What comes and goes in the backward pass of a stage, with ``reserve`` bytes a byte, and stranded copies.
+
+        ``stage``: place of the mode and kind of its units. Buffers of activations on their way to the host are no part.
+        """
+        found = self._transient_of([[mode * self._num_kinds + kind for mode, kind in stage]])
+        return (found.backward.total + found.buffers) * reserve + found.stranded
 
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""

@@ -9,18 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.overlap import exposed_s
+from costmodels.overlap import Overlap, exposed_s
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Data, Pass, Term, Time
+from planner.evaluation.block_modes import MODES, bytes_on_host, in_table, is_on_host, places_of_modes
 from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 from planner.table.keys import DataKey, StateKey, TensorSplit, WorkKey
 
-MODES = {mode: place for place, mode in enumerate(Recompute)}
-"""Where each mode of recomputation stands on its axis of the cost table's arrays."""
 _EXCHANGES = [PLACE[Time.EXPERT_FORWARD], PLACE[Time.EXPERT_BACKWARD]]
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
@@ -110,10 +109,11 @@ class LayoutRows:
 
     @staticmethod
     def of_one(table: CostTable, layout: Layout) -> LayoutRows:
-        """The rows of a single layout, without columns of it: of its work, one for each mode of recomputation."""
+        """The rows of a single layout, without columns of it: of its work, one for each mode by its place."""
+        places = places_of_modes(None, offloads_activations=layout.offloads_activations)
         rows = (
-            np.repeat(table.work_rows([key_of(WorkKey, layout)]), len(MODES)),
-            np.arange(len(MODES)),
+            np.repeat(table.work_rows([key_of(WorkKey, layout)]), len(places)),
+            np.array(places),
             table.data_rows([key_of(DataKey, layout)]),
             table.split_rows([key_of(TensorSplit, layout)]),
             table.state_rows([key_of(StateKey, layout)]),
@@ -142,40 +142,42 @@ class UnitTimes:
     kernels that run twice in split backward passes. ``data_s``: communication of data parallelism that stays exposed,
     forward and backward. ``weight_s``: part of the backward pass that a schedule which splits it runs later.
     ``exchanges_s``: forward and backward, exchanges of experts that may run beside another micro-batch, nothing hidden;
-    ``time_s`` has what is left of them where all are hidden.
+    ``time_s`` has what is left of them where all are hidden. ``offload_s``: copies of activations to the host and back
+    that stay exposed, forward and backward.
     """
 
     time_s: Array
     data_s: Array
     weight_s: Array
     exchanges_s: Array
+    offload_s: Array
 
     def term_s(self, term: Term, run: Pass) -> Array:
         """One term of one pass, [layouts, kinds]."""
-        if term is Term.DATA:
-            return self.data_s[..., 0 if run is Pass.FORWARD else 1]
+        if term in (Term.DATA, Term.OFFLOAD):
+            return (self.data_s if term is Term.DATA else self.offload_s)[..., 0 if run is Pass.FORWARD else 1]
         places = [PLACE[time] for time in Time if time.term is term and time.runs_in is run]
         return self.time_s[..., places].sum(axis=-1)
 
     @cached_property
     def forward_s(self) -> Array:
         """The forward pass, everything included."""
-        return self._of_pass(Pass.FORWARD, but=()) + self.data_s[..., 0]
+        return self._of_pass(Pass.FORWARD, but=()) + self._moved_s[..., 0]
 
     @cached_property
     def backward_s(self) -> Array:
         """The backward pass, everything included."""
-        return self._of_pass(Pass.BACKWARD, but=()) + self.data_s[..., 1]
+        return self._of_pass(Pass.BACKWARD, but=()) + self._moved_s[..., 1]
 
     @property
     def exposed_forward_s(self) -> Array:
         """What compute does not hide of all communication in forward."""
-        return self._of_pass(Pass.FORWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self.data_s[..., 0]
+        return self._of_pass(Pass.FORWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 0]
 
     @property
     def exposed_backward_s(self) -> Array:
         """What compute does not hide of all communication in backward."""
-        return self._of_pass(Pass.BACKWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self.data_s[..., 1]
+        return self._of_pass(Pass.BACKWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 1]
 
     @property
     def compute_forward_s(self) -> Array:
@@ -186,6 +188,11 @@ class UnitTimes:
     def compute_backward_s(self) -> Array:
         """The same backward, with what is recomputed."""
         return _free_backward_s(self.time_s)
+
+    @cached_property
+    def _moved_s(self) -> Array:
+        """States and activations, exposed; forward and backward."""
+        return self.data_s + self.offload_s
 
     def _of_pass(self, run: Pass, but: tuple[Term, ...]) -> Array:
         places = [PLACE[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
@@ -198,7 +205,7 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     ZeRO 3 gathers parameters in forward and again in backward; from ZeRO 2 on gradients are reduced in every
     micro-batch, and before it they are added up.
     """
-    time_s = table.time_s[device][rows.work, rows.mode]
+    time_s = table.time_s[device][rows.work, in_table(rows.mode)]
     data = data_times(table, rows, device)
     zero = rows.zero_stage[:, None]
     adds_up = ~_SHARDS_GRADIENTS[zero] & (rows.num_microbatches[:, None] > 1)
@@ -208,15 +215,28 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., PLACE[Data.GATHER]], 0.0)
     in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., PLACE[Data.REDUCE]], 0.0)
     overlap = table.cluster.devices[device].overlap
-    exposed = [
-        exposed_s(in_forward, _free_forward_s(time_s), overlap),
-        exposed_s(in_backward, _free_backward_s(time_s), overlap),
-    ]
+    passes = ((in_forward, _free_forward_s(time_s)), (in_backward, _free_backward_s(time_s)))
+    exposed = [exposed_s(moved_s, compute_s, overlap) for moved_s, compute_s in passes]
+    offloaded = [_copies_s(table, rows, moved_s, compute_s, overlap.fraction) for moved_s, compute_s in passes]
     weight_s = time_s[..., PLACE[Time.WEIGHT_GRADIENT]] + accumulation + twice
     hidden = time_s[..., _EXCHANGES] * rows.hides_exchanges[:, None, None]
     if rows.hides_exchanges.any():
         time_s[..., _EXCHANGES] -= hidden * max(0.0, 1 - overlap.slowdown)
-    return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s, hidden)
+    return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s, hidden, np.stack(offloaded, axis=-1))
+
+
+def _copies_s(table: CostTable, rows: LayoutRows, moved_s: Array, compute_s: Array, fraction: float) -> Array:
+    """What stays exposed of one pass's copies of activations between device and host, [layouts, kinds].
+
+    A unit's copies run beside its own pass alone, behind the compute that hides nothing of data parallelism: at most
+    ``fraction`` of ``compute_s``, less ``moved_s``. Where exchanges of experts hide behind that compute, copies do not.
+    """
+    copies = table.cluster.copies
+    if copies is None or not is_on_host(rows.mode).any():
+        return np.zeros_like(compute_s)
+    copied_s = bytes_on_host(table, rows.work, rows.mode) * copies.s_per_byte
+    free_s = np.maximum(0.0, fraction * compute_s - moved_s) * ~rows.hides_exchanges[:, None]
+    return exposed_s(copied_s, free_s, Overlap(1.0, copies.slowdown))
 
 
 def _free_forward_s(time_s: Array) -> Array:

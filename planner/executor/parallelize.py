@@ -157,7 +157,7 @@ def parallelize(
     for root in roots.values():
         if plan.mesh.tp > 1:
             apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        apply_recompute(root, plan.recompute, functools.partial(within, context))
+        apply_recompute(root, plan.recompute, functools.partial(within, context), plan.offloaded_activations)
         apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())

@@ -1,19 +1,27 @@
-"""Activation checkpointing: full drops all of a module's activations, selective keeps what is costly to repeat."""
+"""Activation checkpointing: full drops all of a module's activations, selective keeps what is costly to repeat.
+
+What is kept stays on the device or lies in host memory.
+"""
+
+# pyright: reportPrivateUsage=false
+# torch has no public name for what selective checkpointing keeps.
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _VersionWrapper,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -21,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import PlanError
+from planner.executor.activation_offload import kept_on_host, leaving, returning
 from planner.operators.registry import kept_by_selective_recomputation
 from planner.plan.schema import RecomputeRule
 
@@ -28,28 +37,37 @@ KEPT = kept_by_selective_recomputation()
 """What SELECTIVE keeps: outputs of products (of matrices, groups of rows, convolutions, attention) and collectives."""
 
 
+_Context: TypeAlias = contextlib.AbstractContextManager[None]
 Surroundings: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def apply_recompute(
-    module: nn.Module, rules: Sequence[RecomputeRule], surroundings: Surroundings = contextlib.nullcontext
+    module: nn.Module,
+    rules: Sequence[RecomputeRule],
+    surroundings: Surroundings = contextlib.nullcontext,
+    on_host: Sequence[str] = (),
 ) -> None:
-    """Wraps the forward of every module that ``rules`` name. Call before FSDP wraps the modules.
+    """Wraps the forward of every module that ``rules`` or ``on_host`` name. Call before FSDP wraps the modules.
 
     A forward that is replaced in place keeps every FQN. Modules of other pipeline stages, absent
     here, are skipped. ``surroundings`` is entered for each pass, for backward repeats it outside of
-    what the first was in.
+    what the first was in. ``on_host``: modules that keep what they do not recompute in host memory.
     """
     modules = dict(module.named_modules())
-    done: set[str] = set()
+    modes: dict[str, Recompute] = {}
     for rule in rules:
         for fqn in rule.modules:
-            if fqn in done:
+            if fqn in modes:
                 raise PlanError(f"recompute names module {fqn!r} twice", hint="keep one rule for each module")
-            done.add(fqn)
-            if fqn in modules and rule.mode is not Recompute.NONE:
-                target = modules[fqn]
-                target.forward = _checkpointed(_inside(target.forward, surroundings), rule.mode)
+            modes[fqn] = rule.mode
+    for fqn in dict.fromkeys([*modes, *on_host]):
+        if fqn not in modules:
+            continue
+        target, mode, leaves = modules[fqn], modes.get(fqn, Recompute.NONE), fqn in on_host
+        if mode is not Recompute.NONE:
+            target.forward = _checkpointed(_inside(target.forward, surroundings), mode, leaves=leaves)
+        if leaves:
+            target.forward = kept_on_host(target.forward, target)
 
 
 def _inside(forward: Callable[..., object], surroundings: Surroundings) -> Callable[..., object]:
@@ -61,16 +79,46 @@ def _inside(forward: Callable[..., object], surroundings: Surroundings) -> Calla
     return run
 
 
-def _checkpointed(forward: Callable[..., object], mode: Recompute) -> Callable[..., object]:
+def _checkpointed(forward: Callable[..., object], mode: Recompute, *, leaves: bool) -> Callable[..., object]:
     @functools.wraps(forward)
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        contexts = noop_context_fn if mode is Recompute.FULL else _selective_contexts
-        call = functools.partial(forward, *args, **kwargs)
-        return checkpoint(call, use_reentrant=False, context_fn=contexts)
+        selective = _selective_contexts_on_host if leaves else _selective_contexts
+        contexts = noop_context_fn if mode is Recompute.FULL else selective
+        # As arguments, what comes in is kept as autograd keeps tensors, which may be in host memory.
+        call = functools.partial(_called, forward, tuple(kwargs))
+        return checkpoint(call, *kwargs.values(), *args, use_reentrant=False, context_fn=contexts)
 
     return run
+
+
+def _called(forward: Callable[..., object], names: Sequence[str], *values: object) -> object:
+    """``forward`` of values, the first of which have names."""
+    named = dict(zip(names, values, strict=False))
+    return forward(*values[len(names) :], **named)
+
+
+def _selective_contexts_on_host() -> tuple[_Context, _Context]:
+    first, again = create_selective_checkpoint_contexts(_policy)
+    kept = functools.partial(_kept_values, first)
+    return _nested(leaving(kept), first), _nested(returning(kept), again)
+
+
+def _kept_values(first: TorchDispatchMode) -> list[_VersionWrapper]:
+    """What the first pass of selective checkpointing has kept so far."""
+    storage: Mapping[object, Mapping[int, object]] = vars(first)["storage"]
+    leaves = (leaf for entries in storage.values() for entry in entries.values() for leaf in tree_leaves(entry))
+    return [leaf for leaf in leaves if isinstance(leaf, _VersionWrapper)]
+
+
+@contextlib.contextmanager
+def _nested(*contexts: contextlib.AbstractContextManager[object]) -> Generator[None]:
+    """All of them, the last innermost."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -23,6 +23,7 @@ def check_names(module: nn.Module, plan: Plan) -> None:
     known = {fqn for fqn, _ in module.named_modules()}
     wanted = [("placements.sharded_units", plan.placements.sharded_units)]
     wanted += [("recompute", rule.modules) for rule in plan.recompute]
+    wanted += [("offloaded_activations", plan.offloaded_activations)]
     problems = [f"{key} names {fqn!r}{_nearest(fqn, known)}" for key, names in wanted for fqn in names
                 if fqn not in known]  # fmt: skip
     if problems:

@@ -43,6 +43,7 @@ class Pins:
     etp: int | None = None  # tensor-parallel degree of experts: tp, or 1
     offload: Offload | None = None  # None: states stay on the devices
     cp_method: ContextMethod | None = None
+    offload_activations: bool | None = None  # True: each block may keep its own in host memory; None: as False
 
     def describe(self) -> str:
         """``tp=4, pp=2`` for messages."""
@@ -85,6 +86,7 @@ class Layout(NamedTuple):
     offload: Offload = Offload.NONE
     groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # without context parallelism it says nothing
+    offloads_activations: bool = False  # every block may keep its activations in host memory
 
     @property
     def is_plain_fsdp(self) -> bool:

@@ -71,6 +71,8 @@ def _stages(plan: Plan) -> list[str]:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")
         return found
     modes = {rule.mode.value for rule in plan.recompute if rule.mode is not Recompute.NONE and rule.modules}
+    if rules.splits_backward and plan.offloaded_activations:
+        found.append(f"pipeline.schedule: {rules.name} splits backward passes, so no activations can be offloaded")
     problems = [
         *rules.violations(pp, pipeline.virtual_stages, pipeline.num_microbatches),
         *rules.conflicts(zero_stage=plan.zero_stage, recomputation=sorted(modes)),

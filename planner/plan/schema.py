@@ -213,6 +213,7 @@ class Candidate(_Value):
     recompute: Recompute | None  # None: differs between modules
     sequence_parallel: bool
     offload: Offload = Offload.NONE
+    offloads_activations: bool = False  # of some blocks
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
     device_groups: Several[Text] = ()  # in the order of the pipeline, where devices differ
     step_time_s: Number
@@ -277,6 +278,8 @@ class Plan(_Value):
     placements: PlacementSection
     recompute: Several[RecomputeRule] = ()
     offload: Offload = Offload.NONE
+    # Blocks that keep what they do not recompute in host memory from their forward to their backward pass.
+    offloaded_activations: tuple[str, ...] = ()
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # how attention reaches other ranks' positions, where cp > 1
     prediction: PredictionSection | None = None
     search: SearchSection | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from costmodels.ledger import SoftwareBytes
 from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
-from costmodels.offload import HostWork, download_s, host_update_s, missing_facts
+from costmodels.offload import HostWork, copy_s_per_byte, download_s, host_update_s, missing_facts
 from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
 from costmodels.vocabulary.choices import Offload
 from hardware_profiles.schema import ClusterSpec
 from planner.layout.layout import Training
 from planner.pricing.machine import Machine
 from planner.pricing.target import PricingTarget
-from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostFacts, Line
+from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostCopies, HostFacts, Line
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
@@ -38,6 +38,7 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
             for offload in Offload
             if offload is not Offload.NONE and unpriced_offload(cluster, offload) is None
         ),
+        copies=_host_copies(cluster),
     )
 
 
@@ -71,6 +72,16 @@ def _host_facts(cluster: ClusterSpec, training: Training, offload: Offload) -> H
         gradient_bytes=GRADIENT_BYTES,
         parameter_bytes=COMPUTE_BYTES[training.precision.value],
     )
+
+
+def _host_copies(cluster: ClusterSpec) -> HostCopies | None:
+    """Of activations; None where the profile does not say enough."""
+    node, num_devices = cluster.profile.node, cluster.devices_per_node
+    if node.ram_bytes is None or unpriced_offload(cluster, Offload.CPU) is not None:
+        return None
+    s_per_byte = copy_s_per_byte(node, num_devices)
+    slowdown = 1 / s_per_byte / cluster.profile.device.memory_bandwidth_bytes_per_s.value
+    return HostCopies(s_per_byte, slowdown, node.ram_bytes.value / num_devices)
 
 
 def _host_work(training: Training, offload: Offload) -> HostWork:

@@ -270,6 +270,10 @@ class AlikeLayouts(AlikeMemory):
         Example: four stages of one unit (1 s), two on each rank: rank 1 says T >= 1 + 4 * 2 = 9 s.
         """
         rules = self.schedule.rules
+        if self._key.offloads_activations and rules.has_one_stage and self.pp > 1:
+            # Rank for rank as the mean: with the buffers that the bound, in which some ranks need none, leaves out.
+            rounds = (self.num_microbatches + self.pp - 1) / self.pp
+            return self.step_time_s() + rounds * np.maximum(0.0, self.likely_s - self._recomputed_s)
         if self.pp == 1 or rules.has_one_stage or self.pp * self.virtual_stages > sum(self.table.units.is_block):
             return np.zeros(len(self.num_microbatches))
         ranks, below = _even_counts(self.table.units, self.schedule, self.pp, self.virtual_stages)

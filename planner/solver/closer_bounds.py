@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy as np
 from costmodels.ledger import MemoryLedger
 from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
+from planner.evaluation.block_modes import MODES, held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
 from planner.evaluation.rank_memory import RankMemoryModel
-from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
@@ -171,14 +173,26 @@ class _Pipeline:
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:
         """The fewest blocks of each rank; what so many, one more, and so on must at least recompute so that they fit.
 
-        Seconds of one micro-batch, [ranks, numbers]; infinite where so many do not fit. For any price of a byte: a
-        block in stage s costs the least over all modes of its seconds and the price of what it keeps there; the blocks
-        go where that is least; and what the device has is paid back. So much is recomputed at least, whatever the
-        price; those at which a mode becomes worth it are tried.
+        Seconds of one micro-batch, [ranks, numbers]; infinite where so many do not fit. Where blocks may go to the host
+        either none does, or they do in one way, for which the rank has buffers.
+        """
+        num_modes, ways = len(self._of.modes), self._of.buffers if self._of.offloads_activations else {}
+        here = list(range(num_modes - len(ways)))
+        fewest, extra_s = self._extra_of_mix(here, 0.0)
+        mixes = [self._extra_of_mix([*here, way], float(more[0]))[1] for way, more in ways.items()]
+        return fewest, np.min([extra_s, *mixes], axis=0)
+
+    def _extra_of_mix(self, modes: list[int], more_bytes: float) -> tuple[Positions, Array]:
+        """The same with blocks in some ``modes`` alone, and ``more_bytes`` taken besides.
+
+        For any price of a byte: a block in stage s costs the least over all modes of its seconds and the price of what
+        it keeps there; the blocks go where that is least; and what the device has is paid back. So much is recomputed
+        at least, whatever the price; those at which a mode becomes worth it are tried.
         """
         kind, p, num_stages = self._block, self._of.pp, self._of.pp * self._of.virtual_stages
         assert kind is not None
-        rules, held = self._of.schedule.rules, self._held_of_modes[:, kind]
+        rules, held = self._of.schedule.rules, self._held_of_modes[modes, kind]
+        extra_s = self._extra_s_of_modes[modes, kind]
         flying, waits = self._flying
         kept = np.outer(held[:, PLACE[Holding.KEPT]], flying) + np.outer(held[:, PLACE[Holding.WAITING]], waits)
         kept = kept * self._of.reserve[0]  # [modes, stages]
@@ -186,14 +200,14 @@ class _Pipeline:
         of_rank = np.array(
             [[s for s in range(num_stages) if rules.rank_of(s, p) == rank] for rank in range(p)], dtype=np.intp
         )  # [ranks, stages of one]
-        fewest, prices = least[of_rank].sum(axis=1), self._prices(kept, kind)
+        fewest, prices = least[of_rank].sum(axis=1), self._prices(kept, extra_s)
         static = self._of.static_bytes[0]
         # Of a block in each stage at each price, with its own states; [prices, stages].
-        each = np.min(self._extra_s_of_modes[:, kind][None, :, None] + prices[:, None, None] * kept[None], axis=1)
+        each = np.min(extra_s[None, :, None] + prices[:, None, None] * kept[None], axis=1)
         held_s = self._filled(each + prices[:, None] * static[kind], least, of_rank)
         total = (each * least)[:, of_rank].sum(axis=2)[..., None] + held_s
         total += (prices[:, None, None] * static[kind]) * fewest[None, :, None]
-        room = self._room_bytes(fewest, total.shape[2])
+        room = self._room_bytes(fewest, total.shape[2]) - more_bytes
         total -= prices[:, None, None] * room
         smallest = (kept.min(axis=0) * least)[of_rank].sum(axis=1)[:, None]
         smallest = smallest + self._filled(kept.min(axis=0)[None], least, of_rank)[0]
@@ -259,35 +273,32 @@ class _Pipeline:
         return MemoryLedger().with_reserve(model.software, model.num_communicators).total_bytes
 
     def _passing_bytes(self, ends: tuple[int, ...]) -> tuple[float, float]:
-        """What a rank needs while a unit is at work, and one that holds two blocks in a stage.
+        """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
 
-        ``ends``: kinds of the ends of the model that it holds. Where ranks hold several stages each has one that ends
-        with a block, behind which nothing has been freed yet; behind the model's last unit neither. Of a rank's only
-        stage the last unit may be of any kind. While the second last block of a stage is at work the gradients of the
-        last are in transit, and what that kept is free.
+        ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
+        whatever each recomputes. Where ranks hold several stages each has one that ends with a block, or with a unit
+        that stands between blocks and the model's end; of a rank's only stage the last unit may be of any kind.
         """
-        kind, model = self._block, self._memory_model
+        kind, between = self._block, self._kinds_between
         assert kind is not None
-        held = self._held_of_modes.min(axis=0)  # [kinds, Holding]
-        present = [*ends, *([kind] if self._of.virtual_stages > 1 else [])]
-        gathered = [model.gathered_bytes(each) for each in range(len(held))]
-        if present:
-            most, parameters = held[present].max(axis=0), max(gathered[each] for each in present)
-        else:
-            most, parameters = held.min(axis=0), min(gathered)
         last = self._of.table.units.kinds[-1]
-        working, buffer = held[:, PLACE[Holding.WORKING]], float(most[PLACE[Holding.BUFFER]]) + parameters
-        at_work = float(working[kind] if self._of.virtual_stages > 1 else working.min())
+        any_kind = [kind, *between] if self._of.virtual_stages > 1 else list(range(len(self._of.table.units.counts)))
+        few = min(self._least_of_stage((each,)) for each in any_kind)
         if last in ends:
-            at_work = max(at_work, float(working[last]))
-        freed = self._held_of_modes[:, [kind, *self._kinds_between], PLACE[Holding.KEPT]].max(axis=0).sum()
-        later = max(at_work, float(working[kind]) + model.reduced_bytes(kind) - float(freed))
-        reserve, stranded = float(self._of.reserve[0]), float(most[PLACE[Holding.STRANDED]])
-        return (at_work + buffer) * reserve + stranded, (later + buffer) * reserve + stranded
+            few = max(few, self._least_of_stage((last,)))
+        return few, few if between else max(few, self._least_of_stage((kind, kind)))
 
-    def _prices(self, kept: Array, kind: int) -> Array:
+    def _least_of_stage(self, kinds: tuple[int, ...]) -> float:
+        """What passes at least while a stage of these units is at work."""
+        modes = product(self._of.modes, repeat=len(kinds))
+        reserve = float(self._of.reserve[0])
+        stages = ([*zip(each, kinds, strict=True)] for each in modes)
+        return min(self._memory_model.passing_bytes(stage, reserve) for stage in stages)
+
+    @staticmethod
+    def _prices(kept: Array, extra: Array) -> Array:
         """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
-        extra, kept = self._extra_s_of_modes[:, kind], np.unique(kept, axis=1)
+        kept = np.unique(kept, axis=1)
         found = {0.0}
         for a in range(len(extra)):
             for b in range(len(extra)):
@@ -318,4 +329,4 @@ class _Pipeline:
     @cached_property
     def _held_of_modes(self) -> Array:
         """What a unit holds of one micro-batch, [modes, kinds, Holding]."""
-        return np.array([self._of.table.num_bytes[self._of.rows.work[0], mode] for mode in self._of.modes])
+        return held_bytes(self._of.table, self._of.rows.work[:1], np.array(self._of.modes))

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import permutations
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.block_modes import bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.layout_units import device_places
-from planner.evaluation.rank_memory import reserve_fraction
-from planner.evaluation.unit_times import MODES, LayoutRows, unit_times
+from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT, reserve_fraction
+from planner.evaluation.states import held_elements
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -27,6 +31,7 @@ from planner.table.keys import SendKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 # Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
 
@@ -40,6 +45,7 @@ class AlikeKey(NamedTuple):
     offload: Offload
     groups: tuple[str, ...]
     recompute: Recompute | None
+    offloads_activations: bool
 
 
 class NumMicroBatches(NamedTuple):
@@ -61,9 +67,9 @@ class AlikeMemory:
         self.counts = table.counts
         self.times = unit_times(table, rows, 0)
         self.work_s = self.times.forward_s + self.times.backward_s
-        self.modes = list(MODES.values()) if key.recompute is None else [MODES[key.recompute]]
+        self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
         # The least of every mode: [layouts, kinds, Holding].
-        self._held = np.min([table.num_bytes[rows.work, mode] for mode in self.modes], axis=0)
+        self._held = np.min([self._held_in(mode) for mode in self.modes], axis=0)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
@@ -73,6 +79,15 @@ class AlikeMemory:
         latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
         self.send_s = latency_s + s_per_byte * num_bytes
         self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether each block may keep its activations in host memory."""
+        return self._key.offloads_activations
+
+    def _held_in(self, mode: int) -> Array:
+        """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
+        return held_bytes(self.table, self.rows.work, np.full_like(self.rows.mode, mode))
 
     @cached_property
     def elements(self) -> Array:
@@ -109,20 +124,17 @@ class AlikeMemory:
         """
         if len(self.modes) == 1 or self._key.groups:
             return np.zeros(len(self.num_microbatches))
-        table, rows = self.table, self.rows
-        held = [table.num_bytes[rows.work, mode] for mode in self.modes]
-        none = self._least(held[0])
-        lacking = none @ self.counts + self._besides - table.cluster.devices[0].memory_bytes
+        if self._key.offloads_activations:
+            return self.likely_s if self.pp == 1 else self._partly_on_host_s
+        lacking = self._lacking
         short = np.flatnonzero(lacking > 0)
         if len(short) < len(lacking):
             found = np.zeros(len(lacking))
             if len(short):
-                found[short] = AlikeMemory(table, self._key, self.layouts.take(short), rows.take(short))._recomputed_s
+                part = AlikeMemory(self.table, self._key, self.layouts.take(short), self.rows.take(short))
+                found[short] = part._recomputed_s
             return found
-        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
-        least = [none, *(self._least(each) for each in held[1:])]
-        saved = [np.maximum(0.0, least[0] - each) for each in least]
-        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
+        saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
             both = few <= many
@@ -137,6 +149,96 @@ class AlikeMemory:
         before = np.cumsum(sizes, axis=1) - sizes
         taken = np.clip(lacking[:, None] - before, 0.0, sizes)
         return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
+
+    @cached_property
+    def _savings(self) -> tuple[list[Array], list[Array], Array]:
+        """Bytes that each mode of a unit saves of the mean of ``_least``, its seconds, and the bytes that are lacking.
+
+        Lists of modes of [layouts, kinds], and [layouts].
+        """
+        table, rows = self.table, self.rows
+        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+        least = [self._of_first_mode, *(self._least(self._held_in(mode)) for mode in self.modes[1:])]
+        saved = [np.maximum(0.0, least[0] - each) for each in least]
+        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
+        return saved, extra, self._lacking
+
+    @cached_property
+    def _of_first_mode(self) -> Array:
+        return self._least(self._held_in(self.modes[0]))
+
+    @cached_property
+    def _lacking(self) -> Array:
+        """Bytes that the mean of ``_least`` is above a device's memory if no block recomputes anything."""
+        return self._of_first_mode @ self.counts + self._besides - self.table.cluster.devices[0].memory_bytes
+
+    @cached_property
+    def likely_s(self) -> Array:
+        """What blocks take more so that ranks fit that all hold about the same; infinite where they cannot.
+
+        Either nothing lies on the host, or it is copied in one way, for which each rank has buffers. Without a pipeline
+        the one rank takes no less.
+        """
+        saved, extra, lacking = self._savings
+        here = len(self.modes) // 2
+        mixes = [(list(range(here)), 0.0), *(([*range(here), way], self.buffers[way]) for way in self.buffers)]
+        found: list[Array] = []
+        for modes, buffers in mixes:
+            needed = lacking + self._beside_all + buffers
+            of_mix = np.array([saved[mode] for mode in modes])
+            least = _least_extra_s(of_mix, np.array([extra[mode] for mode in modes]), self.counts, needed)
+            found.append(np.where(needed > of_mix.max(axis=0) @ self.counts * (1 + 1e-9), np.inf, least))
+        return np.min(found, axis=0)
+
+    @cached_property
+    def _partly_on_host_s(self) -> Array:
+        """What blocks take at least where only some ranks may have buffers.
+
+        A rank has them whole once it copies any block. Of n blocks that it may hold, each counts with an n-th part.
+        """
+        saved, extra, lacking = self._savings
+        num_blocks = sum(self.table.units.is_block)
+        if self.schedule.rules.has_one_stage:
+            most, least_weight = num_blocks, self._weights[0].min(axis=1)
+        else:
+            most = stage_sizes(num_blocks, self.pp * self.virtual_stages).most * self.virtual_stages
+            least_weight = np.full(len(lacking), 1 / self.pp)
+        left = list(saved)
+        for way, buffers in self.buffers.items():
+            left[way] = np.maximum(0.0, saved[way] - (least_weight * buffers / most)[:, None])
+        return _least_extra_s(np.array(left), np.array(extra), self.counts, lacking + self._whole_bytes("least"))
+
+    @cached_property
+    def buffers(self) -> dict[int, Array]:
+        """For each place in ``modes`` of a way to the host what a rank needs besides that copies so, [layouts]."""
+        table, rows, half = self.table, self.rows, len(self.modes) // 2
+        blocks = [kind for kind, is_block in zip(table.units.kinds, table.units.is_block, strict=True) if is_block]
+        on_host = {
+            way: bytes_on_host(table, rows.work, np.full_like(rows.mode, self.modes[way]))
+            for way in range(half, len(self.modes))
+        }
+        return {
+            way: BLOCKS_IN_TRANSIT * of_kinds[:, blocks].min(axis=1) * self.reserve for way, of_kinds in on_host.items()
+        }
+
+    @property
+    def _beside_all(self) -> Array:
+        """What a rank with every kind of unit holds, and ``_besides`` leaves out.
+
+        Its last unit is at work while nothing behind it has been freed.
+        """
+        last, working = self.table.units.kinds[-1], self._held[..., PLACE[Holding.WORKING]]
+        more = working[:, last] - working.min(axis=1) if self.pp == 1 else np.zeros(len(working))
+        stranded = self._held[..., PLACE[Holding.STRANDED]].max(axis=1)
+        return more * self.reserve + self._whole_bytes("largest") + stranded
+
+    def _whole_bytes(self, which: Literal["largest", "least"]) -> Array:
+        """Parameters that ZeRO 3 gathers of the largest unit, or of the least, with the allocator's reserve."""
+        framework, zero = self.table.framework, self.rows.zero_stage
+        sizes = self.elements[..., _TRAINABLE] + self.elements[..., _FROZEN]
+        held = held_elements(sizes, self.elements[..., _EXPERT], self.rows.expert_parts[:, None])
+        size = held.max(axis=1) if which == "largest" else held.min(axis=1)
+        return framework.units_in_transit * framework.item_bytes * size * _SHARDS_PARAMETERS[zero] * self.reserve
 
     def _least(self, held: Array) -> Array:
         """What a unit of each kind adds at least to a weighted mean of the ranks' memory, [layouts, kinds].
@@ -165,7 +267,10 @@ class AlikeMemory:
             flying = self.layouts.each(
                 NumMicroBatches, lambda key: self.schedule.rules.in_flight(self.pp, key.num_microbatches)
             )
-        kept = self._held[..., PLACE[Holding.KEPT]] * self.reserve[:, None]
+        # Any weights give a bound. Those of what blocks keep on the device are near the best where some do.
+        here = self.modes[: len(self.modes) // 2] if self._key.offloads_activations else self.modes
+        held = np.min([self._held_in(mode)[..., PLACE[Holding.KEPT]] for mode in here], axis=0)
+        kept = held * self.reserve[:, None]
         states, activations = self.static_bytes @ self.counts, kept @ self.counts
         weights = self._room / (states[:, None] + flying * activations[:, None])
         weights /= weights.sum(axis=1, keepdims=True) * self._room
@@ -199,6 +304,26 @@ class AlikeMemory:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", by_kind(self.elements), each)
+
+
+def _least_extra_s(saved: Array, extra_s: Array, counts: Array, lacking: Array) -> Array:
+    """Seconds that units must take more so that they save the bytes that are ``lacking``, [layouts].
+
+    ``saved``, ``extra_s``: of one unit in each mode, [modes, layouts, kinds]. For any price of a byte, each unit costs
+    the least over its modes of its seconds less the price of what it saves, and what is lacking is paid: so much it
+    takes at least. Prices at which one mode becomes as good as another are tried.
+    Example: six units save 1 GiB for 0.3 s or 1.5 GiB for 0.9 s, and 3 GiB are lacking. At 0.3 s a GiB the modes cost 0
+    and 0.45 s, as nothing saved does: 0.9 s.
+    """
+    found = np.zeros(len(lacking))
+    for a, b in permutations(range(len(saved)), 2):
+        more = saved[b] - saved[a]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            prices = np.where((more > 0) & (extra_s[b] > extra_s[a]), (extra_s[b] - extra_s[a]) / more, 0.0)
+        for price in prices.T[prices.any(axis=0)]:  # of each kind, [layouts]
+            cheapest = np.min(extra_s - price[:, None] * saved, axis=0)
+            found = np.maximum(found, cheapest @ counts + price * lacking)
+    return found
 
 
 def by_kind(elements: Array) -> Array:

@@ -16,7 +16,7 @@ from planner.axes.base import Asked
 from planner.axes.context import CONTEXT, methods
 from planner.axes.data import DATA, micro_batches, replica_options, zero_stages
 from planner.axes.expert import expert_degrees
-from planner.axes.offload import offload_of
+from planner.axes.offload import activations_may_leave, offload_of
 from planner.axes.pipeline import PIPELINE, schedules
 from planner.axes.recompute import modes
 from planner.axes.registry import violations
@@ -109,8 +109,9 @@ def _layouts_on(mesh: Mesh, asked: Asked) -> Iterator[Layout]:
                     for mode in modes(asked, schedule):
                         if not schedule.rules.conflicts(zero_stage=zero, recomputation=()):
                             yield Layout(
-                                mesh, zero, micro, num_micro, schedule, virtual, mode, sequence_parallel, offload
-                            )
+                                mesh, zero, micro, num_micro, schedule, virtual, mode, sequence_parallel, offload,
+                                offloads_activations=activations_may_leave(asked, schedule),
+                            )  # fmt: skip
 
 
 def _meshes(asked: Asked) -> Iterator[Mesh]:

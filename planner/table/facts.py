@@ -69,6 +69,14 @@ class HostFacts:
     parameter_bytes: float  # of one element, updated, on its way back
 
 
+class HostCopies(NamedTuple):
+    """Activations of one device in its host's memory, while all devices of the node keep theirs there."""
+
+    s_per_byte: float  # one way
+    slowdown: float  # compute takes (1 + this) times as long while a copy runs
+    ram_bytes: float  # each device's equal share of its node's memory
+
+
 @dataclass(frozen=True)
 class ClusterFacts:
     """Where the ranks are."""
@@ -79,6 +87,7 @@ class ClusterFacts:
     devices: tuple[DeviceFacts, ...]  # the first: all, as the weakest; then each group of unlike devices
     software: SoftwareBytes
     hosts: tuple[HostFacts, ...] = ()  # for each place that states can be offloaded to
+    copies: HostCopies | None = None  # None: activations in host memory have no price
     memory_factor: float = 1.0  # a device's whole memory over what a plan may take of it
 
     def place_of(self, group: str) -> int:

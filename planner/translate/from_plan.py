@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from costmodels.vocabulary.choices import ContextMethod, Placement, Recompute, Replicate, parse_placement
+from costmodels.vocabulary.choices import (
+    BlockMode,
+    ContextMethod,
+    KeptOnHost,
+    Placement,
+    Recompute,
+    Replicate,
+    parse_placement,
+)
 from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
@@ -45,6 +53,7 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
         recompute=None,
         sequence_parallel=plan.placements.sequence_parallel,
         offload=plan.offload,
+        offloads_activations=bool(plan.offloaded_activations),
         cp_method=plan.cp_method,
         groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
     )
@@ -73,17 +82,21 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
             f"the {num_heads(graph)} that heads of queries and of keys in {graph.source} have in common"
         )
     blocks = {unit.name for unit in graph.units if unit.is_block}
-    unknown = sorted({module for rule in plan.recompute for module in rule.modules} - blocks)
-    if unknown:
-        found.append(f"recompute: {', '.join(unknown)} are no repeated blocks of {graph.source}")
+    recomputed = (module for rule in plan.recompute for module in rule.modules)
+    for key, modules in (("recompute", recomputed), ("offloaded_activations", plan.offloaded_activations)):
+        unknown = sorted(set(modules) - blocks)
+        if unknown:
+            found.append(f"{key}: {', '.join(unknown)} are no repeated blocks of {graph.source}")
     if found:
         raise PlanError("this plan cannot be priced: " + "; ".join(found), hint="run it and measure, or search again")
 
 
-def modes_of(plan: Plan, graph: ModelGraph) -> tuple[Recompute, ...]:
-    """What every unit of ``graph`` recomputes."""
-    named = {module: rule.mode for rule in plan.recompute for module in rule.modules}
-    return tuple(named.get(unit.name, Recompute.NONE) for unit in graph.units)
+def modes_of(plan: Plan, graph: ModelGraph) -> tuple[BlockMode, ...]:
+    """The mode of every unit of ``graph``."""
+    recomputed = {module: rule.mode for rule in plan.recompute for module in rule.modules}
+    modes = {unit.name: recomputed.get(unit.name, Recompute.NONE) for unit in graph.units}
+    on_host = set(plan.offloaded_activations)
+    return tuple(KeptOnHost[mode.name] if name in on_host else mode for name, mode in modes.items())
 
 
 def _mesh_for(plan: Plan, num_devices: int) -> Mesh:

@@ -96,7 +96,7 @@ def _parts_text(rows: NamedBytes) -> str:
 
 
 def smallest_change(asked: Attempt, fits: Fits) -> str:
-    """The first change that makes some layout fit: dropping one pin, dropping all, offloading, more GPUs."""
+    """The first change that makes some layout fit: dropping one pin, or all, offloading, more GPUs."""
     pins = asked.pins
     for field in fields(pins):
         if getattr(pins, field.name) is None:
@@ -105,6 +105,9 @@ def smallest_change(asked: Attempt, fits: Fits) -> str:
             return f"drop --{field.name.replace('_', '-')}: without that pin a plan fits"
     if pins != NO_PINS and fits(replace(asked, pins=NO_PINS)):
         return f"drop the pins {pins.describe()}: without all of them a plan fits"
+    leaving = replace(asked, pins=replace(pins, offload_activations=True))
+    if not pins.offload_activations and fits(leaving):
+        return "add --offload-activations: with activations of some blocks in host memory a plan fits"
     offloading = replace(asked, pins=replace(pins, offload=Offload.CPU))
     if pins.offload in (None, Offload.NONE) and fits(offloading):
         return "add --offload cpu: with optimiser states in host memory a plan fits, which planner run cannot train yet"

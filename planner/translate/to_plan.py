@@ -9,7 +9,15 @@ from itertools import accumulate, pairwise
 from costmodels.compute import peak_flops_per_s
 from costmodels.ledger import MemoryLedger
 from costmodels.memory import MASTER_BYTES
-from costmodels.vocabulary.choices import Offload, Placement, Recompute, Replicate
+from costmodels.vocabulary.choices import (
+    BlockMode,
+    KeptOnHost,
+    Offload,
+    Placement,
+    Recompute,
+    Replicate,
+    recompute_of,
+)
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import Executed
@@ -50,6 +58,8 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
     """``found`` as a Plan without a search section; ``decision``: the placements of its tensor-parallel degree."""
     graph, cluster, layout = target.graph, target.cluster, found.layout
     prediction = prediction_section(found, target, training)
+    on_host = tuple(name for name, mode in _block_modes(found, graph) if isinstance(mode, KeptOnHost))
+    executed = Executed(layout._replace(offloads_activations=bool(on_host)), graph, cluster)
     return Plan(
         model=model_section(graph),
         hardware=cluster.profile.name,
@@ -61,9 +71,10 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
         placements=placement_section(layout, graph, decision),
         recompute=recompute_rules(found, graph),
         offload=layout.offload,
+        offloaded_activations=on_host,
         cp_method=layout.cp_method,
         prediction=prediction,
-        warnings=(*execution_warnings(Executed(layout, graph, cluster), training), *host_warnings(prediction, cluster)),
+        warnings=(*execution_warnings(executed, training), *host_warnings(prediction, cluster)),
     )
 
 
@@ -178,12 +189,16 @@ def _sharded_units(layout: Layout, graph: ModelGraph) -> tuple[str, ...]:
 
 def recompute_rules(found: Evaluated, graph: ModelGraph) -> tuple[RecomputeRule, ...]:
     """The blocks of each mode, where anything is recomputed."""
-    blocks = [(unit.name, mode) for unit, mode in zip(graph.units, found.modes, strict=True) if unit.is_block]
+    blocks = _block_modes(found, graph)
     return tuple(
         RecomputeRule(mode=mode, modules=names)
         for mode in (Recompute.SELECTIVE, Recompute.FULL)
-        if (names := tuple(name for name, own in blocks if own is mode))
+        if (names := tuple(name for name, own in blocks if recompute_of(own) is mode))
     )
+
+
+def _block_modes(found: Evaluated, graph: ModelGraph) -> list[tuple[str, BlockMode]]:
+    return [(unit.name, mode) for unit, mode in zip(graph.units, found.modes, strict=True) if unit.is_block]
 
 
 def prediction_section(found: Evaluated, target: PricingTarget, training: Training) -> PredictionSection:
@@ -248,9 +263,13 @@ def offloaded_bytes(host: HostMemory | None) -> dict[str, int]:
     if host is None:
         return {}
     states = host.states
-    rows = {"arriving_gradients": states.gradients, "updated_parameters": states.parameters}
-    if not states.on_nvme:
-        rows = {"optimizer": states.optimizer, **rows}
+    rows: dict[str, float] = {}
+    if states.optimizer + states.gradients > 0:
+        rows = {"arriving_gradients": states.gradients, "updated_parameters": states.parameters}
+        if not states.on_nvme:
+            rows = {"optimizer": states.optimizer, **rows}
+    if states.activations > 0:
+        rows["activations"] = states.activations
     return {name: round(num_bytes) for name, num_bytes in rows.items()}
 
 
@@ -308,6 +327,7 @@ def candidate(label: str, found: Evaluated, target: PricingTarget) -> Candidate:
         recompute=found.only_mode,
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
+        offloads_activations=any(isinstance(mode, KeptOnHost) for mode in found.modes),
         cp_method=layout.cp_method,
         device_groups=layout.groups,
         step_time_s=found.step_time_s,
@@ -330,4 +350,6 @@ def layout_text(layout: Layout) -> str:
     ]
     if layout.offload is not Offload.NONE:
         parts.append(f"offload {layout.offload.value}")
+    if layout.offloads_activations:
+        parts.append("activations to the host where that helps")
     return ", ".join(parts)

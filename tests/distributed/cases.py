@@ -42,6 +42,7 @@ class Case:
     stage_input: str = "replicate"
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
     block_modes: tuple[Recompute, ...] = ()  # of each block, where they differ
+    on_host: int = 0  # the first blocks whose activations lie in host memory
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
@@ -71,6 +72,7 @@ class Case:
                 sharded_units=(*toy.before, *toy.blocks, *toy.after),
             ),
             recompute=self._rules(toy),
+            offloaded_activations=toy.blocks[: self.on_host],
             cp_method=self.cp_method,
         )
 
@@ -137,6 +139,12 @@ CASES = {
     ),
     "dp4-full-recompute": Case("gpt", _DP4, 3, recompute=Recompute.FULL),
     "dp4-selective-recompute": Case("llama", _DP4, 2, recompute=Recompute.SELECTIVE),
+    "dp4-zero3-on-host": Case("gpt", _DP4, 3, on_host=2),
+    "tp2-dp2-sp-on-host": Case("llama", _DP2_TP2, 3, sequence_parallel=True, on_host=4, micro_batch_size=4),
+    "tp2-dp2-sp-selective-on-host": Case(
+        "llama", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.SELECTIVE, on_host=4, micro_batch_size=4
+    ),
+    "pp2-dp2-full-on-host": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, on_host=2, micro_batch_size=2),
     "pp2-dp2-zero0": Case("llama", MeshSection(pp=2, dp_replicate=2), micro_batch_size=2),
     **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in (1, 3)},
     "pp2-dp2-gpipe": Case("gpt", _PP2_DP2, 1, ScheduleName.GPIPE, micro_batch_size=2),

@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "etp": (1, 1, 2, 4),
     "offload": (Offload.NONE, Offload.NONE, Offload.CPU),
     "cp_method": tuple(ContextMethod),
+    "offload_activations": (False, True),
 }
 
 
@@ -39,8 +40,8 @@ def random_pins(random: Random) -> Pins:
     return Pins(**{name: random.choice(VALUES[name]) for name in names})  # type: ignore[arg-type]
 
 
-def in_plan(plan: Plan) -> dict[str, object]:
-    """What a plan says of every choice that can be pinned."""
+def in_plan(plan: Plan, pins: Pins) -> dict[str, object]:
+    """What a plan says of every choice that can be pinned. Activations that may leave need not."""
     mesh, pipeline = plan.mesh, plan.pipeline
     modes = {rule.mode for rule in plan.recompute if rule.modules}
     return {
@@ -59,6 +60,7 @@ def in_plan(plan: Plan) -> dict[str, object]:
         "etp": mesh.shape().expert_tp,
         "offload": plan.offload,
         "cp_method": plan.cp_method,
+        "offload_activations": bool(plan.offloaded_activations or pins.offload_activations),
     }
 
 
@@ -76,7 +78,7 @@ def test_a_pin_is_obeyed_or_refused(model: str, num_devices: int) -> None:
     for _ in range(12):
         pins = random_pins(random)
         try:
-            found = in_plan(find_plan(request(model, num_devices, pins)).plan)
+            found = in_plan(find_plan(request(model, num_devices, pins)).plan, pins)
         except PlannerError as error:
             refusals.append(error)
             continue

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import KeptOnHost, Recompute
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import Holding, MemoryTerm, Term
 from planner.evaluation.cuts import even_starts
@@ -203,8 +203,11 @@ def test_every_term_and_every_holding_is_filled_by_some_layout() -> None:
     """One that is declared and never filled would be left out of every table in silence."""
     seen: set[Term] = set()
     rows: set[MemoryTerm] = set()
-    for case in CASES:
-        for evaluator in sample(*case, 120):
+    leaving = problem_of("llama3-8b", 16, batch=64, seq_len=2048, pins=Pins(offload_activations=True))
+    layout = next(layout for layout in leaving.space.layouts if layout.offloads_activations)
+    on_host = Evaluator(leaving.table, layout, [KeptOnHost.NONE] * len(leaving.table.units.kinds))
+    for case in ([on_host], *(sample(*case, 120) for case in CASES)):
+        for evaluator in case:
             found = evaluator.evaluate(evaluator.even_starts(), exact=True)
             seen.update(term for term, seconds in found.breakdown.items() if seconds > 0)
             phases = (ledger for rank in found.memory for _, ledger in rank.phases)
