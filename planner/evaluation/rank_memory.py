@@ -163,8 +163,8 @@ class RankMemoryModel:
         key = tuple((int(pp > 1 and 0 not in stage), *(kinds[unit] for unit in stage)) for stage in stages)
         if key not in self._elements_of:
             found = [self._elements(kind, tied_copy=bool(is_apart)) for is_apart, *stage in key for kind in stage]
-            trainable, frozen, experts = zip(*found, strict=True)
-            self._elements_of[key] = sum(trainable), sum(frozen), sum(experts)
+            trainable, frozen, experts = (sum(of_unit[place] for of_unit in found) for place in range(3))
+            self._elements_of[key] = trainable, frozen, experts
         return self._elements_of[key]
 
     def _backward(

@@ -101,7 +101,8 @@ def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
     counted = [time for time in Time if time.term and not (may_hide and time.term is Term.EXPERT)]
     keys, of = layouts.by(WorkKey)
     times = table.time_s[:, table.work_rows(keys)][..., [PLACE[time] for time in counted]].sum(axis=-1)
-    least_s = (times @ table.counts).min(axis=(0, 2))
+    # Rows that a kind of device does not run are not priced for it.
+    least_s = np.nan_to_num(np.fmin.reduce(np.fmin.reduce(times @ table.counts, axis=0), axis=1))
     return layouts.numbers("num_microbatches") * least_s[of] / layouts.numbers("pp") * (1 - 1e-12)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from costmodels.vocabulary.choices import Recompute
@@ -21,7 +22,7 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
-from planner.solver.bounds import bounds
+from planner.solver.bounds import bounds, rough_bound_s
 from planner.solver.cutting import Pricer, best_cut
 from planner.solver.search import search
 from tests.planning import NO_PINS, graph_of, training_of
@@ -163,6 +164,15 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= filled * smallest * ROUNDING, choices[index]
             assert sum(priced.breakdown.values()) == pytest.approx(priced.step_time_s)
+
+
+def test_a_rough_bound_knows_what_a_group_is_not_priced_for() -> None:
+    """No layout is passed over for a group that it does not use: its prices there are missing."""
+    problem = mixed_problem(MIXED)
+    rough_s, lower = rough_bound_s(problem.table, problem.space.layouts), bounds(problem.table, problem.space.layouts)
+    assert np.isfinite(rough_s).all()
+    assert (rough_s <= lower.step_time_s * ROUNDING).all()
+    assert (rough_s > 0).mean() > 0.9
 
 
 @pytest.mark.parametrize("hardware", [MIXED, f"{H100}:32"])
