@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, price_plan
-from planner.errors import HardwareError
+from planner.errors import HardwareError, PlanError
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.layout_units import device_places
 from planner.layout.layout import Pins
@@ -112,6 +113,15 @@ def test_estimate_knows_the_groups(tmp_path: Path) -> None:
     again = price_plan(plan).plan
     assert again.prediction == plan.prediction
     assert again.pipeline == plan.pipeline
+    halves = tuple(
+        stage.model_copy(update={"index": index, "modules": modules})
+        for half in range(2)
+        for index, stage in enumerate(plan.pipeline.stages, half * len(plan.pipeline.stages))
+        for modules in [stage.modules[:1] if half == 0 else stage.modules[1:]]
+    )
+    several = {"schedule": ScheduleName.INTERLEAVED_1F1B, "virtual_stages": 2, "stages": halves}
+    with pytest.raises(PlanError, match="2 stages a rank are not laid over groups"):
+        price_plan(plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update=several)}))
     alike = price_plan(plan, hardware=A100)
     assert any("as if all devices were alike" in note for note in alike.notes)
     assert plan.prediction is not None
