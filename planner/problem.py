@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from costmodels.vocabulary.choices import Placement, Preference
+from costmodels.vocabulary.choices import Placement, Preference, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from planner.axes.base import divisors
 from planner.axes.unlike_devices import over_groups
@@ -199,7 +199,13 @@ class Problem:
         """The best plain FSDP layout, or where none fits the one that lacks least memory."""
         if baseline.best is not None:
             return baseline.best
-        return None if baseline.closest is None else Evaluator(self.table, baseline.closest).evaluate((0,))
+        return None if baseline.closest is None else at_its_smallest(self.table, baseline.closest)
+
+
+def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:
+    """A layout that does not fit, cut evenly, with everything recomputed where that is free: about the least it needs."""
+    evaluator = Evaluator(table, layout if layout.recompute else layout._replace(recompute=Recompute.FULL))
+    return evaluator.evaluate(evaluator.even_starts(), exact=True)
 
 
 def placement_solver(deadline: Deadline | None = None) -> PlacementSolver:

@@ -28,7 +28,7 @@ from planner.plan.schema import CaseSection, Plan, SearchSection
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import EVEN_RISK, Problem, Solved, decided, placement_solver, solved_by
+from planner.problem import EVEN_RISK, Problem, Solved, at_its_smallest, decided, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
@@ -258,8 +258,7 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
             hint=MORE_TIME,
         )
     assert outcome.closest is not None
-    evaluator = Evaluator(problem.table, outcome.closest)
-    closest = evaluator.evaluate(evaluator.even_starts())
+    closest = at_its_smallest(problem.table, outcome.closest)
     pinned = problem.space.pins.describe()
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
     cluster = problem.target.cluster

@@ -12,11 +12,11 @@ from costmodels.vocabulary.terms import Term
 from planner.api import PlannedLayout, Question, answer_of, same_run
 from planner.api.runners_up import unlike_runners
 from planner.errors import InfeasibleError, InputError, ModelError, PlanError, PlannerError, TimeLimitError
-from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.evaluator import Evaluated
 from planner.layout.deadline import Deadline
 from planner.layout.layout import NO_PINS, Pins
 from planner.plan.schema import Candidate, Plan
-from planner.problem import ROOMY, Problem, solved_by
+from planner.problem import ROOMY, Problem, at_its_smallest, solved_by
 from planner.request import DEFAULT_RISK
 from planner.solver.search import search
 from planner.translate import to_plan
@@ -166,10 +166,7 @@ def _priced(candidate: Candidate, planned: PlannedLayout, risk: float, share: fl
     outcome = search(table, layouts, problem.solver)
     if outcome.best is not None:
         return problem.exactly(outcome.best)
-    if outcome.closest is None:
-        return None
-    evaluator = Evaluator(table, outcome.closest)
-    return evaluator.evaluate(evaluator.even_starts(), exact=True)
+    return None if outcome.closest is None else at_its_smallest(table, outcome.closest)
 
 
 def _pins_of(candidate: Candidate) -> Pins:

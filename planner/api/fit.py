@@ -9,8 +9,7 @@ from typing import NamedTuple
 from planner.api import Question, no_plan, something_fits
 from planner.api.front import counts_between
 from planner.errors import HardwareError, PlannerError
-from planner.evaluation.evaluator import Evaluator
-from planner.problem import Problem
+from planner.problem import Problem, at_its_smallest
 from planner.request import Request, load_cluster
 from planner.solver.search import Outcome, Wanted, search
 from planner.translate.infeasible import Attempt
@@ -110,8 +109,7 @@ def _worst(found: Outcome, problem: Problem) -> _Worst:
     priced = found.best
     if priced is None:
         assert found.closest is not None
-        evaluator = Evaluator(problem.table, found.closest)
-        priced = evaluator.evaluate(evaluator.even_starts())
+        priced = at_its_smallest(problem.table, found.closest)
     ledger, room = max(
         zip(priced.ledgers, priced.capacity_bytes, strict=True), key=lambda pair: pair[0].total_bytes / pair[1]
     )
