@@ -203,7 +203,7 @@ class Problem:
 
 
 def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:
-    """A layout that does not fit, cut evenly, with everything recomputed where that is free: about the least it needs."""
+    """A layout that does not fit, cut evenly, with all recomputed where that is free: about the least that it needs."""
     evaluator = Evaluator(table, layout if layout.recompute else layout._replace(recompute=Recompute.FULL))
     return evaluator.evaluate(evaluator.even_starts(), exact=True)
 
