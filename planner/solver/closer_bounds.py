@@ -139,7 +139,9 @@ class _Pipeline:
         total_s = float(self._of.work_s[0] @ self._of.counts) + self._extra_of_ranks_s()
         ways_s = 2 * float(self._of.send_s[0]) * (p - 1)
         if self._of.schedule.rules.forwards_first:
-            return total_s + (m - 1) * seconds + ways_s
+            return np.where(
+                np.isfinite(seconds), total_s + (m - 1) * np.nan_to_num(seconds, posinf=0.0) + ways_s, np.inf
+            )
         if m <= p:
             return np.zeros_like(seconds)
         behind = np.arange(p - 1, -1, -1)[:, None]

@@ -122,7 +122,7 @@ def test_states_of_a_rank_and_who_has_the_same(replicas: int, shards: int, ep: i
     ]
     # Megatron-Core reduces to all ranks before ZeRO 2.
     expected = [replicas * shards * TP // ep] if zero < 2 else [shards * TP // ep, replicas]
-    assert groups == expected
+    assert [num_ranks for num_ranks in groups if num_ranks > 1] == expected  # nothing is sent to oneself
 
 
 def problem(pins: Pins, num_devices: int = 16, recipe: str = "planner") -> Problem:

@@ -45,7 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("module", "name", "times", "has_plan"),
     [
         ("planner.cli.main", "app", "1", False),
-        ("planner.api", "load_graph", "1", False),
+        ("planner.api", "graph_of", "1", False),
         ("planner.problem", "build_table", "1", False),  # of the typical layouts
         ("planner.problem", "build_table", "2", True),  # of all
         ("planner.solver.search", "best_cut", "1", True),

@@ -48,7 +48,9 @@ def price(recipe: Recipe, choice: Layout) -> Evaluated:
     problem = problem_of(MODEL, 16, batch=64, seq_len=SEQ_LEN)
     split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
     target = replace(problem.target, recipe=recipe)
-    table = build_table(target, problem.space.training, {split: split_decision(*split)}, (choice,))
+    table = build_table(
+        target, problem.space.training, {split: split_decision(split.tp, split.sequence_parallel)}, (choice,)
+    )
     point = Evaluator(table, choice)
     return point.evaluate(point.even_starts(), exact=True)
 
