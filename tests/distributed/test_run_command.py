@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -118,7 +119,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def two_rank_plan(folder: Path, model: str = FAILING_MODEL) -> Path:
     (folder / "failing.py").write_text(model)
     plan = json.loads(EXAMPLE.read_text())
-    plan["model"]["source"] = str(folder / "failing.py")
+    plan["model"] |= {"source": "failing.py", "files": {"failing.py": hashlib.sha256(model.encode()).hexdigest()}}
     plan["num_devices"] = 2
     plan["mesh"] = {"dp_shard": 2}
     plan["pipeline"] |= {
