@@ -115,9 +115,9 @@ def simulate_actions(
 ) -> Timeline:
     """As ``simulate``, with the seconds of every action by itself: what runs beside another may take less."""
     problem, sends = _number(schedule, seconds, len(send_s) + 1), send_s
-    ways_s = _ways_s(problem, sends)
-    producers, way_to = problem.producers, _way_to(problem, ways_s)
-    held_s = _held_s(problem, ways_s) if sends_block else [0.0] * problem.num_keys
+    over_borders_s = ways_s(problem.rank_of_stage, sends)
+    producers, way_to = problem.producers, _way_to(problem, over_borders_s)
+    held_s = _held_s(problem, over_borders_s) if sends_block else [0.0] * problem.num_keys
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting = [-1] * problem.num_keys  # rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
@@ -253,9 +253,8 @@ def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) 
     return len(finished) == num_stages * num_microbatches == len(forward)
 
 
-def _ways_s(problem: _Problem, send_s: Sequence[float]) -> list[float]:
-    """Seconds over every border between stages: nothing where both live on one rank."""
-    ranks = problem.rank_of_stage
+def ways_s(ranks: Sequence[int], send_s: Sequence[float]) -> list[float]:
+    """Seconds over every border between stages, of which ``ranks`` hold one each: nothing where both live on one."""
     if len(send_s) != len(ranks) - 1:
         raise ValueError(f"{len(ranks)} stages send over {len(ranks) - 1} borders, not {len(send_s)}")
     return [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]

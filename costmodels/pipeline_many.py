@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.pipeline import Numbered, SameSchedule, numbered, places_of_seconds
+from costmodels.pipeline import Numbered, SameSchedule, numbered, places_of_seconds, ways_s
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
 
@@ -60,8 +60,9 @@ def simulate_many(
     of all stages. ``send_s``: [stages - 1]. ValueError as there.
     """
     num_stages = len(send_s) + 1
-    levels = _levels(SameSchedule(schedule), num_stages)
-    ways = np.array([*_ways_s(levels, schedule, num_stages, send_s), 0.0])
+    same = SameSchedule(schedule)
+    levels = _levels(same, num_stages)
+    ways = np.array([*ways_s(numbered(same, num_stages).rank_of_stage, send_s), 0.0])
     each = max(1, MOST_NUMBERS // len(levels.before))
     parts = [
         _spans(levels, seconds[:, at : at + each], ways, sends_block=sends_block)
@@ -110,11 +111,6 @@ def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -
     return end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0)
 
 
-def _ways_s(levels: _Levels, schedule: ActionLists, num_stages: int, send_s: Sequence[float]) -> list[float]:
-    ranks = numbered(SameSchedule(schedule), num_stages).rank_of_stage
-    return [way_s if a != b else 0.0 for way_s, a, b in zip(send_s, ranks, ranks[1:], strict=False)]
-
-
 @lru_cache(maxsize=64)
 def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     known = numbered(same, num_stages)
@@ -143,7 +139,7 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
 
 def _level_of_keys(known: Numbered) -> Positions:
     """Actions on the longest chain before each key; ValueError where the lists wait for each other."""
-    level = np.full(3 * len(known.rank_of_stage) * known.num_microbatches, -1, dtype=np.intp).tolist()
+    level = [-1] * (3 * len(known.rank_of_stage) * known.num_microbatches)
     waiting = [-1] * len(level)
     done, ready = [0] * len(known.keys), list(range(len(known.keys)))
     while ready:

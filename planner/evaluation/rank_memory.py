@@ -58,16 +58,6 @@ class Transient:
     stranded: float
     offloaded: float  # activations of blocks on their way to the host, or back
 
-    @property
-    def tensors(self) -> float:
-        """Those that are allocated while a backward pass runs."""
-        return self.backward.total + self.buffers + self.offloaded
-
-    @property
-    def cached(self) -> float:
-        """Those that are freed, yet cannot be reused."""
-        return self.waiting + self.stranded
-
 
 class RankMemoryModel:
     """Memory of the ranks of one layout."""
