@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from planner.layout.deadline import Deadline, OutOfTimeError
+from planner.signals import rung_again
 
 _IMPORTED_S = time.monotonic()
 
@@ -37,17 +38,20 @@ def interruptible(deadline: Deadline) -> Generator[None]:
     Once there is a plan, they only end the search for a better one, and what is shown and written is whole. The second
     Ctrl-C ends the process in any case. KeyboardInterrupt and OutOfTimeError are raised wherever the process is.
     """
+    is_ended = was_warned = False
 
     def interrupted(_signal: int, _frame: FrameType | None) -> None:
-        if not deadline.has_answer or deadline.is_cut:
+        nonlocal is_ended
+        is_ended = not deadline.has_answer or deadline.is_cut
+        if is_ended:
             raise KeyboardInterrupt
         deadline.cut()
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
-    was_warned = False
-
     def late(_signal: int, _frame: FrameType | None) -> None:
         nonlocal was_warned
+        if is_ended:  # the interrupt was lost
+            raise KeyboardInterrupt
         if not deadline.has_answer or (was_warned and not deadline.is_settled):
             raise OutOfTimeError
         if not deadline.is_settled:
@@ -61,7 +65,8 @@ def interruptible(deadline: Deadline) -> Generator[None]:
     if deadline.is_limited:
         signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline.left_s))
     try:
-        yield
+        with rung_again(KeyboardInterrupt, OutOfTimeError):
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm_before)

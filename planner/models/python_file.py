@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from planner.errors import ModelError
 from planner.models.loss import Reduction, TrainingLoss
 from planner.models.own_code import OwnCode
 from planner.models.weightless import build_weightless
+from planner.signals import rung_again
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -117,8 +118,7 @@ class _OutOfTime(BaseException):
 def time_limit(seconds: float, what: str) -> Generator[None]:
     """Ends what runs inside after ``seconds``; without effect outside the main thread, where no alarm can be set."""
 
-    def ring(signal_number: int, frame: object) -> None:
-        del signal_number, frame
+    def ring(_signal: int, _frame: FrameType | None) -> None:
         raise _OutOfTime
 
     if threading.current_thread() is not threading.main_thread():
@@ -127,7 +127,8 @@ def time_limit(seconds: float, what: str) -> Generator[None]:
     previous = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        with rung_again(_OutOfTime):
+            yield
     except _OutOfTime:
         raise ModelError(
             f"{what} did not end within {seconds:g} s",

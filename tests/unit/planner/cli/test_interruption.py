@@ -1,13 +1,23 @@
 """Ctrl-C at moments of a search that do not depend on the machine's speed: when a function is entered."""
 
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from planner.cli.process import interruptible
+from planner.errors import ModelError
 from planner.graph.graph_file import write_graph
+from planner.layout.deadline import Deadline, OutOfTimeError
+from planner.models.python_file import time_limit
 from tests.planning import graph_of
 
 # Interrupts itself when NAME of MODULE is called for the TIMES-th time, then is the command line.
@@ -94,3 +104,59 @@ def test_a_job_in_the_background_stays_deaf(graph_file: Path) -> None:
     done = subprocess.run(command, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["search"]["status"] in ("OPTIMAL", "FEASIBLE")
+
+
+class Signalled:
+    """Is sent a signal where Python only prints what is raised: in its destructor."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def in_a_destructor(number: int) -> None:
+    Signalled(number)
+
+
+def in_a_weak_reference(number: int) -> None:
+    watched = set[int]()
+    reference = weakref.ref(watched, lambda _: os.kill(os.getpid(), number))
+    del watched
+    assert reference() is None
+
+
+def in_the_collector(number: int) -> None:
+    def callback(phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            os.kill(os.getpid(), number)
+
+    gc.callbacks.append(callback)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(callback)
+
+
+def sent_and_waited(sent: Callable[[int], None], number: int) -> None:
+    sent(number)
+    time.sleep(10)
+
+
+@pytest.mark.parametrize("sent", [in_the_collector, in_a_destructor, in_a_weak_reference])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGALRM, OutOfTimeError), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_is_not_lost_where_nothing_can_be_raised(
+    number: int, error: type[BaseException], sent: Callable[[int], None]
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error), interruptible(Deadline.never()):
+            sent_and_waited(sent, number)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_limit_of_a_model_file_is_not_lost_there() -> None:
+    with pytest.raises(ModelError, match="did not end within"), time_limit(60, "the file"):
+        sent_and_waited(in_a_destructor, signal.SIGALRM)
