@@ -136,6 +136,7 @@ def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
         "tp": choice.tp, "pp": choice.pp, "dp": choice.dp, "cp": choice.cp, "ep": choice.ep,
         "dp_replicate": choice.dp_replicate, "micro_batch": choice.micro_batch_size,
         "sequence_parallel": choice.sequence_parallel, "virtual_stages": choice.virtual_stages,
+        "zero": choice.zero_stage,
     }  # fmt: skip
     if any(getattr(pins, name) not in (None, value) for name, value in pinned.items()):
         return False
@@ -144,8 +145,6 @@ def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
     # Without a pipeline all plain schedules are the same.
     runs_as_pinned = choice.pp == 1 and (pins.schedule is None or pins.schedule.rules.has_one_stage)
     if pins.schedule not in (None, choice.schedule) and not runs_as_pinned:
-        return False
-    if pins.zero is not None and pins.zero != choice.zero_stage and choice.dp * choice.cp > 1:
         return False
     return pins.recompute is None or choice.modes == facts.modes(pins.recompute)
 

@@ -6,7 +6,7 @@ A column holds the distinct values of a field and, for every record, which of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple, TypeVar, get_type_hints, overload
@@ -24,6 +24,19 @@ K = TypeVar("K", bound=NamedTuple)
 class _Column:
     values: tuple[object, ...]
     codes: NDArray[np.integer]  # place in ``values`` of each record's value, in the smallest type that holds them
+    # Columns of attributes of the values, shared by all columns with the same values.
+    _attributes: dict[str, _Column] = field(default_factory=dict[str, "_Column"])
+
+    def attribute(self, name: str) -> _Column:
+        """The attribute ``name`` of every record's value."""
+        if name not in self._attributes:
+            self._attributes[name] = _Column.of(map(attrgetter(name), self.values))
+        of_values = self._attributes[name]
+        return _Column(of_values.values, of_values.codes[self.codes])
+
+    def take(self, positions: NDArray[np.integer | np.bool]) -> _Column:
+        """Of the records at these positions, or where the mask is set."""
+        return _Column(self.values, self.codes[positions], self._attributes)
 
     @staticmethod
     def of(values: Iterable[object], codes: NDArray[np.integer] | None = None) -> _Column:
@@ -97,8 +110,7 @@ class Columns(Sequence[T]):
 
     def take(self, positions: NDArray[np.integer | np.bool]) -> Columns[T]:
         """The records at these positions, or where the mask is set."""
-        columns = {name: _Column(each.values, each.codes[positions]) for name, each in self._columns.items()}
-        return Columns(self._kind, columns)
+        return Columns(self._kind, {name: each.take(positions) for name, each in self._columns.items()})
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
         """All records with the first of ``values`` in the field, then all with the second, and so on."""
@@ -143,11 +155,10 @@ class Columns(Sequence[T]):
         """The field ``name``, or the attribute of that name of the one field whose values have it."""
         if name in self._columns:
             return self._columns[name]
-        field = next((own for own, hint in _hints(self._kind).items() if hasattr(hint, name)), None)
-        if field is None:
+        home = next((own for own, hint in _hints(self._kind).items() if hasattr(hint, name)), None)
+        if home is None:
             raise AttributeError(f"neither {self._kind.__name__} nor the values of its fields have {name}")
-        column = self._columns[field]
-        return _Column.of(map(attrgetter(name), column.values), column.codes)
+        return self._columns[home].attribute(name)
 
 
 # Up to so many combinations are marked in an array; more are sorted.

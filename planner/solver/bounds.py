@@ -34,18 +34,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from costmodels.overlap import exposed_s
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Data, Element, Term, Time
+from planner.evaluation.block_modes import MODES
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, data_times, hiding_s, unit_times
-from planner.layout.columns import Array, Columns
+from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
 from planner.table.cost_table import CostTable
@@ -70,9 +72,12 @@ class Bounds:
     estimate_s: Array  # no bound: about what the layout takes, and no less than its bound
 
 
-def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
-    """Bounds of every layout."""
-    found = Bounds(*(np.zeros(len(layouts)) for _ in range(4)))
+def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf) -> Bounds:
+    """Bounds of every layout.
+
+    Of one that takes ``enough_s`` or more, not all of its time is counted, and its memory is infinite.
+    """
+    found = Bounds(*(np.full(len(layouts), value) for value in (0.0, np.inf, 0.0, 0.0)))
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
@@ -84,17 +89,36 @@ def bounds(table: CostTable, layouts: Sequence[Layout]) -> Bounds:
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
             group = AlikeLayouts(table, key, listed.take(part), rows.take(part))
-            found.step_time_s[part] = group.step_time_s()
-            found.memory_bytes[part] = group.memory_bytes()
-            found.host_share[part] = group.host_share()
-            found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
+            found.step_time_s[part] = found.estimate_s[part] = group.at_a_glance_s()
+            part = part[found.step_time_s[part] < enough_s]
+            if len(part):
+                _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)))
     return found
 
 
-def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
-    """What each layout takes at least, at a glance: some rank works no less than the mean.
+def _fill(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
+    found.memory_bytes[part] = group.memory_bytes()
+    found.host_share[part] = group.host_share()
+    found.step_time_s[part] = group.step_time_s()
+    found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
 
-    Counted is what units take by themselves, on the fastest devices, whatever they recompute.
+
+class _RecomputeKey(NamedTuple):
+    recompute: Recompute | None
+
+
+class _ShapeKey(NamedTuple):
+    schedule: ScheduleName
+    pp: int
+    virtual_stages: int
+    num_microbatches: int
+    groups: tuple[str, ...]
+
+
+def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
+    """What each layout takes at least, at a glance: what units take by themselves, and how the pipeline fills.
+
+    Counted is one micro-batch on the fastest devices. Where each block may choose, it recomputes nothing.
     """
     framework = table.framework
     may_hide = framework.exchanges_hide_without_pipeline or framework.exchanges_hide_under
@@ -102,8 +126,29 @@ def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
     keys, of = layouts.by(WorkKey)
     times = table.time_s[:, table.work_rows(keys)][..., [PLACE[time] for time in counted]].sum(axis=-1)
     # Rows that a kind of device does not run are not priced for it.
-    least_s = np.nan_to_num(np.fmin.reduce(np.fmin.reduce(times @ table.counts, axis=0), axis=1))
-    return layouts.numbers("num_microbatches") * least_s[of] / layouts.numbers("pp") * (1 - 1e-12)
+    in_mode = np.nan_to_num(np.fmin.reduce(times @ table.counts, axis=0))  # [rows, modes]
+    whole_s = np.concatenate([in_mode, in_mode.min(axis=1, keepdims=True)], axis=1)
+    mode = layouts.each(_RecomputeKey, lambda key: -1 if key.recompute is None else MODES[key.recompute])
+    return whole_s[of, mode.astype(np.intp)] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
+
+
+def likely_s(table: CostTable, layouts: Columns[Layout]) -> Array:
+    """No bound: the same with the time that ranks of several stages wait for the first micro-batch."""
+    return rough_bound_s(table, layouts) * layouts.each(_ShapeKey, _times_filled)
+
+
+def _times_whole(key: _ShapeKey) -> float:
+    """The least that a pipeline takes, as a multiple of one micro-batch through the whole model."""
+    if key.schedule.rules.has_one_stage and key.pp > 1 and not key.groups:
+        return pipeline_coefficient(key.schedule, key.pp, key.num_microbatches)
+    return key.num_microbatches / key.pp
+
+
+def _times_filled(key: _ShapeKey) -> float:
+    rules = key.schedule.rules
+    if rules.has_one_stage or rules.splits_backward:
+        return 1.0
+    return 1 + (key.pp - 1) / (key.virtual_stages * key.num_microbatches)
 
 
 class AlikeLayouts(AlikeMemory):
@@ -145,6 +190,15 @@ class AlikeLayouts(AlikeMemory):
         return factor * (optimizer + buffers) / host.ram_bytes
 
     # -- time ---------------------------------------------------------------------------------
+
+    def at_a_glance_s(self) -> Array:
+        """The pipeline's bound if nothing is sent and no block recomputes that need not."""
+        factor = self.layouts.each(_ShapeKey, _times_whole)
+        if self._key.groups:
+            whole_s = np.min([work @ self.counts for work in self._work_of_ranks], axis=0)
+        else:
+            whole_s = self.work_s @ self.counts
+        return factor * whole_s * (1 - 1e-12)
 
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
@@ -241,7 +295,7 @@ class AlikeLayouts(AlikeMemory):
         before = np.cumsum(weights, axis=0) - weights
         factors = 1 + e * before + np.array(d) * weights
         least = np.min([factor[:, None] * each for factor, each in zip(factors, work, strict=True)], axis=0)
-        return least @ self.counts + 2 * self._way
+        return least @ self.counts + 2 * self._way_s
 
     def _any_cut_s(self, total: Array) -> Array:
         """The bound where ranks hold several stages, or halves of backward passes apart.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -28,18 +28,26 @@ from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, flying_by_stage
 from planner.table.cost_table import CostTable
 
 
-def is_closer_bounded(layout: Layout) -> bool:
-    """Whether ``closer_bound_s`` speaks of the layout."""
-    return layout.mesh.pp > 1 and not layout.groups
+class CloserBounds:
+    """Of layouts with the prices of one table; ``number``: how many were bounded closely."""
 
+    def __init__(self, table: CostTable) -> None:
+        self._table, self.number = table, 0
+        self._passing_bytes: dict[tuple[object, ...], float] = {}
 
-def closer_bound_s(table: CostTable, layout: Layout, enough_s: float) -> float:
-    """Seconds that no cut of ``layout`` undercuts; above ``enough_s`` more need not be known."""
-    bound = _Pipeline(table, layout)
-    loads_s = bound.loads_s()
-    if layout.schedule.rules.has_one_stage or loads_s >= enough_s:
-        return loads_s
-    return max(loads_s, bound.path_s())
+    def of(self, layout: Layout, enough_s: float = np.inf) -> float:
+        """Seconds that no cut of ``layout`` undercuts; above ``enough_s`` more need not be known.
+
+        0 where it has no pipeline, or one over unlike devices, of which no more is known than ``bounds`` says.
+        """
+        if layout.mesh.pp == 1 or layout.groups:
+            return 0.0
+        self.number += 1
+        bound = _Pipeline(self._table, layout, self._passing_bytes)
+        loads_s = bound.loads_s()
+        if layout.schedule.rules.has_one_stage or loads_s >= enough_s:
+            return loads_s
+        return max(loads_s, bound.path_s())
 
 
 class _End(NamedTuple):
@@ -53,7 +61,9 @@ class _End(NamedTuple):
 class _Pipeline:
     """One layout. Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, table: CostTable, layout: Layout) -> None:
+    def __init__(self, table: CostTable, layout: Layout, passing_bytes: dict[tuple[object, ...], float]) -> None:
+        """``passing_bytes``: what is known of this and of other layouts with the same prices."""
+        self._known_bytes = passing_bytes
         rows, first = LayoutRows.of_one(table, layout), np.zeros(1, dtype=np.intp)
         rows = replace(
             rows, work=rows.work[:1], mode=first if layout.recompute is None else first + MODES[layout.recompute]
@@ -194,28 +204,25 @@ class _Pipeline:
         kind, p, num_stages = self._block, self._of.pp, self._of.pp * self._of.virtual_stages
         assert kind is not None
         rules, held = self._of.schedule.rules, self._held_of_modes[modes, kind]
-        extra_s = self._extra_s_of_modes[modes, kind]
-        flying, waits = self._flying
-        kept = np.outer(held[:, PLACE[Holding.KEPT]], flying) + np.outer(held[:, PLACE[Holding.WAITING]], waits)
-        kept = kept * self._of.reserve[0]  # [modes, stages]
+        extra_s = self._extra_s_of_modes[modes, kind][:, None, None, None]
         least = np.array([self._sizes.least if 0 < stage < num_stages - 1 else 0 for stage in range(num_stages)])
-        of_rank = np.array(
-            [[s for s in range(num_stages) if rules.rank_of(s, p) == rank] for rank in range(p)], dtype=np.intp
-        )  # [ranks, stages of one]
-        fewest, prices = least[of_rank].sum(axis=1), self._prices(kept, extra_s)
-        static = self._of.static_bytes[0]
-        # Of a block in each stage at each price, with its own states; [prices, stages].
-        each = np.min(extra_s[None, :, None] + prices[:, None, None] * kept[None], axis=1)
-        held_s = self._filled(each + prices[:, None] * static[kind], least, of_rank)
-        total = (each * least)[:, of_rank].sum(axis=2)[..., None] + held_s
-        total += (prices[:, None, None] * static[kind]) * fewest[None, :, None]
+        ranks = np.array([rules.rank_of(stage, p) for stage in range(num_stages)])
+        of_rank = np.argsort(ranks, kind="stable").reshape(p, -1)  # [ranks, stages of one]
+        flying, waits = (each[of_rank] for each in self._flying)
+        kept = np.multiply.outer(held[:, PLACE[Holding.KEPT]], flying)
+        kept = (kept + np.multiply.outer(held[:, PLACE[Holding.WAITING]], waits)) * self._of.reserve[0]
+        least, static = least[of_rank], self._of.static_bytes[0][kind]
+        fewest, prices = least.sum(axis=1), self._prices(kept, extra_s[:, 0, 0, 0])
+        # Of a block in each stage at each price, with its own states; [ranks, prices, stages of one].
+        each = np.min(extra_s + prices[:, :, None] * kept[:, :, None, :], axis=0)
+        total = (each * least[:, None]).sum(axis=2)[..., None] + self._filled(each + prices[..., None] * static, least)
         room = self._room_bytes(fewest, total.shape[2]) - more_bytes
-        total -= prices[:, None, None] * room
-        smallest = (kept.min(axis=0) * least)[of_rank].sum(axis=1)[:, None]
-        smallest = smallest + self._filled(kept.min(axis=0)[None], least, of_rank)[0]
+        total += prices[..., None] * (static * fewest[:, None] - room)[:, None]
+        slight = kept.min(axis=0)
+        smallest = (slight * least).sum(axis=1)[:, None] + self._filled(slight[:, None], least)[:, 0]
         numbers = fewest[:, None] + np.arange(total.shape[2])
-        fits = smallest + numbers * static[kind] <= room * (1 + 1e-12)
-        return fewest, np.where(fits, np.maximum(0.0, total.max(axis=0)), np.inf)
+        fits = smallest + numbers * static <= room * (1 + 1e-12)
+        return fewest, np.where(fits, np.maximum(0.0, total.max(axis=1)), np.inf)
 
     @cached_property
     def _flying(self) -> Array:
@@ -224,16 +231,17 @@ class _Pipeline:
         shortened = rules.shortened_to_peak(p, int(self._of.num_microbatches[0]), MOST_ROUNDS)
         return flying_by_stage(self._of.schedule, p, self._of.virtual_stages, shortened)
 
-    def _filled(self, each: Array, least: Positions, of_rank: Positions) -> Array:
-        """The least that no, one, two, ... blocks beyond a rank's fewest take, [rows, ranks, numbers].
+    def _filled(self, each: Array, least: Positions) -> Array:
+        """The least that no, one, two, ... blocks beyond a rank's fewest take, [ranks, rows, numbers].
 
-        ``each``: of one block in each stage, [rows, stages]. Infinite beyond what the rank's stages may hold.
+        ``each``: of one block in each stage, [ranks, rows, stages of one]; ``least``: the fewest there, [ranks, stages
+        of one]. Infinite beyond what the rank's stages may hold.
         """
-        if of_rank.shape[1] == 1:
-            return each[:, of_rank] * np.arange(self._sizes.most + 1)
+        if least.shape[1] == 1:
+            return each * np.arange(self._sizes.most + 1)
         slots = np.arange(self._sizes.most)
-        free = slots < (self._sizes.most - least)[of_rank][..., None]  # [ranks, stages of one, slots]
-        more = np.where(free, each[:, of_rank][..., None], np.inf).reshape(len(each), len(of_rank), -1)
+        free = slots < (self._sizes.most - least)[..., None]  # [ranks, stages of one, slots]
+        more = np.where(free[:, None], each[..., None], np.inf).reshape(*each.shape[:2], -1)
         more = np.sort(more, axis=2)[..., : int(free.sum(axis=(1, 2)).max())]
         return np.concatenate([np.zeros((*more.shape[:2], 1)), np.cumsum(more, axis=2)], axis=2)
 
@@ -292,21 +300,35 @@ class _Pipeline:
 
     def _least_of_stage(self, kinds: tuple[int, ...]) -> float:
         """What passes at least while a stage of these units is at work."""
-        modes = product(self._of.modes, repeat=len(kinds))
-        reserve = float(self._of.reserve[0])
-        stages = ([*zip(each, kinds, strict=True)] for each in modes)
-        return min(self._memory_model.passing_bytes(stage, reserve) for stage in stages)
+        key = (*self._passing_key, kinds)
+        if key not in self._known_bytes:
+            modes = product(self._of.modes, repeat=len(kinds))
+            reserve = float(self._of.reserve[0])
+            stages = ([*zip(each, kinds, strict=True)] for each in modes)
+            self._known_bytes[key] = min(self._memory_model.passing_bytes(stage, reserve) for stage in stages)
+        return self._known_bytes[key]
+
+    @cached_property
+    def _passing_key(self) -> tuple[object, ...]:
+        """All that ``RankMemoryModel.passing_bytes`` depends on."""
+        layout, rows = self._of.layouts[0], self._of.rows
+        mesh, places = layout.mesh, (int(each[0]) for each in (rows.work, rows.split, rows.zero_stage))
+        sharing = mesh.num_shards, mesh.expert_parts, mesh.dp * mesh.cp == 1, layout.num_microbatches == 1
+        return *places, *sharing, float(self._of.reserve[0]), *self._of.modes
 
     @staticmethod
-    def _prices(kept: Array, extra: Array) -> Array:
-        """Seconds a byte at which one mode becomes as good as another in some stage; ``kept``: [modes, stages]."""
-        kept = np.unique(kept, axis=1)
-        found = {0.0}
-        for a in range(len(extra)):
-            for b in range(len(extra)):
+    def _prices(kept: Array, extra_s: Array) -> Array:
+        """Seconds a byte at which one mode becomes as good as another in some stage of a rank, [ranks, prices].
+
+        ``kept``: [modes, ranks, stages of one].
+        """
+        found = [np.zeros((kept.shape[1], 1))]
+        for a, b in permutations(range(len(extra_s)), 2):
+            if extra_s[b] > extra_s[a]:
                 saved = kept[a] - kept[b]
-                found.update(((extra[b] - extra[a]) / saved[saved > 0]).tolist() if extra[b] > extra[a] else ())
-        return np.array(sorted(found))
+                with np.errstate(divide="ignore"):
+                    found.append(np.where(saved > 0, (extra_s[b] - extra_s[a]) / saved, 0.0))
+        return np.concatenate(found, axis=1)
 
     @cached_property
     def _extra_s_of_modes(self) -> Array:

@@ -68,17 +68,35 @@ class AlikeMemory:
         self.times = unit_times(table, rows, 0)
         self.work_s = self.times.forward_s + self.times.backward_s
         self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
-        # The least of every mode: [layouts, kinds, Holding].
-        self._held = np.min([self._held_in(mode) for mode in self.modes], axis=0)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
-        lines = table.send(SendKey(key.pp, key.groups))
-        num_bytes = self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
-        latency_s, s_per_byte = lines[0] if len(lines) else (0.0, 0.0)
-        self.send_s = latency_s + s_per_byte * num_bytes
-        self._way = lines[:, 0].sum() + lines[:, 1].sum() * num_bytes
+
+    @cached_property
+    def _held(self) -> Array:
+        """The least of every mode, [layouts, kinds, Holding]."""
+        return np.min([self._held_in(mode) for mode in self.modes], axis=0)
+
+    @cached_property
+    def _lines(self) -> Array:
+        """Latency and seconds a byte between each two ranks."""
+        return self.table.send(SendKey(self._key.pp, self._key.groups))
+
+    @cached_property
+    def _sent_bytes(self) -> Array:
+        return self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
+
+    @cached_property
+    def send_s(self) -> Array:
+        """One send from the first rank to the next."""
+        latency_s, s_per_byte = self._lines[0] if len(self._lines) else (0.0, 0.0)
+        return latency_s + s_per_byte * self._sent_bytes
+
+    @property
+    def _way_s(self) -> Array:
+        """One send over each border."""
+        return self._lines[:, 0].sum() + self._lines[:, 1].sum() * self._sent_bytes
 
     @property
     def offloads_activations(self) -> bool:
@@ -280,11 +298,9 @@ class AlikeMemory:
         """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
         least = np.empty_like(static)
         for m, members in self._by_peak():
-            flying, waits = flying_by_stage(self.schedule, self.pp, self.virtual_stages, m)
-            mean = _least_means(self.table.units, flying), _least_means(self.table.units, waits)
-            most = -_least_means(self.table.units, -waits)
-            waited = np.minimum(mean[1] * waiting[members], most * waiting[members])  # they may hold less
-            least[members] = static[members] + mean[0] * kept[members] + waited
+            flying, waits, most = _means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m)
+            waited = np.minimum(waits * waiting[members], most * waiting[members])  # they may hold less
+            least[members] = static[members] + flying * kept[members] + waited
         return least / self.pp
 
     def _by_peak(self) -> Iterator[tuple[int, Positions]]:
@@ -337,6 +353,17 @@ def flying_by_stage(schedule: ScheduleName, num_ranks: int, virtual_stages: int,
     """Micro-batches in flight, and waiting for gradients of weights, in each stage at its rank's peak; [2, stages]."""
     found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
     return np.array(found, dtype=np.float64)
+
+
+@lru_cache(maxsize=4096)
+def _means_by_kind(
+    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
+) -> tuple[Array, Array, Array]:
+    """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
+    of weights at least, and waiting at most.
+    """
+    flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches)
+    return _least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)
 
 
 def _least_means(units: UnitRow, each: Array) -> Array:

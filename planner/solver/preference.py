@@ -13,7 +13,7 @@ from __future__ import annotations
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.complexity import complexity
 from planner.solver.base import StageSolver
-from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut
 from planner.solver.search import Outcome
 from planner.table.cost_table import CostTable
@@ -39,11 +39,12 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
     most = complexity(outcome.best.layout)
     simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)
     best: Evaluated | None = None
+    closer = CloserBounds(table)
     for number, bound_s, layout in simpler[:MOST_VISITS]:
         if best is not None and number > complexity(best.layout):
             break
         enough_s = limit_s if best is None else best.step_time_s
-        if bound_s > enough_s or (is_closer_bounded(layout) and closer_bound_s(table, layout, enough_s) > enough_s):
+        if bound_s > enough_s or closer.of(layout, enough_s) > enough_s:
             continue
         priced = best_cut(Pricer(table, layout), solver, enough_s / (1 - TOLERANCE), bound_s).best
         if priced is not None and priced.step_time_s <= enough_s:

@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.choices import Recompute
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.complexity import complexity
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds, rough_bound_s
-from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.bounds import Bounds, bounds, likely_s, rough_bound_s
+from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.table.cost_table import CostTable
 
@@ -43,6 +45,8 @@ NEAR = 0.01
 MOST_VISITS, MOST_OPEN_VISITS = 32, 8
 # Layouts that are bounded more closely, a millisecond or two each, to prove how near the best is.
 MOST_CLOSE = 2000
+# Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
+MANY, NUM_UNLIKE = 60_000, 16
 # Layouts are bounded so many at a time.
 SLICE = 250_000
 
@@ -129,8 +133,10 @@ def search(
     deadline = deadline or Deadline.never()
     best = _Best(wanted.cutoff_s)
     best.keep(wanted.known)
-    listed = _within_reach(table, Columns.of(Layout, layouts), best.time_s)
-    lower = _bounds_in_time(table, listed, deadline)
+    listed = Columns.of(Layout, layouts)
+    _probe_likely(table, listed, best, deadline)
+    listed = _within_reach(table, listed, best.time_s)
+    lower = _bounds_in_time(table, listed, best.time_s, deadline)
     order = _in_order(table, listed, lower)
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)
@@ -176,6 +182,7 @@ class _Walk:
         self._table, self._listed, self._solver, self._best = table, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
         self._pricers: dict[int, Pricer] = {}
+        self._closer = CloserBounds(table)
         self._visited: set[int] = set()
         self._refined: set[int] = set()
 
@@ -215,16 +222,16 @@ class _Walk:
         if index in self._visited or self._best.beats(float(self._open_s[index])):
             return False
         layout = self._listed[index]
-        if is_closer_bounded(layout) and index not in self._refined:
+        if index not in self._refined:
             self._refined.add(index)
             enough_s = np.inf if self._best.time_s is None else self._best.time_s
-            self._open_s[index] = max(self._open_s[index], closer_bound_s(self._table, layout, enough_s))
+            self._open_s[index] = max(self._open_s[index], self._closer.of(layout, enough_s))
         return not self._best.beats(float(self._open_s[index]))
 
     @property
     def looked_enough(self) -> bool:
         """Whether so many layouts were bounded closely that others wait; not as long as none is known that fits."""
-        return len(self._refined) >= MOST_CLOSE and self._best.time_s is not None
+        return self._closer.number >= MOST_CLOSE and self._best.time_s is not None
 
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
@@ -284,6 +291,32 @@ def _nearest(
             yield index
 
 
+class _RecomputeKey(NamedTuple):
+    recompute: Recompute | None
+
+
+def _probe_likely(table: CostTable, listed: Columns[Layout], best: _Best, deadline: Deadline) -> None:
+    """Of many layouts prices a few unlike ones, nearly evenly cut, so that most need no closer look.
+
+    Of those that may recompute, so that most that look fast do fit.
+    """
+    flexible = listed.where(_RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
+    if len(flexible) <= 2 * MANY:
+        return
+    part = flexible.take(np.argsort(likely_s(table, flexible), kind="stable")[:MANY])
+    deadline.check()
+    unlike: dict[tuple[object, ...], Layout] = {}
+    for index in _in_order(table, part, bounds(table, part)).tolist():
+        layout = part[index]
+        mesh = layout.mesh
+        unlike.setdefault((mesh.pp, mesh.tp, mesh.cp, layout.micro_batch_size, layout.schedule), layout)
+        if len(unlike) == NUM_UNLIKE:
+            break
+    for layout in unlike.values():
+        deadline.check()
+        best.keep(probe(Pricer(table, layout)))
+
+
 def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | None) -> Columns[Layout]:
     """Layouts that may take no more than about the best so far; the others need no closer look."""
     if best_s is None or not len(listed):
@@ -291,13 +324,14 @@ def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | Non
     return listed.take(np.flatnonzero(rough_bound_s(table, listed) < best_s * (1 + NEAR)))
 
 
-def _bounds_in_time(table: CostTable, listed: Columns[Layout], deadline: Deadline) -> Bounds:
+def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
     """Bounds of every layout, in slices between which the deadline is looked at; OutOfTimeError where it is over."""
+    enough_s = np.inf if best_s is None else best_s * (1 + NEAR)
     parts: list[Bounds] = []
     for start in range(0, max(1, len(listed)), SLICE):
         if parts:
             deadline.check()
-        parts.append(bounds(table, listed[start : start + SLICE]))
+        parts.append(bounds(table, listed[start : start + SLICE], enough_s))
     return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
 
 

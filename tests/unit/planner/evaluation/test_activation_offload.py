@@ -19,7 +19,7 @@ from planner.layout.layout import Layout, Pins
 from planner.problem import Problem
 from planner.request import Request
 from planner.solver.bounds import bounds
-from planner.solver.closer_bounds import closer_bound_s
+from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut
 from planner.table.facts import HostCopies
 from tests.planning import problem_of
@@ -97,7 +97,7 @@ def test_no_other_choice_that_fits_takes_less_and_no_bound_is_above_one(
     assert lower.step_time_s[0] <= best_s * ROUNDING
     assert lower.memory_bytes[0] <= needs[0] * ROUNDING
     if layout.virtual_stages > 1:
-        assert closer_bound_s(problem.table, layout, float("inf")) <= best_s * ROUNDING
+        assert CloserBounds(problem.table).of(layout) <= best_s * ROUNDING
 
 
 def test_the_choices_differ_with_the_link() -> None:

@@ -11,7 +11,7 @@ from planner.evaluation.cuts import is_allowed
 from planner.layout.layout import Pins
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds, pipeline_coefficient, rough_bound_s
-from planner.solver.closer_bounds import closer_bound_s, is_closer_bounded
+from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
 from tests.planning import problem_of
 
@@ -62,11 +62,13 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
     """Cuts anywhere, with what blocks must recompute: where memory is short that is most of what the bound counts."""
     problem = problem_of(model, num_devices, **options)
     rng, tried = random.Random(5), 0
-    several = [layout for layout in problem.space.layouts if is_closer_bounded(layout)]
+    several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
+    closer = CloserBounds(problem.table)
     for layout in rng.sample(several, min(120, len(several))):
         pricer, units = Pricer(problem.table, layout), problem.table.units
         num_units = len(units.kinds)
-        bound_s = closer_bound_s(problem.table, layout, np.inf)
+        bound_s = closer.of(layout)
+        assert bound_s == CloserBounds(problem.table).of(layout)  # whatever is known of other layouts
         cuts = pricer.first_cuts()
         for _ in range(4):
             cuts.append((0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1))))
