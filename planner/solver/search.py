@@ -192,8 +192,8 @@ class _Walk:
         return len(self._visited)
 
     def probe(self, order: Positions, is_over: Callable[[], bool]) -> None:
-        """Prices the first layouts in ``order``, nearly evenly cut."""
-        for index in order[:NUM_PROBES].tolist():
+        """Prices the first layouts in ``order`` that are unlike each other, nearly evenly cut."""
+        for index in _unlike(self._listed, order, NUM_PROBES):
             if is_over():
                 return
             self._best.keep(probe(self._pricer(index)))
@@ -296,25 +296,39 @@ class _RecomputeKey(NamedTuple):
 
 
 def _probe_likely(table: CostTable, listed: Columns[Layout], best: _Best, deadline: Deadline) -> None:
-    """Of many layouts prices a few unlike ones, nearly evenly cut, so that most need no closer look.
+    """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
-    Of those that may recompute, so that most that look fast do fit.
+    All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
     """
     flexible = listed.where(_RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
     if len(flexible) <= 2 * MANY:
         return
     part = flexible.take(np.argsort(likely_s(table, flexible), kind="stable")[:MANY])
     deadline.check()
-    unlike: dict[tuple[object, ...], Layout] = {}
-    for index in _in_order(table, part, bounds(table, part)).tolist():
-        layout = part[index]
-        mesh = layout.mesh
-        unlike.setdefault((mesh.pp, mesh.tp, mesh.cp, layout.micro_batch_size, layout.schedule), layout)
-        if len(unlike) == NUM_UNLIKE:
-            break
-    for layout in unlike.values():
+    order = _in_order(table, part, bounds(table, part))
+    for index in _unlike(part, order, NUM_UNLIKE):
         deadline.check()
-        best.keep(probe(Pricer(table, layout)))
+        best.keep(probe(Pricer(table, part[index])))
+    alike = [i for i in order.tolist() if best.best is not None and _kind(part[i]) == _kind(best.best.layout)]
+    for index in alike[:NUM_PROBES]:
+        deadline.check()
+        best.keep(probe(Pricer(table, part[index])))
+
+
+def _kind(layout: Layout) -> tuple[object, ...]:
+    """Layouts of one kind differ only in how replicas and stages are dealt, and in what is split and recomputed."""
+    mesh = layout.mesh
+    return mesh.pp, mesh.tp, mesh.cp, mesh.ep, layout.micro_batch_size, layout.schedule
+
+
+def _unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]:
+    """The first of each kind of layouts in ``order``, ``number`` at most."""
+    found: dict[tuple[object, ...], int] = {}
+    for index in order.tolist():
+        found.setdefault(_kind(listed[index]), index)
+        if len(found) == number:
+            break
+    return list(found.values())
 
 
 def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | None) -> Columns[Layout]:
