@@ -128,15 +128,20 @@ def search(
     """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has.
 
     With a cutoff ``Outcome.is_exhausted`` says that no layout takes less besides what was found.
-    OutOfTimeError where there was no time for the bounds.
+    OutOfTimeError where there was no time for the bounds and none is known that fits.
     """
     deadline = deadline or Deadline.never()
     best = _Best(wanted.cutoff_s)
     best.keep(wanted.known)
     listed = Columns.of(Layout, layouts)
-    _probe_likely(table, listed, best, deadline)
-    listed = _within_reach(table, listed, best.time_s)
-    lower = _bounds_in_time(table, listed, best.time_s, deadline)
+    try:
+        _probe_likely(table, listed, best, deadline)
+        listed = _within_reach(table, listed, best.time_s)
+        lower = _bounds_in_time(table, listed, best.time_s, deadline)
+    except OutOfTimeError:
+        if best.best is None:
+            raise
+        return Outcome(best.best, best.ranking(), 0.0, False, False, len(layouts), 0, (), None)
     order = _in_order(table, listed, lower)
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)

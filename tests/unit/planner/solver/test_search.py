@@ -8,7 +8,7 @@ import pytest
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
-from planner.layout.deadline import Deadline
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
@@ -192,3 +192,16 @@ def test_a_pin_never_makes_the_best_plan_faster() -> None:
         pinned = search(problem.table, problem.space.layouts, problem.solver).best
         assert pinned is not None, pins
         assert pinned.step_time_s >= best.step_time_s * (1 - TOLERANCE), pins
+
+
+def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    layouts = problem.space.layouts
+    known = probe(Pricer(problem.table, layouts[0]))
+    assert known is not None
+    monkeypatch.setattr("planner.solver.search.SLICE", len(layouts) // 2)
+    late = Deadline.within(0.0)
+    outcome = search(problem.table, layouts, problem.solver, deadline=late, wanted=Wanted(known=known))
+    assert (outcome.best, outcome.is_exhausted, outcome.num_visited) == (known, False, 0)
+    with pytest.raises(OutOfTimeError):
+        search(problem.table, layouts, problem.solver, deadline=late)
