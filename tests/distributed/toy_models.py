@@ -29,6 +29,7 @@ class ToyModel:
     blocks: tuple[str, ...]
     after: tuple[str, ...]
     placements: Callable[[bool], tuple[ModulePlacement, ...]]  # (sequence parallel) -> placements.tp
+    experts: tuple[str, ...] = ()  # placements.experts
 
 
 @dataclass
@@ -115,6 +116,19 @@ MIXTURE = FamilyConfig.model_validate(
         "seq_len": SEQ_LEN, "mlp": "swiglu", "experts": 4, "top_k": 2, "expert_ffn": 32,
     }
 )  # fmt: skip
+
+EXPERTS = tuple(f"layers.*.mlp.experts.{name}" for name in ("gate", "up", "down"))
+
+
+def _starved() -> nn.Module:
+    """A mixture of 16 experts of which the last eight get no token: of each two others one has a positive score."""
+    model = build_family(MIXTURE.model_copy(update={"experts": 16}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.gate.weight"):
+            with torch.no_grad():
+                parameter[4:8] = -parameter[:4]
+                parameter[8:] = 0.0
+    return model
 
 
 def _entries(
@@ -215,8 +229,9 @@ MODELS = {
     "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
     "llama": _family("llama", tied=False),
     "mixture": ToyModel(
-        lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements
+        lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS
     ),
+    "mixture-starved": ToyModel(_starved, ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
     ),
