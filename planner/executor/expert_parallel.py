@@ -15,9 +15,9 @@ hold the same expert, 1 / ep of those that data parallelism averages over, so it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ from planner.operators.registry import operator_called
 from planner.plan.schema import Plan
 
 Function = Callable[..., object]
+_T = TypeVar("_T")
+_By: TypeAlias = MutableMapping[torch.Tensor, tuple[int, _T]]  # by a tensor, as it was at a version
 _GROUPED_PRODUCTS = operator_called("grouped_mm").names
 
 
@@ -134,7 +136,7 @@ def _check(module: nn.Module, names: Sequence[str], ep: int, num_shards: int) ->
                         hint="search again for this model, or with --ep 1")  # fmt: skip
 
 
-def _is_divided(value: object) -> bool:
+def _is_divided(value: object) -> TypeGuard[DTensor]:
     """Whether ``value`` is an expert's parameter, or a view of it."""
     return isinstance(value, DTensor) and EP in (value.device_mesh.mesh_dim_names or ())
 
@@ -145,8 +147,8 @@ class _Dispatched(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self._group = mesh.get_group()
-        self._exchanges = WeakTensorKeyDictionary()  # by the ends of the rows of each expert
-        self._sent = WeakTensorKeyDictionary()  # by the rows: several products may take in the same
+        self._exchanges: _By[Exchange] = WeakTensorKeyDictionary()  # by the ends of the rows of each expert
+        self._sent: _By[tuple[Exchange, torch.Tensor]] = WeakTensorKeyDictionary()  # by the rows of several products
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,7 +178,7 @@ class _Dispatched(TorchFunctionMode):
 
     def _exchange(self, ends: torch.Tensor, num_rows: int) -> Exchange:
         """That of a layer, of which all products have the same ``ends``."""
-        version, found = self._exchanges.get(ends, (-1, None))
+        version, found = self._exchanges.get(ends) or (-1, None)
         if found is None or (version, found.num_rows) != (ends._version, num_rows):
             found = Exchange(ends, num_rows, self._group)
             self._exchanges[ends] = ends._version, found
@@ -188,8 +190,8 @@ class _Dispatched(TorchFunctionMode):
             if rows.is_away and rows.exchange is exchange:
                 return rows.local
             rows = rows.home()
-        version, sent, there = self._sent.get(rows, (-1, None, None))
-        if there is None or (version, sent) != (rows._version, exchange):
-            there = exchange.dispatched(rows)
-            self._sent[rows] = rows._version, exchange, there
-        return there
+        version, sent = self._sent.get(rows) or (-1, None)
+        if sent is None or version != rows._version or sent[0] is not exchange:
+            sent = exchange, exchange.dispatched(rows)
+            self._sent[rows] = rows._version, sent
+        return sent[1]

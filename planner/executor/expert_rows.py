@@ -94,7 +94,7 @@ class ExpertRows(torch.Tensor):
     _home: torch.Tensor | None  # once they were brought back: from then on these are the rows
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, exchange: Exchange) -> ExpertRows:
+    def __new__(cls: type[ExpertRows], local: torch.Tensor, exchange: Exchange) -> ExpertRows:
         """``local`` (rows here, width): what ``exchange`` dispatched, or what became of it."""
         shape = (exchange.num_rows, *local.shape[1:])
         rows = torch.Tensor._make_wrapper_subclass(
@@ -127,10 +127,10 @@ class ExpertRows(torch.Tensor):
                 return func(*args, **kwargs)
         exchange = _where(func, args, kwargs)
         if exchange is None:
-            args, kwargs = tree_map_only(ExpertRows, ExpertRows.home, (args, kwargs))
-            return func(*args, **kwargs)
-        args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(_there, exchange), (args, kwargs))
-        result = func(*args_there, **kwargs_there)
+            home = ExpertRows.home
+            return func(*tree_map_only(ExpertRows, home, args), **tree_map_only(ExpertRows, home, kwargs))
+        there = functools.partial(_there, exchange)
+        result = func(*tree_map_only(torch.Tensor, there, args), **tree_map_only(torch.Tensor, there, kwargs))
         if _writes(func):
             return args[0]
         return tree_map_only(torch.Tensor, lambda local: ExpertRows(local, exchange), result)
@@ -149,7 +149,7 @@ def _where(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     away = [each for each in tensors if isinstance(each, ExpertRows) and each.is_away]
     exchanges = {id(each.exchange): each.exchange for each in away}
-    if len(exchanges) != 1 or "out" in kwargs or (_writes(func) and not isinstance(args[0], ExpertRows)):
+    if len(exchanges) != 1 or "out" in kwargs or (_writes(func) and not any(args[0] is each for each in away)):
         return None
     exchange, ndim = away[0].exchange, away[0].ndim
     fits = all(each.ndim < ndim or (each.ndim == ndim and len(each) in (1, exchange.num_rows)) for each in tensors)
@@ -163,9 +163,10 @@ def _keeps_rows(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         return dim % args[0].ndim != 0
     if name == "__getitem__":
-        first, *others = args[1] if isinstance(args[1], tuple) else (args[1],)
-        is_whole = (first is Ellipsis and len(others) < args[0].ndim) or first == slice(None)
-        return is_whole and all(isinstance(each, slice) for each in others)
+        index: tuple[object, ...] = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if index and index[0] is Ellipsis:
+            return len(index) <= args[0].ndim and all(isinstance(each, slice) for each in index[1:])
+        return all(isinstance(each, slice) for each in index) and index[:1] == (slice(None),)
     return name.strip("_") in _OF_ELEMENTS
 
 

@@ -151,15 +151,10 @@ def parallelize(
     surroundings = functools.partial(_within, context, experts)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
-    device = (
-        torch.device(mesh.device_type, torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
-    roots = {index: stage_root(module, programs[index], device) if programs else module for index in mine}
+    roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
         if plan.mesh.tp > 1:
@@ -200,6 +195,10 @@ def parallelize(
         context=context,
         experts=experts,
     )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _check(

@@ -239,6 +239,15 @@ LEARNING_CASES = {
         optimizer=Optimizer.ADAMW,
         precision=Precision.BF16,
     ),
+    "dp4-ep2-bf16": Case(
+        "mixture",
+        MeshSection(dp_shard=4, ep=2),
+        3,
+        recompute=Recompute.SELECTIVE,
+        micro_batch_size=4,
+        optimizer=Optimizer.ADAMW,
+        precision=Precision.BF16,
+    ),
     "pp2-dp2-zbv-bf16": Case(
         "llama", _PP2_DP2, 1, _ZBV, 2, optimizer=Optimizer.ADAMW, precision=Precision.BF16, micro_batch_size=2
     ),
@@ -257,6 +266,7 @@ COUNTED_CASES = {
     "count-zero0": Case("llama", MeshSection(dp_replicate=4)),
     **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},
     "count-hsdp-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
+    "count-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
     "count-pp-zero3": Case("llama", _PP2_DP2, 3, micro_batch_size=2),
     "count-tp": Case("llama", _TP4, micro_batch_size=16),
     "count-tp-full": Case("llama", _TP4, recompute=Recompute.FULL, micro_batch_size=16),
@@ -311,7 +321,21 @@ def _journey(model: str) -> tuple[Case, ...]:
     )
 
 
+def _journey_of_experts() -> tuple[Case, ...]:
+    """Experts are whole, divided over two ranks, over four, in a pipeline, and whole again."""
+    adamw = Optimizer.ADAMW
+    return (
+        Case("mixture", _DP4, 3, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(pp=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
+        Case("mixture", MeshSection(dp_shard=4, ep=4), 2, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
+        Case("mixture", _DP2_TP2, 1, micro_batch_size=4, optimizer=adamw),
+    )
+
+
 JOURNEYS = {f"journey-{model}": _journey(model) for model in ("gpt-tied", "unusual")}
+JOURNEYS["journey-mixture"] = _journey_of_experts()
 CLIP_NORM = 0.5  # below the norm of every step of a journey
 
 MEASUREMENTS = ("parity-equal", "parity-coupled", "verify")

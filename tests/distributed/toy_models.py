@@ -121,8 +121,8 @@ EXPERTS = tuple(f"layers.*.mlp.experts.{name}" for name in ("gate", "up", "down"
 
 
 def _starved() -> nn.Module:
-    """A mixture of 16 experts of which the last eight get no token: of each two others one has a positive score."""
-    model = build_family(MIXTURE.model_copy(update={"experts": 16}))
+    """A mixture of 16 narrow experts, the last eight without tokens: of each two others one has a positive score."""
+    model = build_family(MIXTURE.model_copy(update={"experts": 16, "expert_ffn": 16}))
     for name, parameter in model.named_parameters():
         if name.endswith("router.gate.weight"):
             with torch.no_grad():
