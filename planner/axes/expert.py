@@ -121,24 +121,24 @@ class ExpertAxis(Axis[ExpertKey]):
         return states.each(lambda state: 1 / parts if state.kind is StateKind.EXPERT else 1.0)
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Beside tensor parallelism, and models whose experts' parameters cannot be divided by experts alone."""
+        """Experts that are whole beside tensor parallelism, and models whose experts' parameters cannot be divided by experts alone."""
         mesh = run.layout.mesh
         if mesh.ep == 1:
             return []
         problems = [f"{fqn} is used in {op} too" for fqn, op in used_otherwise(run.graph).items()]
-        num_shards = mesh.num_expert_ranks // mesh.ep if run.layout.zero_stage else 1
+        num_parts = mesh.tp * (mesh.num_expert_ranks // mesh.ep if run.layout.zero_stage else 1)
         for fqn in expert_parameters(run.graph):
             experts, *sizes = run.graph.parameter_of[fqn].shape
-            if even_dim((experts // mesh.ep, *sizes), num_shards) is None:
-                problems.append(f"{fqn} has no dim that {num_shards} ranks of the same experts divide")
+            if even_dim((experts // mesh.ep, *sizes), num_parts) is None:
+                problems.append(f"{fqn} has no dim that {num_parts} ranks of the same experts divide")
         found = [
             f"planner run cannot divide this model's experts (ep={mesh.ep}): {problem}: pin --ep 1 to train with it"
             for problem in problems[:1]
         ]
-        if mesh.tp > 1:
+        if mesh.etp is not None:
             found.append(
-                f"planner run does not execute expert parallelism beside tensor parallelism yet (ep={mesh.ep}, "
-                f"tp={mesh.tp}): pin --ep 1 or --tp 1 to train with it"
+                f"planner run does not execute experts that are whole beside tensor parallelism yet (etp={mesh.etp}): "
+                f"pin --etp {mesh.tp} to train with it"
             )
         return found
 

@@ -15,7 +15,7 @@ hold the same expert, 1 / ep of those that data parallelism averages over, so it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -47,8 +47,8 @@ class Experts:
     """The experts' parameters of a model, by FQN, and the ranks over which they are divided."""
 
     names: frozenset[str]
-    mesh: DeviceMesh
-    zero_stage: int
+    mesh: DeviceMesh  # ``expert_mesh``
+    tensor_mesh: DeviceMesh | None  # of the other parameters, where tensor parallelism divides products
 
     @property
     def degree(self) -> int:
@@ -57,14 +57,21 @@ class Experts:
 
     def mode(self) -> TorchFunctionMode:
         """Inside, grouped products reach the experts of other ranks. May be entered more than once."""
-        return _Dispatched(self.mesh[EP])
+        return _Dispatched(self.mesh[EP], self.tensor_mesh)
 
-    def shard(self, module: nn.Module) -> None:
-        """Keeps this rank's experts of those in ``module``, which holds the same values on every rank."""
+    def shard(self, module: nn.Module, chosen: Mapping[str, Placement]) -> None:
+        """Keeps this rank's experts of those in ``module``, which holds the same values on every rank.
+
+        ``chosen``: placements on the tp axis, by FQN.
+        """
         for prefix, owner in module.named_modules():
             for name, parameter in own_parameters(owner).items():
-                if (f"{prefix}.{name}" if prefix else name) in self.names and not isinstance(parameter, DTensor):
-                    part = distribute_tensor(parameter.detach(), self.mesh[EP], [Shard(0)], src_data_rank=None)
+                fqn = f"{prefix}.{name}" if prefix else name
+                if fqn in self.names:
+                    mesh, placements = self.mesh[EP], [Shard(0)]
+                    if self.tensor_mesh is not None:
+                        mesh, placements = self.mesh[EP, MeshAxis.TP.value], [Shard(0), chosen[fqn]]
+                    part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                     owner.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
     def placements(self) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
@@ -98,8 +105,8 @@ def experts_of(plan: Plan, module: nn.Module, mesh: DeviceMesh) -> Experts | Non
         return None
     wider = expert_mesh(plan, mesh.device_type)
     names = _named(module, plan.placements.experts)
-    _check(module, names, plan.mesh.ep, wider[EXPERT_SHARD].size())
-    return Experts(frozenset(names), wider, plan.zero_stage)
+    _check(module, names, plan.mesh.ep, wider[EXPERT_SHARD].size() * plan.mesh.tp)
+    return Experts(frozenset(names), wider, mesh[MeshAxis.TP.value] if plan.mesh.tp > 1 else None)
 
 
 def _named(module: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -116,8 +123,8 @@ def _named(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     return found
 
 
-def _check(module: nn.Module, names: Sequence[str], ep: int, num_shards: int) -> None:
-    """PlanError where a parameter cannot be divided."""
+def _check(module: nn.Module, names: Sequence[str], ep: int, num_parts: int) -> None:
+    """PlanError where a parameter cannot be divided, or ranks of the same experts cannot part it evenly."""
     owners: dict[nn.Parameter, int] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
@@ -127,8 +134,8 @@ def _check(module: nn.Module, names: Sequence[str], ep: int, num_shards: int) ->
         shape = tuple(parameters[fqn].shape)
         if len(shape) != 3 or shape[0] % ep:
             problems.append(f"{fqn} of shape {shape} does not hold a matrix for each of a multiple of {ep} experts")
-        elif even_dim((shape[0] // ep, *shape[1:]), num_shards) is None:
-            problems.append(f"{fqn} of shape {shape} has no dim that {num_shards} ranks of the same experts divide")
+        elif even_dim((shape[0] // ep, *shape[1:]), num_parts) is None:
+            problems.append(f"{fqn} of shape {shape} has no dim that {num_parts} ranks of the same experts divide")
         if owners[parameters[fqn]] > 1:
             problems.append(f"{fqn} is tied to another parameter")
     if problems:
@@ -142,11 +149,11 @@ def _is_divided(value: object) -> TypeGuard[DTensor]:
 
 
 class _Dispatched(TorchFunctionMode):
-    """Answers grouped products with experts that are divided over ``mesh``."""
+    """Answers grouped products with experts that are divided over ``mesh``, and their products over another."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self._group = mesh.get_group()
+        self._group, self._tensor_mesh = mesh.get_group(), tensor_mesh
         self._exchanges: _By[Exchange] = WeakTensorKeyDictionary()  # by the ends of the rows of each expert
         self._sent: _By[tuple[Exchange, torch.Tensor]] = WeakTensorKeyDictionary()  # by the rows of several products
 
@@ -170,7 +177,10 @@ class _Dispatched(TorchFunctionMode):
     def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertRows:
         rows, weights, ends = args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]
         exchange = self._exchange(ends, len(rows))
-        there = {id(rows): self._there(rows, exchange), id(weights): weights.to_local(), id(ends): exchange.ends}
+        own = weights.to_local()
+        if self._tensor_mesh is not None:
+            own = DTensor.from_local(own, self._tensor_mesh, weights.placements[1:], run_check=False)
+        there = {id(rows): self._there(rows, exchange), id(weights): own, id(ends): exchange.ends}
         args, kwargs = tree_map(lambda leaf: there.get(id(leaf), leaf), (args, kwargs))
         local = func(*args, **kwargs)
         assert isinstance(local, torch.Tensor)

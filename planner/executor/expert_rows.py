@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.errors import ModelError
+from planner.executor.tensor_parallel import redistribute
 from planner.operators.elementwise import ELEMENTWISE
 from planner.operators.record import Trait
 from planner.operators.registry import base_of
@@ -47,6 +49,7 @@ class Exchange:
         """``ends``: (experts,), one past the last row of each expert, of ``num_rows`` in all. Collective."""
         self.num_rows, self._group = num_rows, group
         num_ranks = group.size()
+        ends = ends.full_tensor() if isinstance(ends, DTensor) else ends
         with torch.no_grad(), torch._C.DisableTorchFunction():  # a model with shared positions answers arange
             counts = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.int64))
             arriving = wait_tensor(_exchanged(counts, [len(counts) // num_ranks] * num_ranks, None, group))
@@ -61,14 +64,31 @@ class Exchange:
 
     def dispatched(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` (``num_rows``, ...) -> those of this rank's experts, sorted by expert. Collective."""
-        arriving = _exchanged(rows[: sum(self._sent)], self._received, self._sent, self._group)
-        return arriving.index_select(0, self._order)
+        return _each_part(self._dispatched, rows)
 
     def combined(self, rows: torch.Tensor) -> torch.Tensor:
         """The way back. Rows of no expert, behind the last, are zero. Collective."""
+        return _each_part(self._combined, rows)
+
+    def _dispatched(self, rows: torch.Tensor) -> torch.Tensor:
+        arriving = _exchanged(rows[: sum(self._sent)], self._received, self._sent, self._group)
+        return arriving.index_select(0, self._order)
+
+    def _combined(self, rows: torch.Tensor) -> torch.Tensor:
         home = wait_tensor(_exchanged(rows.index_select(0, self._back), self._sent, self._received, self._group))
         missing = self.num_rows - len(home)
         return F.pad(home, [0, 0] * (home.ndim - 1) + [0, missing]) if missing else home
+
+
+def _each_part(move: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """What ``move`` makes of ``rows``; where tensor parallelism divides their width, or sums them, of each part."""
+    if not isinstance(rows, DTensor):
+        return move(rows)
+    mesh, (placement,) = rows.device_mesh, rows.placements
+    if placement.is_shard(0):
+        placement = Replicate()
+        rows = redistribute(rows, mesh, placement)
+    return DTensor.from_local(move(rows.to_local()), mesh, [placement], run_check=False)
 
 
 def _exchanged(
@@ -163,10 +183,10 @@ def _keeps_rows(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         return dim % args[0].ndim != 0
     if name == "__getitem__":
-        index: tuple[object, ...] = args[1] if isinstance(args[1], tuple) else (args[1],)
+        index: list[object] = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
         if index and index[0] is Ellipsis:
             return len(index) <= args[0].ndim and all(isinstance(each, slice) for each in index[1:])
-        return all(isinstance(each, slice) for each in index) and index[:1] == (slice(None),)
+        return all(isinstance(each, slice) for each in index) and index[:1] == [slice(None)]
     return name.strip("_") in _OF_ELEMENTS
 
 

@@ -135,10 +135,9 @@ def _not_executed(plan: Plan) -> list[str]:
             f"context parallelism (cp = {plan.mesh.cp}) gives each rank two equal chunks of a sequence: "
             f"2 * cp does not divide the {plan.training.seq_len} tokens"
         )
-    if plan.mesh.ep > 1 and plan.mesh.tp > 1:
+    if plan.mesh.shape().etp is not None:
         problems.append(
-            f"expert parallelism (ep = {plan.mesh.ep}) beside tensor parallelism (tp = {plan.mesh.tp}) is not executed "
-            "yet"
+            f"experts that are whole beside tensor parallelism (etp = {plan.mesh.etp}) are not executed yet"
         )
     if plan.mesh.ep > 1 and not plan.placements.experts:
         problems.append(f"placements.experts names no parameters, which ep = {plan.mesh.ep} divides")

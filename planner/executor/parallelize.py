@@ -157,10 +157,10 @@ def parallelize(
     roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
+        if experts is not None:
+            experts.shard(root, chosen)
         if plan.mesh.tp > 1:
             apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        if experts is not None:
-            experts.shard(root)
         apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
         apply_data_parallel(
             root, units, mesh, plan.zero_stage, compute_dtype(plan), None if experts is None else experts.placements()

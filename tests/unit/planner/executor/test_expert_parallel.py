@@ -63,7 +63,7 @@ def test_a_rank_keeps_its_experts_alone() -> None:
     module = MODELS["mixture"].build()
     whole = dict(module.state_dict())
     with fake_world(4, rank=3):
-        experts(plan_of(), module).shard(module)
+        experts(plan_of(), module).shard(module, {})
         own = module.get_parameter("layers.1.mlp.experts.up").to_local()  # type: ignore[operator]
         torch.testing.assert_close(own, whole["layers.1.mlp.experts.up"][2:])
         assert type(module.get_parameter("layers.1.mlp.router.gate.weight")) is nn.Parameter
@@ -100,7 +100,7 @@ def test_other_uses_of_experts_are_refused() -> None:
     layer = Layer(4, 4, 4)
     with fake_world(4):
         divided = experts(plan_of(names=("up",)), layer)
-        divided.shard(layer)
+        divided.shard(layer, {})
         rows = torch.ones(2, 4)
         with divided.mode():
             assert tuple(layer.up.transpose(1, 2).shape) == (4, 4, 4)
@@ -111,7 +111,7 @@ def test_other_uses_of_experts_are_refused() -> None:
 
 
 def test_what_is_not_executed_is_told_before_ranks_start() -> None:
-    with pytest.raises(PlanError, match=r"\(ep = 2\) beside tensor parallelism \(tp = 2\)"):
-        check_executable(plan_of(MeshSection(dp_shard=2, tp=2, ep=2)))
+    with pytest.raises(PlanError, match=r"whole beside tensor parallelism \(etp = 1\) are not executed yet"):
+        check_executable(plan_of(MeshSection(dp_shard=2, tp=2, ep=2, etp=1)))
     with pytest.raises(PlanError, match="placements.experts names no parameters"):
         check_executable(plan_of(names=()))
