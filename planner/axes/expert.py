@@ -121,7 +121,7 @@ class ExpertAxis(Axis[ExpertKey]):
         return states.each(lambda state: 1 / parts if state.kind is StateKind.EXPERT else 1.0)
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Experts that are whole beside tensor parallelism, and models whose experts' parameters cannot be divided by experts alone."""
+        """Experts that are whole beside tensor parallelism, and parameters of experts that cannot be divided."""
         mesh = run.layout.mesh
         if mesh.ep == 1:
             return []

@@ -180,13 +180,13 @@ def _keeps_rows(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Whether each row of the result is made of the same rows of the operands."""
     name = base_of(_name(func))
     if name in _CUTS:
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        dim = kwargs.get("dim", next(iter(args[2:]), 0))
         return dim % args[0].ndim != 0
     if name == "__getitem__":
         index: list[object] = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
-        if index and index[0] is Ellipsis:
-            return len(index) <= args[0].ndim and all(isinstance(each, slice) for each in index[1:])
-        return all(isinstance(each, slice) for each in index) and index[:1] == [slice(None)]
+        others = all(isinstance(each, slice) for each in index[1:])
+        is_whole = index[:1] == [slice(None)] or (index[:1] == [Ellipsis] and len(index) <= args[0].ndim)
+        return others and is_whole
     return name.strip("_") in _OF_ELEMENTS
 
 
