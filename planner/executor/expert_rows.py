@@ -27,7 +27,7 @@ from planner.errors import ModelError
 from planner.executor.tensor_parallel import redistribute
 from planner.operators.elementwise import ELEMENTWISE
 from planner.operators.record import Trait
-from planner.operators.registry import base_of
+from planner.operators.registry import base_of, operator_called
 
 Function = Callable[..., object]
 
@@ -39,7 +39,7 @@ _KNOWN_OF_ROWS = frozenset(getattr(torch.Tensor, name).__get__ for name in _SIZE
     torch.Tensor.__len__,
 }
 _OF_ELEMENTS = frozenset(name for each in ELEMENTWISE if not each.has(Trait.DROPOUT) for name in each.names)
-_CUTS = ("chunk", "split")  # along a dim, the first unless they are told another
+_CUTS = operator_called("split").names  # along a dim, the first unless they are told another
 
 
 class Exchange:

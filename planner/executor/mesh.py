@@ -140,7 +140,10 @@ def _not_executed(plan: Plan) -> list[str]:
             f"experts that are whole beside tensor parallelism (etp = {plan.mesh.etp}) are not executed yet"
         )
     if plan.mesh.ep > 1 and not plan.placements.experts:
-        problems.append(f"placements.experts names no parameters, which ep = {plan.mesh.ep} divides")
+        problems.append(
+            f"expert parallelism (ep = {plan.mesh.ep}) divides the parameters that placements.experts names, and it "
+            "names none"
+        )
     if plan.offload is not Offload.NONE:
         problems.append(f"offload = {plan.offload.value} is not executed yet")
     if not plan.pipeline.schedule.rules.in_torch:

@@ -230,6 +230,7 @@ CASES = {
         micro_batch_size=4,
     ),
     "tp2-cp2-ep2-zero0": Case("mixture", MeshSection(cp=2, tp=2, ep=2), 0, micro_batch_size=8),
+    "dp4-ep2-zero3-mixtral": Case("mixtral", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2),
     "dp4-ep2-on-host": Case("mixture", MeshSection(dp_shard=4, ep=2), 3, on_host=2, micro_batch_size=4),
     "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),

@@ -131,6 +131,19 @@ def _starved() -> nn.Module:
     return model
 
 
+def _mixtral() -> nn.Module:
+    """Hugging Face's, whose experts have gate and up projection in one parameter (experts, out, in)."""
+    from transformers import MixtralConfig, MixtralForCausalLM  # here, for it takes seconds
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=SEQ_LEN,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
 def _entries(
     column: dict[str, bool], row: dict[str, bool], embedding: str, norms: tuple[str, ...], *, sequence_parallel: bool
 ) -> list[ModulePlacement]:
@@ -232,6 +245,14 @@ MODELS = {
         lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS
     ),
     "mixture-starved": ToyModel(_starved, ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS),
+    "mixtral": ToyModel(
+        _mixtral,
+        ("model.embed_tokens",),
+        _layers("model."),
+        ("model.norm", "lm_head"),
+        lambda sequence_parallel: (),
+        tuple(f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")),
+    ),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
     ),

@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812
 
 from planner.errors import ModelError
@@ -121,6 +122,24 @@ def test_the_model_sees_the_size_of_all_rows() -> None:
     rows = ExpertRows(torch.randn(2, WIDTH), cast("Exchange", Elsewhere()))
     assert (tuple(rows.shape), rows.size(-1), len(rows), rows.ndim) == ((NUM_ROWS, WIDTH), WIDTH, NUM_ROWS, 2)
     assert (rows.dtype, rows.device.type, rows.requires_grad) == (torch.float32, "cpu", False)
+
+
+def test_rows_of_no_expert_stay_and_come_back_as_zeros() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert dist.group.WORLD is not None
+        exchange = Exchange(torch.tensor([2, 2, 5], dtype=torch.int32), NUM_ROWS, dist.group.WORLD)
+        leaf = torch.randn(NUM_ROWS, WIDTH, requires_grad=True)
+        there = exchange.dispatched(leaf)
+        torch.testing.assert_close(there, leaf[:5])
+        assert exchange.ends.tolist() == [2, 2, 5]
+        home = exchange.combined(there * 2)
+        torch.testing.assert_close(home, torch.cat((leaf[:5] * 2, torch.zeros(1, WIDTH))))
+        home.sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, torch.cat((torch.full((5, WIDTH), 2.0), torch.zeros(1, WIDTH))))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_rows_that_leave_torch_are_refused() -> None:
