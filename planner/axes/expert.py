@@ -128,7 +128,10 @@ class ExpertAxis(Axis[ExpertKey]):
         problems = [f"{fqn} is used in {op} too" for fqn, op in used_otherwise(run.graph).items()]
         num_parts = mesh.tp * (mesh.num_expert_ranks // mesh.ep if run.layout.zero_stage else 1)
         for fqn in expert_parameters(run.graph):
-            experts, *sizes = run.graph.parameter_of[fqn].shape
+            parameter = run.graph.parameter_of[fqn]
+            experts, *sizes = parameter.shape
+            if parameter.aliases:
+                problems.append(f"{fqn} is tied to another parameter")
             if even_dim((experts // mesh.ep, *sizes), num_parts) is None:
                 problems.append(f"{fqn} has no dim that {num_parts} ranks of the same experts divide")
         found = [

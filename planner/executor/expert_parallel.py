@@ -164,8 +164,9 @@ class _Dispatched(TorchFunctionMode):
         if not any(_is_divided(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _GROUPED_PRODUCTS and _is_divided(args[1]):
-            return self._product(func, args, kwargs)
+        ends = kwargs.get("offs", next(iter(args[2:]), None))
+        if name in _GROUPED_PRODUCTS and isinstance(ends, torch.Tensor) and _is_divided(args[1]):
+            return self._product(func, args, kwargs, ends)
         if any(isinstance(leaf, torch.Tensor) and not _is_divided(leaf) for leaf in tree_leaves((args, kwargs))):
             raise ModelError(
                 f"under expert parallelism the model cannot be run: it uses experts' parameters in {name}, and only "
@@ -174,8 +175,8 @@ class _Dispatched(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertRows:
-        rows, weights, ends = args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]
+    def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], ends: torch.Tensor) -> ExpertRows:
+        rows, weights = args[:2]
         exchange = self._exchange(ends, len(rows))
         own = weights.to_local()
         if self._tensor_mesh is not None:

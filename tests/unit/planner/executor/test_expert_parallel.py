@@ -108,6 +108,17 @@ def test_other_uses_of_experts_are_refused() -> None:
                 torch.bmm(rows.expand(4, 2, 4), layer.up)
             with pytest.raises(ModelError, match="uses experts' parameters in linear"):
                 F.linear(rows, layer.up[0])
+            with pytest.raises(ModelError, match="uses experts' parameters in _grouped_mm"):
+                F.grouped_mm(rows.expand(4, 2, 4), layer.up)
+
+
+def test_the_starved_mixture_leaves_half_of_its_experts_without_rows() -> None:
+    model, chosen = MODELS["mixture-starved"].build(), list[torch.Tensor]()
+    for name, module in model.named_modules():
+        if name.endswith("mlp.router"):
+            module.register_forward_hook(lambda _, __, output: chosen.append(output[1]))
+    model(torch.arange(16).view(1, 16))
+    assert [int(each.max()) < 8 for each in chosen] == [True] * 4
 
 
 def test_what_is_not_executed_is_told_before_ranks_start() -> None:
