@@ -6,6 +6,7 @@ others is a number of ranks and the distance between neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 from math import prod
@@ -137,6 +138,11 @@ class Mesh:
                 return GroupPlacement(self.dp_replicate * self.num_expert_ranks // self.ep, self.expert_tp * self.ep)
             case Group.PIPELINE:
                 return GroupPlacement(self.pp, self.world_size // self.pp)
+
+
+def even_dim(shape: Sequence[int], num_parts: int) -> int | None:
+    """The first dim of ``shape`` that makes so many equal parts; None where there is none."""
+    return next((dim for dim, size in enumerate(shape) if size % num_parts == 0), None)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from math import gcd
 from typing import ClassVar, NamedTuple
 
 from costmodels.vocabulary.choices import Precision
-from costmodels.vocabulary.mesh import Group, Mesh
+from costmodels.vocabulary.mesh import Group, Mesh, even_dim
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_degrees
@@ -41,6 +41,7 @@ from planner.axes.lowered import (
     Work,
 )
 from planner.axes.placement import UnitPlacement
+from planner.graph.experts import expert_parameters, used_otherwise
 from planner.table.keys import DataKey, WorkKey
 
 EIGHT_BIT_SHARE = 0.5  # bytes of an 8-bit number over those of a 16-bit one
@@ -120,11 +121,29 @@ class ExpertAxis(Axis[ExpertKey]):
         return states.each(lambda state: 1 / parts if state.kind is StateKind.EXPERT else 1.0)
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """Only planned for, as yet."""
-        ep = run.layout.mesh.ep
-        if ep == 1:
+        """Experts that are whole beside tensor parallelism, and parameters of experts that cannot be divided."""
+        mesh = run.layout.mesh
+        if mesh.ep == 1:
             return []
-        return [f"planner run does not execute expert parallelism yet (ep={ep}): pin --ep 1 to train with it"]
+        problems = [f"{fqn} is used in {op} too" for fqn, op in used_otherwise(run.graph).items()]
+        num_parts = mesh.tp * (mesh.num_expert_ranks // mesh.ep if run.layout.zero_stage else 1)
+        for fqn in expert_parameters(run.graph):
+            parameter = run.graph.parameter_of[fqn]
+            experts, *sizes = parameter.shape
+            if parameter.aliases:
+                problems.append(f"{fqn} is tied to another parameter")
+            if even_dim((experts // mesh.ep, *sizes), num_parts) is None:
+                problems.append(f"{fqn} has no dim that {num_parts} ranks of the same experts divide")
+        found = [
+            f"planner run cannot divide this model's experts (ep={mesh.ep}): {problem}: pin --ep 1 to train with it"
+            for problem in problems[:1]
+        ]
+        if mesh.etp is not None:
+            found.append(
+                f"planner run does not execute experts that are whole beside tensor parallelism yet (etp={mesh.etp}): "
+                f"pin --etp {mesh.tp} to train with it"
+            )
+        return found
 
 
 EXPERT = ExpertAxis()

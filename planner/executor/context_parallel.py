@@ -11,7 +11,6 @@ positions of the shard. A model that depends on positions in other ways, such as
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -312,8 +311,3 @@ def _total(loss: TrainingLoss, output: object, batch: Inputs, part: slice) -> tu
         return float(value[0]), float(value[1])
     weight = 0.0 if loss.weight is None else float(loss.weight(given))
     return float(value) * (weight if loss.reduction is Reduction.MEAN else 1.0), weight
-
-
-def within(context: Context | None) -> contextlib.AbstractContextManager[object]:
-    """Where a model's forward runs."""
-    return contextlib.nullcontext() if context is None else context.mode()

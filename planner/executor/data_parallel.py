@@ -18,19 +18,25 @@ ranks reduce the same.
 """
 
 # pyright: reportPrivateUsage=false
-# FSDP has no public way to finish a backward pass that its hooks did not see.
+# FSDP has no public way to finish a backward pass that its hooks did not see, and no public name for what says over
+# which ranks one parameter is sharded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
 from planner.errors import PlanError
 from planner.executor.mesh import data_mesh
+
+Placements = Callable[[nn.Parameter], ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -47,20 +53,29 @@ class ShardingUnits:
 
 
 def apply_data_parallel(
-    module: nn.Module, units: ShardingUnits, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype
+    module: nn.Module,
+    units: ShardingUnits,
+    mesh: DeviceMesh,
+    zero_stage: int,
+    dtype: torch.dtype,
+    placements: Placements | None = None,
 ) -> None:
-    """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit."""
-    ranks = data_mesh(mesh, zero_stage)
+    """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit.
+
+    ``placements``: over which other ranks some parameters are sharded, as those of experts are.
+    """
+    options: dict[str, Any] = {"mesh": data_mesh(mesh, zero_stage), "shard_placement_fn": placements}
     precision = MixedPrecisionPolicy()
     if dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options |= {"mp_policy": precision, "reshard_after_forward": zero_stage == 3}
     targets = {fqn: unit for fqn, unit in module.named_modules() if fqn in set(units.fqns)}
     kept_in_root = _tied_parameters(module)
     kept_in_root |= {p for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in units.shared}
     for fqn in sorted(targets, key=lambda name: -name.count(".")):  # inner units first
         if kept_in_root.isdisjoint(targets[fqn].parameters()):
-            fully_shard(targets[fqn], mesh=ranks, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    root = fully_shard(module, mesh=ranks, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+            fully_shard(targets[fqn], **options)
+    root = fully_shard(module, **options)
     root.set_reduce_scatter_unused_params(True)  # an expert may have tokens on one rank and none on another
 
 

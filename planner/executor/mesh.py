@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from costmodels.vocabulary.choices import Offload, Precision
@@ -19,6 +20,7 @@ from planner.plan.checks import contradictions, degrees_text
 from planner.plan.schema import Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
+EP, EXPERT_SHARD = "ep", "expert_shard"  # axes of the ranks of experts: those that divide them, and shard the same ones
 _SHARDS = (MeshAxis.DP_SHARD.value, MeshAxis.CP.value)  # of one state, under ZeRO stages above 0
 _REPLICAS = (*DATA_AXES, MeshAxis.CP.value)  # of all states, under stage 0
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
@@ -59,6 +61,20 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
         axes = _REPLICAS if plan.zero_stage == 0 else _SHARDS
         whole[axes]._flatten(_joined(axes))
     return whole
+
+
+def expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """The same ranks as experts lie on them: ``ep`` is the inner part of ``dp_shard * cp``. Collective.
+
+    Its axes are pp, dp_replicate, expert_shard, ep, tp. Without sharding expert_shard joins dp_replicate.
+    """
+    mesh = plan.mesh.shape()
+    replicate, shard = mesh.dp_replicate, mesh.num_expert_ranks // mesh.ep
+    if plan.zero_stage == 0:
+        replicate, shard = replicate * shard, 1
+    names = (MeshAxis.PP.value, MeshAxis.DP_REPLICATE.value, EXPERT_SHARD, EP, MeshAxis.TP.value)
+    with unset_fake_temporarily():  # a mesh of tensors without values has no ranks
+        return init_device_mesh(device_type, (mesh.pp, replicate, shard, mesh.ep, mesh.tp), mesh_dim_names=names)
 
 
 def place_of(mesh: DeviceMesh) -> RankPlace:
@@ -119,8 +135,15 @@ def _not_executed(plan: Plan) -> list[str]:
             f"context parallelism (cp = {plan.mesh.cp}) gives each rank two equal chunks of a sequence: "
             f"2 * cp does not divide the {plan.training.seq_len} tokens"
         )
-    if plan.mesh.ep > 1:
-        problems.append(f"expert parallelism (ep = {plan.mesh.ep}) is not executed yet")
+    if plan.mesh.shape().etp is not None:
+        problems.append(
+            f"experts that are whole beside tensor parallelism (etp = {plan.mesh.etp}) are not executed yet"
+        )
+    if plan.mesh.ep > 1 and not plan.placements.experts:
+        problems.append(
+            f"expert parallelism (ep = {plan.mesh.ep}) divides the parameters that placements.experts names, and it "
+            "names none"
+        )
     if plan.offload is not Offload.NONE:
         problems.append(f"offload = {plan.offload.value} is not executed yet")
     if not plan.pipeline.schedule.rules.in_torch:

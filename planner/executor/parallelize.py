@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.executor.context_parallel import Context, check_model, context_of, within
+from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
+from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
-from planner.executor.recompute import apply_recompute
+from planner.executor.recompute import Surroundings, apply_recompute
 from planner.executor.requirements import check_buffers, check_names
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
@@ -65,6 +67,7 @@ class ParallelModel:
     has_loss: bool  # this rank computes the loss
     input_name: str  # of the token ids
     context: Context | None  # where ranks share sequences
+    experts: Experts | None  # where they divide experts
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank's stages."""
@@ -81,6 +84,8 @@ class ParallelModel:
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
         share = self.loss.finish(losses, self.parameters())
+        if self.experts is not None:
+            self.experts.average(self.parameters())
         for tie in self.ties:
             tie.reduce()
         return share
@@ -142,23 +147,24 @@ def parallelize(
     context = context_of(plan, mesh)
     _check(module, inputs, training_loss, (plan, mesh, context))
     inputs = inputs if context is None else context.example(inputs)
+    experts = experts_of(plan, module, mesh)
+    surroundings = functools.partial(_within, context, experts)
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
-    device = (
-        torch.device(mesh.device_type, torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
-    roots = {index: stage_root(module, programs[index], device) if programs else module for index in mine}
+    roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
+        if experts is not None:
+            experts.shard(root, chosen)
         if plan.mesh.tp > 1:
             apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        apply_recompute(root, plan.recompute, functools.partial(within, context), plan.offloaded_activations)
-        apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan))
+        apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
+        apply_data_parallel(
+            root, units, mesh, plan.zero_stage, compute_dtype(plan), None if experts is None else experts.placements()
+        )
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
@@ -166,7 +172,7 @@ def parallelize(
         _stage_module(
             root,
             programs[index] if programs else None,
-            (plan, mesh, context),
+            (plan, mesh, surroundings),
             tuple(inputs),
             loss if index == last else None,
         )
@@ -187,7 +193,12 @@ def parallelize(
         has_loss=has_loss,
         input_name=next(iter(inputs)),
         context=context,
+        experts=experts,
     )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _check(
@@ -240,23 +251,33 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
     return frozenset(state for call in trace.calls for state in call.states)
 
 
+@contextlib.contextmanager
+def _within(*ways: Context | Experts | None) -> Generator[None]:
+    """Where a model's forward runs."""
+    with contextlib.ExitStack() as stack:
+        for way in ways:
+            if way is not None:
+                stack.enter_context(way.mode())
+        yield
+
+
 def _stage_module(
     root: nn.Module,
     program: StageProgram | None,
-    where: tuple[Plan, DeviceMesh, Context | None],
+    where: tuple[Plan, DeviceMesh, Surroundings],
     input_names: Sequence[str],
     loss: LossTask | None,
 ) -> StageModule:
     """``root`` with what it receives, sends and computes at its ends."""
-    plan, mesh, context = where
+    plan, mesh, surroundings = where
     tp_mesh = mesh[MeshAxis.TP.value] if plan.mesh.tp > 1 else None
 
     def run_whole(received: Sequence[torch.Tensor], batch: Tensors) -> object:
-        with within(context):
+        with surroundings():
             return call_model(root, {name: batch[name] for name in input_names})
 
     def run_stage(received: Sequence[torch.Tensor], batch: Tensors) -> object:
-        with within(context):
+        with surroundings():
             return root(received, batch)
 
     metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = ((), ())

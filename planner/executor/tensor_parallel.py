@@ -49,6 +49,8 @@ def apply_tensor_parallel(
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, parameter in own_parameters(owner).items():
+            if isinstance(parameter, DTensor):  # of experts, which are divided besides
+                continue
             if parameter not in replaced:
                 placement = chosen[f"{prefix}.{name}" if prefix else name]
                 sharded = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)

@@ -46,6 +46,23 @@ def expert_parameters(graph: ModelGraph) -> dict[str, int]:
     return found
 
 
+def used_otherwise(graph: ModelGraph) -> dict[str, str]:
+    """Parameters of experts that others than grouped products take in, by FQN, with the first such operator."""
+    views = {name: name for name in expert_parameters(graph)}
+    reached: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        for place, operand in enumerate(node.operands):
+            fqn = reached.get(operand) if isinstance(operand, int) else views.get(operand or "")
+            if fqn is None or (node.op_class is OpClass.GROUPED_GEMM and place == 1):
+                continue
+            if node.op_class is OpClass.VIEW:
+                reached[node.id] = fqn
+            else:
+                found.setdefault(fqn, node.op)
+    return found
+
+
 def num_experts(graph: ModelGraph) -> int:
     """The greatest number that divides the number of experts of every layer that has any; 1 where none has."""
     return gcd(*set(expert_parameters(graph).values())) or 1

@@ -168,12 +168,16 @@ class RecomputeRule(_Value):
 
 
 class PlacementSection(_Value):
-    """Tensor parallelism, and the modules that FSDP shards and gathers as one unit each."""
+    """Tensor parallelism, the modules that FSDP shards and gathers as one unit each, and the experts' parameters.
+
+    ``experts``: FQNs, ``*`` for any one component, of the parameters (experts, in, out) that ``ep`` divides.
+    """
 
     tp: Several[ModulePlacement] = ()
     sequence_parallel: bool = False
     stage_input: PlacementText = "replicate"  # placement on tp of what a pipeline stage sends and receives
     sharded_units: Several[Text] = ()
+    experts: Annotated[Several[Text], Field(exclude_if=lambda names: not names)] = ()
 
 
 class PredictionSection(_Value):

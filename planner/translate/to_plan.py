@@ -27,6 +27,7 @@ from planner.axes.unlike_devices import group_of_ranks
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.host import HostMemory
 from planner.graph.blocks import ancestors
+from planner.graph.experts import expert_parameters
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.layout.layout import Layout, Training
 from planner.plan.schema import (
@@ -128,7 +129,17 @@ def placement_section(layout: Layout, graph: ModelGraph, decision: Decision) -> 
         sequence_parallel=layout.sequence_parallel,
         stage_input="shard(1)" if layout.sequence_parallel else "replicate",
         sharded_units=_sharded_units(layout, graph),
+        experts=_experts(graph, patterns) if layout.mesh.ep > 1 else (),
     )
+
+
+def _experts(graph: ModelGraph, patterns: Mapping[str, str]) -> tuple[str, ...]:
+    """Parameters of one matrix an expert, by module pattern."""
+    found: dict[str, None] = {}
+    for fqn in expert_parameters(graph):
+        block = next((module for module in ancestors(fqn) if module in patterns), "")
+        found[patterns[block] + fqn[len(block) :] if block else fqn] = None
+    return tuple(found)
 
 
 def _patterns(graph: ModelGraph) -> Mapping[str, str]:

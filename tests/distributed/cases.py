@@ -70,6 +70,7 @@ class Case:
                 sequence_parallel=self.sequence_parallel,
                 stage_input=self.stage_input,
                 sharded_units=(*toy.before, *toy.blocks, *toy.after),
+                experts=toy.experts if self.mesh.ep > 1 else (),
             ),
             recompute=self._rules(toy),
             offloaded_activations=toy.blocks[: self.on_host],
@@ -193,6 +194,44 @@ CASES = {
     "pp2-cp2-gather-llama-zero3": Case("llama", _PP2_CP2, 3, micro_batch_size=4),
     "pp2-cp2-heads-gpt-tied": Case("gpt-tied", _PP2_CP2, 1, cp_method=_HEADS, micro_batch_size=4),
     "pp2-cp2-ring-zero-bubble": Case("llama", _PP2_CP2, 1, _ZERO_BUBBLE, 2, cp_method=_RING, micro_batch_size=4),
+    **{
+        f"dp4-ep{ep}-zero{stage}": Case("mixture", MeshSection(dp_shard=4, ep=ep), stage, micro_batch_size=2)
+        for ep, stage in ((2, 1), (2, 2), (2, 3), (4, 1), (4, 3))
+    },
+    "dp4-ep2-starved": Case("mixture-starved", MeshSection(dp_shard=4, ep=2), 3),
+    "dp4-ep4-starved-one-microbatch": Case("mixture-starved", MeshSection(dp_shard=4, ep=4), 1, micro_batch_size=4),
+    "hsdp-2x2-ep2-zero1": Case("mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 1, micro_batch_size=2),
+    "hsdp-2x2-ep2-zero3-full": Case(
+        "mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 3, recompute=Recompute.FULL, micro_batch_size=4
+    ),
+    "dp4-ep2-selective": Case(
+        "mixture-starved", MeshSection(dp_shard=4, ep=2), 2, recompute=Recompute.SELECTIVE, micro_batch_size=2
+    ),
+    "cp2-hsdp-ep2-zero0": Case("mixture", MeshSection(dp_replicate=2, cp=2, ep=2), 0, micro_batch_size=4),
+    "cp2-dp2-ep2-zero1": Case("mixture-starved", MeshSection(dp_shard=2, cp=2, ep=2), 1, micro_batch_size=4),
+    "cp4-ep2-zero0": Case("mixture-starved", MeshSection(cp=4, ep=2), 0, micro_batch_size=4),
+    "cp2-dp2-ep4-ring-zero3": Case(
+        "mixture", MeshSection(dp_shard=2, cp=2, ep=4), 3, cp_method=_RING, micro_batch_size=4
+    ),
+    "pp2-dp2-ep2-zero1": Case("mixture", MeshSection(pp=2, dp_shard=2, ep=2), 1, micro_batch_size=2),
+    "pp2-dp2-ep2-interleaved-zero3": Case(
+        "mixture", MeshSection(pp=2, dp_shard=2, ep=2), 3, _INTERLEAVED, 2, micro_batch_size=4
+    ),
+    "pp2-dp2-ep2-zero-bubble": Case(
+        "mixture-starved", MeshSection(pp=2, dp_shard=2, ep=2), 1, _ZERO_BUBBLE, 2, micro_batch_size=2
+    ),
+    "tp2-dp2-ep2-zero1": Case("mixture", MeshSection(dp_shard=2, tp=2, ep=2), 1, micro_batch_size=4),
+    "tp2-dp2-ep2-sp-zero3-full": Case(
+        "mixture-starved",
+        MeshSection(dp_shard=2, tp=2, ep=2),
+        3,
+        sequence_parallel=True,
+        recompute=Recompute.FULL,
+        micro_batch_size=4,
+    ),
+    "tp2-cp2-ep2-zero0": Case("mixture", MeshSection(cp=2, tp=2, ep=2), 0, micro_batch_size=8),
+    "dp4-ep2-zero3-mixtral": Case("mixtral", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2),
+    "dp4-ep2-on-host": Case("mixture", MeshSection(dp_shard=4, ep=2), 3, on_host=2, micro_batch_size=4),
     "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
 }
@@ -206,6 +245,15 @@ LEARNING_CASES = {
         _DP2_TP2,
         3,
         sequence_parallel=True,
+        recompute=Recompute.SELECTIVE,
+        micro_batch_size=4,
+        optimizer=Optimizer.ADAMW,
+        precision=Precision.BF16,
+    ),
+    "dp4-ep2-bf16": Case(
+        "mixture",
+        MeshSection(dp_shard=4, ep=2),
+        3,
         recompute=Recompute.SELECTIVE,
         micro_batch_size=4,
         optimizer=Optimizer.ADAMW,
@@ -229,6 +277,7 @@ COUNTED_CASES = {
     "count-zero0": Case("llama", MeshSection(dp_replicate=4)),
     **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},
     "count-hsdp-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
+    "count-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
     "count-pp-zero3": Case("llama", _PP2_DP2, 3, micro_batch_size=2),
     "count-tp": Case("llama", _TP4, micro_batch_size=16),
     "count-tp-full": Case("llama", _TP4, recompute=Recompute.FULL, micro_batch_size=16),
@@ -283,7 +332,21 @@ def _journey(model: str) -> tuple[Case, ...]:
     )
 
 
+def _journey_of_experts() -> tuple[Case, ...]:
+    """Experts are whole, divided over two ranks, over four, in a pipeline, and whole again."""
+    adamw = Optimizer.ADAMW
+    return (
+        Case("mixture", _DP4, 3, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(pp=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
+        Case("mixture", MeshSection(dp_shard=4, ep=4), 2, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
+        Case("mixture", _DP2_TP2, 1, micro_batch_size=4, optimizer=adamw),
+    )
+
+
 JOURNEYS = {f"journey-{model}": _journey(model) for model in ("gpt-tied", "unusual")}
+JOURNEYS["journey-mixture"] = _journey_of_experts()
 CLIP_NORM = 0.5  # below the norm of every step of a journey
 
 MEASUREMENTS = ("parity-equal", "parity-coupled", "verify")

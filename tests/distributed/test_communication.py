@@ -64,3 +64,9 @@ def test_selective_recomputation_repeats_no_communication(outcomes: dict[str, Ou
 def test_full_recomputation_repeats_the_forward_communication(outcomes: dict[str, Outcome]) -> None:
     counts = counts_of("count-sp-full", outcomes)
     assert (counts["all_gather"], counts["reduce_scatter"]) == (6 * NUM_LAYERS + 2, 5 * NUM_LAYERS + 2)
+
+
+def test_rows_travel_to_their_experts_and_back_once_each_way(outcomes: dict[str, Outcome]) -> None:
+    counts = counts_of("count-ep", outcomes)
+    assert counts["all_to_all"] == 4 * NUM_LAYERS  # one micro-batch; sizes and the weights of rows count as small
+    assert counts["all_gather"] == counts["reduce_scatter"] == BIG_UNITS + NUM_LAYERS  # of experts over other ranks

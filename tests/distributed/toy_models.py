@@ -29,6 +29,7 @@ class ToyModel:
     blocks: tuple[str, ...]
     after: tuple[str, ...]
     placements: Callable[[bool], tuple[ModulePlacement, ...]]  # (sequence parallel) -> placements.tp
+    experts: tuple[str, ...] = ()  # placements.experts
 
 
 @dataclass
@@ -115,6 +116,32 @@ MIXTURE = FamilyConfig.model_validate(
         "seq_len": SEQ_LEN, "mlp": "swiglu", "experts": 4, "top_k": 2, "expert_ffn": 32,
     }
 )  # fmt: skip
+
+EXPERTS = tuple(f"layers.*.mlp.experts.{name}" for name in ("gate", "up", "down"))
+
+
+def _starved() -> nn.Module:
+    """A mixture of 16 narrow experts, the last eight without tokens: of each two others one has a positive score."""
+    model = build_family(MIXTURE.model_copy(update={"experts": 16, "expert_ffn": 16}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.gate.weight"):
+            with torch.no_grad():
+                parameter[4:8] = -parameter[:4]
+                parameter[8:] = 0.0
+    return model
+
+
+def _mixtral() -> nn.Module:
+    """Hugging Face's, whose experts have gate and up projection in one parameter (experts, out, in)."""
+    from transformers import MixtralConfig, MixtralForCausalLM  # here, for it takes seconds
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=SEQ_LEN,
+            use_cache=False,
+        )
+    )  # fmt: skip
 
 
 def _entries(
@@ -215,7 +242,16 @@ MODELS = {
     "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
     "llama": _family("llama", tied=False),
     "mixture": ToyModel(
-        lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements
+        lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS
+    ),
+    "mixture-starved": ToyModel(_starved, ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS),
+    "mixtral": ToyModel(
+        _mixtral,
+        ("model.embed_tokens",),
+        _layers("model."),
+        ("model.norm", "lm_head"),
+        lambda sequence_parallel: (),
+        tuple(f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")),
     ),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.graph.experts import expert_parameters, expert_work, num_experts
-from planner.graph.model_graph import ModelGraph, Unit
+from planner.graph.experts import expert_parameters, expert_work, num_experts, used_otherwise
+from planner.graph.model_graph import ModelGraph, OpClass, Unit
 from planner.operators.registry import op_name
 from tests.planning import graph_of
 
@@ -47,6 +47,21 @@ def test_layers_of_one_unit_stay_apart() -> None:
     assert together.inside == tuple(i for work in apart if work for i in work.inside)
     assert together.dispatched == tuple(i for work in apart if work for i in work.dispatched)
     assert together.combined == tuple(i for work in apart if work for i in work.combined)
+
+
+def test_other_uses_of_experts_are_found_through_views() -> None:
+    graph = graph_of("moe-tiny", SEQ_LEN)
+    assert used_otherwise(graph) == {}
+    fqn = next(iter(expert_parameters(graph)))
+    last = graph.nodes[-1]
+    view = last.model_copy(
+        update={"id": last.id + 1, "op": "aten.transpose.int", "op_class": OpClass.VIEW, "operands": (fqn,)}
+    )
+    product = view.model_copy(
+        update={"id": last.id + 2, "op": "aten.bmm.default", "op_class": OpClass.GEMM, "operands": (last.id, view.id)}
+    )
+    more = graph.model_copy(update={"nodes": (*graph.nodes, view, product)})
+    assert used_otherwise(more) == {fqn: "aten.bmm.default"}
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])

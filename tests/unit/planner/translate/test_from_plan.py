@@ -214,7 +214,8 @@ def test_a_plan_that_divides_experts_is_priced_as_it_was_found() -> None:
     request = Request("moe-tiny", 8, hardware="dgx-h100-80gb", global_batch_size=64, pins=Pins(pp=2, dp=4, ep=4))
     plan = find_plan(request).plan
     assert plan.mesh.ep == 4
-    assert any("does not execute expert parallelism yet (ep=4)" in warning for warning in plan.warnings)
+    assert not any("planner run" in warning for warning in plan.warnings)
+    assert "layers.1.mlp.experts.up" in plan.placements.experts
     assert price_plan(plan).plan.prediction == plan.prediction
     with pytest.raises(PlanError, match=r"ep 4 does not divide dp_shard 2 \* cp 1"):
         price_plan(plan, num_devices=4)
