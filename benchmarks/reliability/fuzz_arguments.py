@@ -88,20 +88,29 @@ def answered(path: Path) -> int:
     words = [os.fsdecode(word) for word in path.read_bytes().split(b"\0")]
     if any(word in words for word in _LEFT_OUT):
         return 0
+    code, out, err = said(words)
+    if code not in GOOD_CODES or "internal error" in err:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            app(args=[word for word in words if word != "--debug"], standalone_mode=False)  # for its traceback
+        raise ArgumentsError(f"exit code {code}: {err[:200]}")
+    if not is_harmless(out + err):
+        raise ArgumentsError("prints what a terminal obeys")
+    if code:
+        raise PlannerError(err)
+    return code
+
+
+def is_harmless(text: str) -> bool:
+    """Whether a terminal obeys nothing of it but the ends of lines."""
+    return all(each.isprintable() or each == "\n" for each in text)
+
+
+def said(words: list[str]) -> tuple[object, str, str]:
+    """The exit code of the command, and what it writes to stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = _code(words)
-    said = err.getvalue()
-    if code not in GOOD_CODES or "internal error" in said:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            app(args=[word for word in words if word != "--debug"], standalone_mode=False)  # for its traceback
-        raise ArgumentsError(f"exit code {code}: {said[:200]}")
-    for text in (out.getvalue(), said):
-        if not all(each.isprintable() or each == "\n" for each in text):
-            raise ArgumentsError("prints what a terminal obeys")
-    if code:
-        raise PlannerError(said)
-    return code
+    return code, out.getvalue(), err.getvalue()
 
 
 def _code(words: list[str]) -> object:

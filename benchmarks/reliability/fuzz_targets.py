@@ -30,13 +30,14 @@ from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.catalog import HardwareProfileError, load_profile, profile_for
 from planner.api import find_plan, price_plan, schedule_plan
 from planner.cli.export import exported, job_of
-from planner.cli.import_ import import_config
-from planner.errors import PlannerError
+from planner.cli.import_ import MAX_BYTES, import_config
+from planner.errors import InputError, PlannerError
 from planner.formats.completion import Given, completed
 from planner.formats.registry import all_targets, read_config, target_called
 from planner.formats.target import Read, written
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
+from planner.json_file import read_content
 from planner.layout.layout import Pins, Training
 from planner.model_file import content_digest, family_config_of, resolve_model
 from planner.plan.plan_file import read_plan, write_plan
@@ -94,7 +95,7 @@ def small_request(model: str = str(GRAPH), **changes: Any) -> Request:
 
 def all_file_targets() -> list[Target]:
     """Every kind of file, in the current folder."""
-    of_plans = _of_plans(_plans())
+    of_plans = _of_plans(small_plans())
     of_formats = [_of_format(name) for name in ("megatron", "deepspeed", "accelerate", "torchtitan", "nanotron")]
     return [of_plans, _of_graphs(), _of_profiles(), _of_recipes(), _of_configs(), *of_formats, _of_searches()]
 
@@ -105,7 +106,8 @@ _PLANS = (
 )  # fmt: skip
 
 
-def _plans() -> list[Plan]:
+def small_plans() -> list[Plan]:
+    """Plans of unlike layouts for the small graph, which is in the current folder."""
     return [find_plan(small_request(pins=pins)).plan for pins in _PLANS]
 
 
@@ -207,7 +209,7 @@ def _of_format(name: str) -> Target:
     given = Given(num_devices=4, seq_len=16, global_batch_size=8)
 
     def read(path: Path) -> Read:
-        found = read_config(path.name, path.read_bytes().decode("utf-8", "replace"), name)[1]
+        found = read_config(path.name, read_content(path, InputError, MAX_BYTES).decode("utf-8", "replace"), name)[1]
         completed(found.settings, given, 64)
         return found
 
@@ -219,11 +221,21 @@ def _of_format(name: str) -> Target:
     return Target(f"import {name}", tuple(texts), mutate, read, use, file_name=FORMATS[name])
 
 
-def _of_searches() -> Target:
+@lru_cache(maxsize=2)
+def _small_problem(zero: int) -> Problem:
     graph, cluster = read_graph(GRAPH), profile_for(4, HARDWARE)
     training = Training(8, graph.seq_len, Precision.FP32, Optimizer.ADAMW)
-    problem = Problem.build(PricingTarget(graph, cluster, "fp32"), training, Pins(pp=2, zero=1))
-    write_search(Path("search.npz"), problem.table, problem.space.layouts)
+    return Problem.build(PricingTarget(graph, cluster, "fp32"), training, Pins(pp=2, zero=zero))
+
+
+def write_small_search(path: Path, second: bool = False) -> None:
+    """A search with few layouts, one of two."""
+    problem = _small_problem(0 if second else 1)
+    write_search(path, problem.table, problem.space.layouts)
+
+
+def _of_searches() -> Target:
+    write_small_search(Path("search.npz"))
     seed = Path("search.npz").read_bytes()
 
     def use(_path: Path, saved: SavedSearch) -> object:
