@@ -1,6 +1,6 @@
 """Hostile names through every output: what a name says is shown or quoted, and no part of a file is made of it.
 
-    python -m benchmarks.reliability.injection [--num 200] [--seed S] [--output FILE.json]
+    python -m benchmarks.reliability.injection [--num 200] [--commands 200] [--seed S] [--output FILE.json]
 
 A plan with a harmless name is put out first. Then each hostile text takes the place of that name: of the model, its
 modules, the device, the hardware and the files. What is written must be what was written before but for the name. That
@@ -209,13 +209,15 @@ def harmless_jobs() -> list[Job]:
     return [job_of(plan, Path("plan.json"), 4) for plan in plans]
 
 
-def drilled(texts: list[str], jobs: list[Job], *, with_commands: bool = True) -> tuple[Outcome, dict[str, str]]:
-    """What came of each output, and an example of each that broke."""
-    sources = {True: lambda text: exports(jobs, text)} | ({False: commands} if with_commands else {})
+def drilled(texts: list[str], jobs: list[Job], num_of_commands: int) -> tuple[Outcome, dict[str, str]]:
+    """What came of each output, and an example of each that broke; of commands, for the first of the texts."""
+    sources = {True: lambda text: exports(jobs, text)} | ({False: commands} if num_of_commands else {})
     harmless = {is_exact: dict(source(HARMLESS)) for is_exact, source in sources.items()}
     counts, broken = defaultdict[str, Counter[str]](Counter), dict[str, str]()
-    for text in texts:
+    for number, text in enumerate(texts):
         for is_exact, source in sources.items():
+            if not is_exact and number >= num_of_commands:
+                continue
             place = "the first output"
             try:
                 for place, document in source(text):
@@ -234,13 +236,22 @@ def drilled(texts: list[str], jobs: list[Job], *, with_commands: bool = True) ->
 
 def main() -> int:
     """Tries the texts and prints what came of them; 1 where one broke out."""
-    options = options_of(__doc__, 200, "hostile texts", "injection").parse_args()
+    parser = options_of(__doc__, 200, "hostile texts", "injection")
+    parser.add_argument("--commands", type=int, default=200, help="of these, so many also through whole commands")
+    options = parser.parse_args()
     output = options.output.absolute()
     texts = hostile_texts(options.num, options.seed)
     with working_folder():
         make_small_graph()
-        counts, broken = drilled(texts, harmless_jobs())
-    record = {"commit": commit(), "seed": options.seed, "num_texts": len(texts), "outputs": counts, "broken": broken}
+        counts, broken = drilled(texts, harmless_jobs(), options.commands)
+    record = {
+        "commit": commit(),
+        "seed": options.seed,
+        "num_texts": len(texts),
+        "num_of_commands": options.commands,
+        "outputs": counts,
+        "broken": broken,
+    }
     save(output, {"injection": record})
     print(json.dumps(record, indent=1))
     return int(bool(broken))
