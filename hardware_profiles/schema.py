@@ -43,16 +43,11 @@ class Weakest(Enum):
     BY_SLOWEST = "worked out in hardware_profiles/slowest.py from several fields"
 
 
-MOST_COUNTED = 1_000_000  # devices, nodes, links, cores, rows: as many as the largest cluster that is planned for
-Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
-Spread = Annotated[float, Field(ge=0)]  # of a logarithm; how large it may be, sanity.py says
-
-
 class Fit(_Value):
     """What a number was fitted to, and how close the formula came to rows that had no part in the fit."""
 
     to: Annotated[str, Field(min_length=1)]
-    num_rows: Count
+    num_rows: Annotated[int, Field(ge=1)]
     held_out_error: Annotated[float, Field(ge=0)] | None = None  # mean absolute relative error; None: never tried
 
 
@@ -83,7 +78,7 @@ class Efficiency(_Value):
 
     fraction: Quantity
     half_size_flops: Quantity | None = None
-    residual_spread: Spread = 0.1
+    residual_spread: Annotated[float, Field(ge=0)] = 0.1
 
 
 class DeviceProfile(_Value):
@@ -111,7 +106,7 @@ class DeviceProfile(_Value):
 class NodeProfile(_Value):
     """One host."""
 
-    num_devices: Annotated[Count, Weakest.LEAST]
+    num_devices: Annotated[int, Field(ge=1), Weakest.LEAST]
     # Jobs that do not fill their nodes take as many devices of each, and leave the others idle; otherwise they fill
     # all but the last. Racks of 72 are used so: 64 of each is what degrees of powers of two divide.
     is_used_evenly: Annotated[bool, Weakest.LEAST] = False
@@ -130,7 +125,7 @@ class NodeProfile(_Value):
 class EfficiencyAtScale(_Value):
     """Fraction of ``bandwidth * efficiency`` that is left when a group spans ``num_nodes`` nodes."""
 
-    num_nodes: Count
+    num_nodes: Annotated[int, Field(ge=1)]
     fraction: Quantity
 
 
@@ -139,7 +134,7 @@ class CollectiveRate(_Value):
 
     latency_s: Quantity  # of one step between two devices
     efficiency: Quantity  # fraction of the tier's bandwidth at large sizes, all groups of the axis at work
-    residual_spread: Spread = 0.15
+    residual_spread: Annotated[float, Field(ge=0)] = 0.15
 
 
 class NetworkTier(_Value):
@@ -152,16 +147,16 @@ class NetworkTier(_Value):
     """
 
     name: str
-    num_devices: Count | None
+    num_devices: int | None
     latency_s: Quantity  # one message between two devices of this tier
     bandwidth_bytes_per_s: Quantity  # per link and direction
-    links_per_node: Count
+    links_per_node: Annotated[int, Field(ge=1)]
     efficiency: Quantity  # fraction of the bandwidth that large collectives reach
     all_to_all_efficiency: Quantity | None = None  # None: as ``efficiency``
     all_reduce_efficiency: Quantity | None = None  # None: as ``efficiency``; differs where switches reduce
     efficiency_at_scale: tuple[EfficiencyAtScale, ...] = ()
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    residual_spread: Spread = 0.15
+    residual_spread: Annotated[float, Field(ge=0)] = 0.15
     collectives: dict[CollectiveName, CollectiveRate] = {}  # where known, in place of the tier's own numbers
 
     def wire_bytes_per_s(self, devices_per_node: int) -> float:
