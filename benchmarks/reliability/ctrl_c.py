@@ -170,9 +170,9 @@ def prepare() -> None:
     """The files that the commands read, in the current folder."""
     make_small_graph()
     write_plan(small_plans()[2], Path("plan.json"))
-    ended("export plan.json --to deepspeed -o ds.json".split(), None, 600.0)
-    plan = "--pp 1 --tp 1 --global-batch 4 --precision fp32"
-    ended(f"search small.json --gpus 2 --hardware {HARDWARE} {plan} -o torch.json".split(), None, 600.0)
+    ended(["export", "plan.json", "--to", "deepspeed", "-o", "ds.json"], None, 600.0)
+    words = ["search", "small.json", "--gpus", "2", "--hardware", HARDWARE, "--pp", "1", "--tp", "1"]
+    ended([*words, "--global-batch", "4", "--precision", "fp32", "-o", "torch.json"], None, 600.0)
 
 
 def main() -> int:

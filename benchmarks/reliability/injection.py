@@ -161,7 +161,10 @@ def commands(text: str) -> Iterator[tuple[str, Any]]:
     """What commands write and print about a model, a device and files of that name; None where they refuse it."""
     name = name_of_file(text)
     graph, profile, plan = f"graph {name}.graph.json", "profile.json", f"plan {name}.json"
-    _write(graph, _renamed(json.loads(GRAPH.read_text()), "layers", f"layers{text}") | {"warnings": [text]})
+    _write(
+        graph,
+        _renamed(json.loads(GRAPH.read_text()), "layers", f"layers{text}") | {"warnings": [text], "source": graph},
+    )
     own = json.loads((ROOT / "hardware_profiles" / "data" / f"{HARDWARE}.json").read_bytes())
     _write(profile, own | {"description": text, "device": own["device"] | {"name": f"CPU {text}"}})
     pins = ("--pp", "2", "--zero", "1", "--global-batch", "8", "--precision", "fp32", "--no-idle")
@@ -213,6 +216,7 @@ def drilled(texts: list[str], jobs: list[Job], num_of_commands: int) -> tuple[Ou
     """What came of each output, and an example of each that broke; of commands, for the first of the texts."""
     sources = {True: lambda text: exports(jobs, text)} | ({False: commands} if num_of_commands else {})
     harmless = {is_exact: dict(source(HARMLESS)) for is_exact, source in sources.items()}
+    assert all(harmless[False][name] is not None for name in ("schedule", "report") if num_of_commands)
     counts, broken = defaultdict[str, Counter[str]](Counter), dict[str, str]()
     for number, text in enumerate(texts):
         for is_exact, source in sources.items():

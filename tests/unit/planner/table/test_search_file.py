@@ -7,6 +7,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def test_what_is_no_search_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def changed(path: Path, **arrays: np.ndarray) -> None:
     with np.load(path) as stored:
-        np.savez(path, **{**{name: stored[name] for name in stored.files}, **arrays})
+        content: dict[str, Any] = {**{name: stored[name] for name in stored.files}, **arrays}
+    np.savez(path, **content)
 
 
 def as_header(text: str) -> np.ndarray:
