@@ -99,7 +99,7 @@ def as_header(text: str) -> np.ndarray:
     ("arrays", "message"),
     [
         ({"time_s": np.zeros((1, 2))}, "time_s must hold numbers in the shape"),
-        ({"codes.mesh": np.zeros((2, 2), dtype=np.uint8)}, "list of whole numbers"),
+        ({"codes.mesh": np.zeros((2, 2), dtype=np.uint8)}, "one length|whole numbers"),
         ({"codes.zero_stage": np.zeros(1, dtype=np.uint8)}, "all of one length"),
         ({"header": as_header("[" * 10**5)}, "not a saved search"),
         ({"header": as_header('{"format": 1}')}, "not a saved search"),
