@@ -11,6 +11,7 @@ bands are always its own.
 from __future__ import annotations
 
 import json
+import os
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -234,7 +235,7 @@ def _file_of(name_or_path: str, beside: Traversable | None) -> Traversable:
     """The file of a recipe; one that is extended may also be named as it lies beside the one that extends it."""
     if name_or_path.endswith(".json"):
         return Path(name_or_path)
-    if isinstance(beside, Path) and (neighbour := beside.parent / f"{name_or_path}.json").is_file():
+    if isinstance(beside, Path) and os.path.isfile(neighbour := beside.parent / f"{name_or_path}.json"):
         return neighbour
     if name_or_path not in list_recipes():
         raise ValueError(f"no recipe {name_or_path!r}; shipped are {', '.join(list_recipes())}")
@@ -244,7 +245,7 @@ def _file_of(name_or_path: str, beside: Traversable | None) -> Traversable:
 def _stated(file: Traversable) -> dict[str, object]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of JSON, of text, or of a number with too many digits
         raise ValueError(f"the recipe {file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"the recipe {file} holds no JSON object")

@@ -33,15 +33,13 @@ REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
 
 def violations(profile: ClusterProfile) -> tuple[str, ...]:
     """Every rule that ``profile`` breaks, each with its place and values; empty if it is sound."""
-    return (
-        *_names(profile),
-        *_texts_and_counts(profile),
-        *_value_ranges(profile),
-        *_device(profile.device),
-        *_node(profile.node),
-        *_tiers(profile),
-        *_software(profile),
-    )
+    found = (*_names(profile), *_texts_and_counts(profile), *_value_ranges(profile))
+    try:
+        return (*found, *_device(profile.device), *_node(profile.node), *_tiers(profile), *_software(profile))
+    except OverflowError:  # a count that is none, and is found already, has more digits than a float
+        if not found:
+            raise
+        return found
 
 
 def quantities(value: BaseModel, place: str = "") -> Iterator[tuple[str, Quantity]]:

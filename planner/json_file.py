@@ -17,6 +17,7 @@ from planner.errors import InputError
 Value = TypeVar("Value", bound=BaseModel)
 
 MAX_JSON_BYTES = 2**25  # ten times the graphs of the largest presets, Llama 3 405B and DeepSeek-V3: 3 MB
+_PART_BYTES = 2**20  # read at once
 MAX_VIOLATIONS = 20  # shown at once
 MAX_VIOLATION = 300  # characters of one
 
@@ -36,13 +37,15 @@ def read_content(path: Path, error_class: type[InputError], max_bytes: int = MAX
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise error_class(f"{path} is no regular file", hint="write it to a file first")
-            content = file.read(max_bytes + 1)
+            content = bytearray()
+            while len(content) <= max_bytes and (part := file.read(_PART_BYTES)):  # all at once takes room for the most
+                content += part
     except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise error_class(f"cannot read {path}: {reason}", hint="check the path and its permissions") from error
     if len(content) > max_bytes:
         raise error_class(f"{path} is larger than {max_bytes:,} bytes", hint="is it the right file?")
-    return content
+    return bytes(content)
 
 
 def _object_in(content: bytes, path: Path, error_class: type[InputError]) -> dict[str, object]:

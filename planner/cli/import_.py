@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from planner.formats.settings import Layout
     from planner.formats.target import Read
 
-MAX_BYTES = 2**22  # of a config: those of frameworks have some kilobytes
+# Of a config: those of frameworks have some kilobytes. PyYAML and shlex read about a megabyte in ten CPU seconds, and
+# megabytes of brackets or dashes in minutes.
+MAX_BYTES = 2**17
 
 
 def register(app: typer.Typer) -> None:
@@ -67,9 +69,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
 
 
 def _text(file: Path) -> str:
-    content = read_content(file, InputError)
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{file} is larger than {MAX_BYTES:,} bytes", hint="is it the right file?")
+    content = read_content(file, InputError, MAX_BYTES)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

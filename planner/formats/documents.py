@@ -16,6 +16,7 @@ Value = TypeVar("Value")
 
 # Of what is read, so that no number makes a loop or a list endless: far above any model or cluster.
 MAX_NUMBER, MAX_LAYERS = 2**40, 2**16
+MOST_DOTS = 200  # in a line of TOML: tomllib takes a minute for a key of 65,000 parts, the square of their number
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -82,6 +83,8 @@ def read_json(text: str) -> dict[str, object]:
 
 def read_toml(text: str) -> dict[str, object]:
     """The tables in ``text``; InputError where it is no TOML."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise InputError(f"a line of the file has more than {MOST_DOTS} dots", hint="is it the right file?")
     try:
         return dict(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:

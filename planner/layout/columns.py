@@ -84,6 +84,8 @@ class Columns(Sequence[T]):
         lengths = {len(codes) for _, codes in columns.values()}
         if tuple(columns) != kind._fields or len(lengths) != 1:
             raise ValueError(f"columns must be {', '.join(kind._fields)}, all of one length")
+        if any(codes.ndim != 1 or codes.dtype.kind not in "iu" for _, codes in columns.values()):
+            raise ValueError("the places of a column must be a list of whole numbers")
         if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
             raise ValueError("a column points beyond its values")
         return Columns(kind, {name: _Column(tuple(values), codes) for name, (values, codes) in columns.items()})

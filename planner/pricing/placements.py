@@ -12,6 +12,7 @@ from planner.axes.lowered import Collective, Kernel
 from planner.axes.placement import Alternatives, Collectives, UnitPlacement, alternatives, decision
 from planner.axes.traced import representatives
 from planner.axes.unit_rules import UnitRules
+from planner.errors import InputError
 from planner.graph.model_graph import ModelGraph
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
@@ -22,6 +23,8 @@ Decision = tuple[UnitPlacement, ...]  # one a unit kind, in order of appearance
 Solve = Callable[[PlacementProblem], PlacementSolution | None]
 
 _NS = 1e9
+# Of one operator and one sequence: no real one takes a day, and the sum over a model's fits into 64 bits.
+MOST_OPERATOR_S = 1e5
 
 
 def placement_problem(ways: Alternatives, machine: Machine, framework: Framework) -> PlacementProblem:
@@ -87,7 +90,7 @@ class _Prices:
         kernels = {id(way.kernel): way.kernel for each in ways.operators for way in each.alternatives if way.kernel}
         times = kernel_times(list(kernels.values()), np.ones(1), machine, framework)
         both_s = times.forward_s[0] + times.backward_s[0]
-        self._kernels_ns = {key: round(seconds * _NS) for key, seconds in zip(kernels, both_s.tolist(), strict=True)}
+        self._kernels_ns = {key: _nanoseconds(seconds) for key, seconds in zip(kernels, both_s.tolist(), strict=True)}
         self._seconds: dict[Collective, float] = {}
 
     def of_kernel(self, kernel: Kernel | None) -> int:
@@ -96,7 +99,7 @@ class _Prices:
 
     def of(self, collectives: Collectives) -> int:
         """Of collectives that run one after the other."""
-        return round(sum(self._collective_s(each) for each in collectives) * _NS)
+        return _nanoseconds(sum(self._collective_s(each) for each in collectives))
 
     def _collective_s(self, collective: Collective) -> float:
         alike = collective
@@ -104,3 +107,13 @@ class _Prices:
             num_bytes = np.array([collective.num_bytes(self._tensors)])
             self._seconds[alike] = float(self._machine.collective_s(collective, num_bytes)[0])
         return self._seconds[alike]
+
+
+def _nanoseconds(seconds: float) -> int:
+    if not seconds <= MOST_OPERATOR_S:
+        raise InputError(
+            f"one operator takes {seconds:g} s for one sequence by this model, profile and recipe, and may take "
+            f"{MOST_OPERATOR_S:g} s at most",
+            hint="is there a digit too many in the profile or the model's sizes?",
+        )
+    return round(seconds * _NS)

@@ -235,7 +235,7 @@ def _shape(config: dict[str, object], model: dict[str, object], tokens: dict[str
 def _cut(shape: dict[str, object] | None, pp: int) -> tuple[int, ...] | None:
     """How nanotron cuts the model."""
     if shape is None or pp == 1:
-        layers = None if shape is None else shape["layers"]
+        layers = None if shape is None else shape.get("layers")
         return (layers,) if isinstance(layers, int) else None
     try:
         return stage_blocks(FamilyConfig.model_validate({"seq_len": 1, **shape}), pp)

@@ -148,10 +148,12 @@ def test_recipes_that_extend_each_other_in_a_circle_are_refused(tmp_path: Path) 
         load_recipe(write(tmp_path, "four", extends="nothing"))
 
 
-@pytest.mark.parametrize("content", ["[]", "{", None])
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 10**5, "1" * 5000, "\ud800", None])
 def test_a_file_that_is_no_recipe_is_refused(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match="the recipe .*mine.json"):
         load_recipe(str(path))
+    with pytest.raises(ValueError, match="no recipe 'xxx"):
+        load_recipe(write(tmp_path, "five", extends="x" * 5000))

@@ -219,6 +219,7 @@ def test_profile_for_refuses_counts_that_contradict(num_devices: int, spec: str 
         ("schema_version", 1.0, "must be the number 1"),
         ("tiers.0.num_devices", 3, "3 devices do not fit nodes of 8"),
         ("tiers.1.links_per_node", "8", "valid integer"),
+        ("tiers.1.links_per_node", 10**400, "between 1 and 1,000,000"),
         ("tiers.1.oversubscription", 1e30, "at most 1000"),
         ("tiers.1.name", "nvlink", "names must differ"),
     ],

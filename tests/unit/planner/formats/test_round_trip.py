@@ -142,6 +142,9 @@ def test_the_model_is_told_by_its_sizes(name: str, model: str) -> None:
         ("t.toml", "[training]\nenable_cpu_offload = true\n", "enable_cpu_offload"),
         ("t.toml", "[training]\n[activation_checkpoint]\nmode = 'memory_budget'\n", "memory_budget"),
         ("t.toml", "[training\n[training]", "not TOML"),
+        ("t.toml", "[training]\na" + ".a" * 60_000 + " = 1\n", "more than 200 dots"),
+        ("c.yaml", "parallelism: {dp: 2, tp: 2, pp: 2}\ntokens: {batch_accumulation_per_replica: 1}\n"
+         "model: {model_config: {num_hidden_layers: null, hidden_size: 8}}\n", "no model"),
         ("notes.txt", "hello", "no config that is recognised"),
     ],
 )  # fmt: skip

@@ -1,9 +1,13 @@
 """A saved search is the search: read in another process, without a model, it is solved to the same last digit."""
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from costmodels.vocabulary.choices import Offload
 from planner.errors import InputError
 from planner.layout.layout import Pins
-from planner.table.search_file import read_search, write_search
+from planner.table.search_file import MOST_BYTES, read_search, write_search
 from tests.planning import problem_of
 
 # Solves the search in the file named first, and says what it found and what it had to import.
@@ -78,6 +82,71 @@ def test_what_is_no_search_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "search.npz"
     path.write_bytes(content)
     with pytest.raises(InputError, match="not a saved search"):
+        read_search(path)
+
+
+def changed(path: Path, **arrays: np.ndarray) -> None:
+    with np.load(path) as stored:
+        content: dict[str, Any] = {**{name: stored[name] for name in stored.files}, **arrays}
+    np.savez(path, **content)
+
+
+def as_header(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"time_s": np.zeros((1, 2))}, "time_s must hold numbers in the shape"),
+        ({"codes.mesh": np.zeros((2, 2), dtype=np.uint8)}, "one length|whole numbers"),
+        ({"codes.zero_stage": np.zeros(1, dtype=np.uint8)}, "all of one length"),
+        ({"header": as_header("[" * 10**5)}, "not a saved search"),
+        ({"header": as_header('{"format": 1}')}, "not a saved search"),
+        ({"more": np.zeros(3)}, None),
+    ],
+)
+def test_arrays_that_are_not_as_the_keys_say_are_refused(
+    arrays: dict[str, np.ndarray], message: str | None, tmp_path: Path
+) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    path = tmp_path / "search.npz"
+    write_search(path, problem.table, problem.space.layouts)
+    changed(path, **arrays)
+    if message is None:
+        assert len(read_search(path).layouts) == len(problem.space.layouts)
+        return
+    with pytest.raises(InputError, match=message):
+        read_search(path)
+
+
+def test_numbers_and_rows_that_are_missing_are_refused(tmp_path: Path) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    path = tmp_path / "search.npz"
+    write_search(path, problem.table, problem.space.layouts)
+    changed(path, time_s=problem.table.time_s * np.nan)
+    with pytest.raises(InputError, match="time_s must hold numbers"):
+        read_search(path)
+    table = replace(problem.table, data_keys=problem.table.data_keys[:-1], data_s=problem.table.data_s[:, :-1])
+    write_search(path, table, problem.space.layouts)
+    with pytest.raises(InputError, match="1 of DataKey without a row"):
+        read_search(path)
+
+
+@pytest.mark.parametrize("shape", [(10**12,), (2**40, 2**40)])
+def test_an_archive_is_not_unpacked_beyond_what_a_search_has(shape: tuple[int, ...], tmp_path: Path) -> None:
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    path = tmp_path / "search.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("header.npy", head.getvalue() + bytes(2**10))
+    with pytest.raises(InputError, match="has 1024 bytes"):
+        read_search(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("header.npy", "w") as member:
+        for _ in range(MOST_BYTES // 2**24 + 1):
+            member.write(bytes(2**24))
+    assert path.stat().st_size < 2**20
+    with pytest.raises(InputError, match="have more than 536,870,912 bytes"):
         read_search(path)
 
 
