@@ -15,8 +15,6 @@ from planner.json_file import read_content
 from planner.output_file import check_output, is_stdout, write_text
 
 if TYPE_CHECKING:
-    from planner.api.pinned import PinnedRun
-    from planner.formats.settings import Layout
     from planner.formats.target import Read
 
 MAX_BYTES = 2**22  # of a config: those of frameworks have some kilobytes
@@ -52,21 +50,22 @@ def import_config(  # over 6 arguments: one for each option of the command line
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here; - is stdout.")] = None,
 ) -> None:
     """Read a framework's own config as a plan, and price it. What was assumed is said."""
-    from planner.api.pinned import price_run
+    from planner.api.pinned import pinned_run, price_run
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
 
     check_output(output)
-    target, read = read_config(file.name, _text(file), from_format)
+    target, read = read_config(file.name, config_text(file), from_format)
     source, model_notes = _model(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
     layout, assumed = completed(read.settings, given, _default_seq_len(source))
-    answer = price_run(_run(source, target.framework, layout), hardware)
-    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *answer.notes)
-    show_answer(answer.plan, notes, as_json=as_json, output=output)
+    priced = price_run(pinned_run(source, target.framework, layout), hardware)
+    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
+    show_answer(priced.plan, notes, as_json=as_json, output=output)
 
 
-def _text(file: Path) -> str:
+def config_text(file: Path) -> str:
+    """The content of a config; InputError where it is no text, or too long to be one."""
     content = read_content(file, InputError)
     if len(content) > MAX_BYTES:
         raise InputError(f"{file} is larger than {MAX_BYTES:,} bytes", hint="is it the right file?")
@@ -115,24 +114,3 @@ def _default_seq_len(source: str) -> int | None:
 
     shape = family_config_of(source)
     return None if shape is None else min(shape.seq_len, LONGEST_DEFAULT_SEQ_LEN)
-
-
-def _run(source: str, framework: str, said: Layout) -> PinnedRun:
-    from costmodels.vocabulary.mesh import Mesh
-    from planner.api.pinned import PinnedRun
-    from planner.layout.layout import Layout, Training
-
-    layout = Layout(
-        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep),
-        zero_stage=said.zero_stage,
-        micro_batch_size=said.micro_batch_size,
-        num_microbatches=said.num_microbatches,
-        schedule=said.schedule,
-        virtual_stages=said.virtual_stages,
-        recompute=None,
-        sequence_parallel=said.sequence_parallel,
-        offload=said.offload,
-        cp_method=said.cp_method,
-    )
-    training = Training(said.global_batch_size, said.seq_len, said.precision, said.optimizer)
-    return PinnedRun(source, framework, layout, training, said.stage_blocks, said.recompute)
