@@ -20,7 +20,7 @@ from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.problem import EVEN_RISK
-from planner.request import Request
+from planner.request import DEFAULT_RISK, Request
 from planner.solver.cutting import Pricer, best_cut
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.table.cost_table import CostTable
@@ -53,13 +53,17 @@ class Finding:
     says: str
 
 
-def findings(priced: PricedRun, memory_risk: float) -> tuple[Finding, ...]:
-    """Everything that the rules find, what does not fit first, then by share.
+def risk_of(priced: PricedRun) -> float:
+    """The risk of not fitting that a change may have: that of the set-up itself, or the default where that is more."""
+    assert priced.plan.prediction is not None
+    fits = priced.plan.prediction.fit_probability
+    return DEFAULT_RISK if fits is None or 1 - fits > EVEN_RISK else max(DEFAULT_RISK, 1 - fits)
 
-    ``memory_risk``: that a change which is proposed does not fit after all.
-    """
+
+def findings(priced: PricedRun) -> tuple[Finding, ...]:
+    """Everything that the rules find, what does not fit first, then by share. Changes have the risk of ``risk_of``."""
     band = priced.target.recipe.memory_band
-    factor = 1.0 if band is None or memory_risk == EVEN_RISK else band.factor(memory_risk)
+    factor = 1.0 if band is None else band.factor(risk_of(priced))
     table = priced.evaluator.table
     careful = replace(table, cluster=table.cluster.with_memory_factor(factor))
     found = [
@@ -77,8 +81,9 @@ def findings(priced: PricedRun, memory_risk: float) -> tuple[Finding, ...]:
 def better_plan(priced: PricedRun, model: ModelFacts, deadline: Deadline) -> Plan | None:
     """The fastest plan for the same training on the same devices that the same framework can run.
 
-    None where it is no faster than a set-up that fits. Optimiser states leave the devices only where the set-up's own
-    do, and nothing fits otherwise. InfeasibleError, NoLayoutError and TimeLimitError where there is no plan.
+    None where it is no faster than a set-up that fits. Its risk of not fitting is ``risk_of``. Optimiser states leave
+    the devices only where the set-up's own do, and nothing fits otherwise. InfeasibleError, NoLayoutError and
+    TimeLimitError where there is no plan.
     """
     run = priced.run
     try:
@@ -98,7 +103,7 @@ def _best(priced: PricedRun, model: ModelFacts, deadline: Deadline, pins: Pins) 
     request = Request(
         model=run.model, num_devices=run.layout.mesh.world_size, seq_len=training.seq_len,
         global_batch_size=training.global_batch_size, precision=training.precision, optimizer=training.optimizer,
-        framework=run.framework, pins=pins, may_idle=False,
+        framework=run.framework, pins=pins, memory_risk=risk_of(priced), may_idle=False,
     )  # fmt: skip
     question = Question(request, priced.target, training, ())
     answer = best_within(within_framework(question, run.framework, model), model, deadline)
@@ -182,7 +187,7 @@ def _tensor_over_nodes(priced: PricedRun) -> list[Finding]:
 
 
 def _unused(priced: PricedRun) -> list[Finding]:
-    used, node = priced.run.layout.mesh.world_size, priced.target.cluster.devices_per_node
+    used, node = priced.run.layout.mesh.world_size, priced.target.cluster.profile.node.num_devices
     left = -used % node
     if left == 0:
         return []

@@ -65,7 +65,6 @@ def import_config(  # over 6 arguments: one for each option of the command line
     from planner.api.pinned import pinned_run, price_run
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
-    from planner.request import DEFAULT_RISK
 
     check_output(output, better)
     target, read = read_config(file.name, config_text(file), from_format)
@@ -77,7 +76,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     show_answer(priced.plan, notes, as_json=as_json, output=output)
     # With --json, or with the plan on stdout, nothing else is there.
     console = talk_console() if as_json or is_stdout(output) or is_stdout(better) else data_console()
-    wrong = findings(priced, DEFAULT_RISK)
+    wrong = findings(priced)
     console.print("What is wrong:" if wrong else "Nothing is wrong by the rules of `planner import`.")
     for each in wrong:
         console.print(Text(f"  {each.rule}: {each.says}"), soft_wrap=True)
@@ -104,6 +103,8 @@ def _write_better(priced: PricedRun, target: Target, file: Path, time_limit: flo
         typer.echo(found.text, nl=False)
     else:
         write_text(file, found.text)
+    for note in found.notes:
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     talk.print(
         f"{escape(str(file))}: {seconds(plan.prediction.step_time_s)} a step in place of "
         f"{seconds(priced.found.step_time_s)}{'' if priced.found.fits else ', which does not fit'}",
