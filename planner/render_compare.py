@@ -21,7 +21,7 @@ def show_comparison(found: Comparison) -> RenderableType:
     if found.mine is not None and found.mine.plan is not None:
         rows.append(found.mine)
     parts: list[RenderableType] = [_numbers(found, rows), _plans(rows)] if rows else []
-    lines = [f"{row.framework}: no plan. {_cut(row.reason)}{_way_out(row)}" for row in found.rows if row.plan is None]
+    lines = [f"{', '.join(names)}: no plan. {reason}" for reason, names in _without(found).items()]
     if found.mine is not None and found.mine.reason:
         lines.append(f"your own set-up: {_cut(found.mine.reason)}{_way_out(found.mine)}")
     for reason, names in _lacking(found).items():
@@ -30,6 +30,15 @@ def show_comparison(found: Comparison) -> RenderableType:
         lines.append(f"Recipe not of {', '.join(names)} itself: {reason}.")
     lines.append("Band: of held-out published runs of that framework's recipe; none where too few are known.")
     return Group(*parts, Text("\n".join(lines)))
+
+
+def _without(found: Comparison) -> dict[str, list[str]]:
+    """Frameworks that have no plan, by the reason."""
+    names: dict[str, list[str]] = {}
+    for row in found.rows:
+        if row.plan is None:
+            names.setdefault(_cut(row.reason) + _way_out(row), []).append(row.framework)
+    return names
 
 
 def _lacking(found: Comparison) -> dict[str, list[str]]:

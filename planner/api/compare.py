@@ -144,9 +144,8 @@ def _named(row: Row, framework: str) -> Row:
 
 def _best(question: Question, model: ModelFacts, deadline: Deadline) -> Row:
     framework = question.request.framework
-    if framework == OWN:
-        return _answered(OWN, question, deadline)
-    row = Row(framework, None, question.target.recipe.name, RULES[framework].source)
+    source = "planner run" if framework == OWN else RULES[framework].source
+    row = Row(framework, None, question.target.recipe.name, source)
     try:
         answer = best_within(question, model, deadline)
     except (OutOfTimeError, TimeLimitError):

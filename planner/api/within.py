@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.api import Answer, Question, described, no_plan, plan_of
-from planner.errors import NoLayoutError
+from planner.api import MORE_TIME, Answer, Question, described, plan_of
+from planner.errors import InfeasibleError, NoLayoutError, TimeLimitError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.formats.frameworks import RULES, ModelFacts, Rules
 from planner.formats.settings import Layout, layout_of
@@ -19,9 +19,10 @@ from planner.layout.deadline import Deadline
 from planner.layout.layout import Training
 from planner.layout.within import Choice, Within
 from planner.plan.schema import Plan
-from planner.problem import Problem, solved_by
+from planner.problem import Problem, at_its_smallest, solved_by
 from planner.request import target_of
 from planner.solver.search import Outcome
+from planner.translate.infeasible import binding_text, lacking_bytes
 
 
 def refusals(framework: str, plan: Plan, model: ModelFacts) -> list[Refusal]:
@@ -58,7 +59,7 @@ def best_within(question: Question, model: ModelFacts, deadline: Deadline) -> An
     solved = solved_by(deadline, target, training, request.pins, request.memory_risk)
     problem, outcome = solved.problem, solved.outcome
     if outcome.best is None:
-        raise no_plan(problem, outcome)
+        raise _nothing(problem, outcome)
     baseline = problem.solved_baseline()
     outcome = problem.preferred(outcome, baseline, request.prefer)
     chosen = _chosen(problem, outcome, request.framework, model)
@@ -66,6 +67,16 @@ def best_within(question: Question, model: ModelFacts, deadline: Deadline) -> An
     only = replace(outcome, best=chosen, ranking=(chosen,), is_exhausted=outcome.is_exhausted and is_best)
     plan = plan_of(problem, only, baseline, None, None, deadline)
     return Answer(plan.model_copy(update={"framework": request.framework}), (), outcome.interrupted)
+
+
+def _nothing(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitError:
+    """Why nothing was found. What would help takes a search for each of many changes: it is left to `planner fit`."""
+    if not outcome.is_exhausted or outcome.closest is None:
+        return TimeLimitError("no plan was found in time", hint=MORE_TIME)
+    closest = at_its_smallest(problem.table, outcome.closest)
+    layouts = f"{outcome.num_candidates} layouts"
+    text = binding_text(problem.target.cluster, closest, layouts, problem.memory_risk)
+    return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacking_bytes(closest))
 
 
 def _chosen(problem: Problem, outcome: Outcome, framework: str, model: ModelFacts) -> Evaluated:

@@ -1,5 +1,6 @@
 """``planner.api.compare``: every framework has a plan within its rules, or a reason; and the user's own beside them."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_plan_is_the_best_of_what_pins_say(framework: str, ways: list[Pins])
     for pins in ways:
         for mode in (Recompute.NONE, Recompute.FULL):
             chosen = Pins(tp=1, pp=1, cp=1, ep=1, zero=pins.zero, recompute=mode)
-            asked = Request(**{**TINY.__dict__, "pins": chosen, "framework": framework, "may_idle": False})
+            asked = replace(TINY, pins=chosen, framework=framework, may_idle=False)
             prediction = find_plan(asked).plan.prediction
             assert prediction is not None
             steps.append(prediction.step_time_s)
@@ -104,7 +105,7 @@ def test_what_the_fastest_plan_has_and_a_framework_lacks_is_said() -> None:
 def test_pins_of_a_user_are_priced_as_search_prices_them() -> None:
     mine = tiny().mine
     assert mine is not None
-    asked = Request(**{**TINY.__dict__, "pins": Pins(tp=2, pp=2), "may_idle": False})
+    asked = replace(TINY, pins=Pins(tp=2, pp=2), may_idle=False)
     assert find_plan(asked).plan.prediction == (mine.plan and mine.plan.prediction)
     assert mine.plan is not None
     assert (mine.plan.mesh.tp, mine.plan.mesh.pp) == (2, 2)
@@ -128,6 +129,6 @@ def test_no_time_is_a_reason_of_its_own() -> None:
     assert any(row.is_late for row in found.rows)
 
 
-def test_contradicting_options_are_the_users_own_fault() -> None:
+def test_a_config_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="recognised"):
         compare(TINY, Config("notes.txt", "hello"))
