@@ -15,15 +15,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from torch import Tensor, nn
 
     from planner.api.compare import Comparison, Config
     from planner.api.explain import Explanation
     from planner.api.fit import Fit
-    from planner.executor.parallelize import ParallelModel
+    from planner.executor.in_script import LossFunction, Module
+    from planner.executor.parallelize import ParallelModel, Tensors
     from planner.layout.layout import Pins
     from planner.plan.schema import Plan
     from planner.request import Request
@@ -103,11 +101,11 @@ def explain(
 
 
 def parallelize(
-    model: nn.Module,
+    model: Module,
     plan: Plan | str | Path,
     *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    inputs: dict[str, Tensor] | None = None,
+    loss_fn: LossFunction | None = None,
+    inputs: Tensors | None = None,
 ) -> ParallelModel:
     """This rank's part of ``model`` under ``plan``, in a script that torchrun started. Collective over all ranks.
 

@@ -16,10 +16,11 @@ from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
 
+Module = nn.Module
+LossFunction = Callable[[object, Batch], torch.Tensor]
 
-def parallelized(
-    model: nn.Module, plan: Plan, loss_fn: Callable[[object, Batch], torch.Tensor] | None, inputs: Tensors | None
-) -> ParallelModel:
+
+def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: Tensors | None) -> ParallelModel:
     """This rank's part of ``model``; PlanError where torch.distributed is not initialised with the plan's ranks.
 
     ``inputs``: one micro-batch by the names of forward's parameters, of which only shapes and dtypes are read; None:
