@@ -20,7 +20,7 @@ from planner.layout.layout import Training
 from planner.layout.within import Choice, Within
 from planner.plan.schema import Plan
 from planner.problem import Problem, at_its_smallest, solved_by
-from planner.request import target_of
+from planner.request import check_offload, target_of
 from planner.solver.search import Outcome
 from planner.translate.infeasible import binding_text, lacking_bytes
 
@@ -53,9 +53,11 @@ def within_framework(question: Question, framework: str, model: ModelFacts) -> Q
 def best_within(question: Question, model: ModelFacts, deadline: Deadline) -> Answer:
     """The fastest plan of ``within_framework`` that fits, with the stages that the framework cuts.
 
-    NoLayoutError, InfeasibleError and TimeLimitError where there is none. OutOfTimeError: the deadline came before.
+    HardwareError, NoLayoutError, InfeasibleError and TimeLimitError where there is none.
+    OutOfTimeError: the deadline came before.
     """
     request, target, training = question.request, question.target, question.training
+    check_offload(target.cluster, request.pins.offload, activations=request.pins.offload_activations)
     solved = solved_by(deadline, target, training, request.pins, request.memory_risk)
     problem, outcome = solved.problem, solved.outcome
     if outcome.best is None:
