@@ -6,6 +6,8 @@ plan = planner.search("llama3-8b", gpus=64, hardware="dgx-h100-80gb", tp=8)
 print(plan.mesh, plan.prediction.step_time_s)
 planner.estimate(plan, hardware="dgx-a100-80gb").prediction.step_time_s
 planner.fit("llama3-70b", gpus=16).fits
+planner.compare("llama3-8b", gpus=64, mine="tp=8").rows[0].framework
+planner.explain(plan, why_not="tp=4").binding
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from planner.api.compare import Comparison, Config
+    from planner.api.explain import Explanation
     from planner.api.fit import Fit
+    from planner.executor.in_script import LossFunction, Module
+    from planner.executor.parallelize import ParallelModel, Tensors
+    from planner.layout.layout import Pins
     from planner.plan.schema import Plan
     from planner.request import Request
 
     __version__: str
 
-__all__ = ["__version__", "estimate", "fit", "load_plan", "search"]
+__all__ = ["__version__", "compare", "estimate", "explain", "fit", "load_plan", "parallelize", "search"]
 
 
 def search(model: str | Path, gpus: int | None = None, *, hardware: str | None = None, **options: object) -> Plan:
@@ -41,6 +48,78 @@ def fit(model: str | Path, gpus: int | None = None, *, hardware: str | None = No
     from planner.api.fit import find_fit
 
     return find_fit(_request(model, gpus, hardware, options))
+
+
+def compare(
+    model: str | Path,
+    gpus: int | None = None,
+    *,
+    hardware: str | None = None,
+    mine: str | Path | None = None,
+    **options: object,
+) -> Comparison:
+    """The best plan of every framework, the fastest first, and beside them ``mine``: ``tp=8,pp=4``, or a config's path.
+
+    Other arguments as of ``search``; ``framework`` is that by which pins of ``mine`` are priced. Times are in seconds,
+    memory in bytes. Raises ``planner.errors.InputError``; a framework without a plan is a row with its reason.
+    """
+    from planner.api.compare import compare as compared
+
+    own = None if mine is None else _own(mine)
+    return compared(_request(model, gpus, hardware, options), own)
+
+
+def explain(
+    plan: Plan | str | Path,
+    *,
+    hardware: str | None = None,
+    why_not: str | None = None,
+    tokens: int | None = None,
+    searches: str = "memory",
+    time_limit_s: float | None = None,
+) -> Explanation:
+    """Why ``plan``, or the plan in a file, is as it is: what binds, where time and memory go, what others lose.
+
+    ``why_not``: pins as ``tp=4,pp=2``, of which the best plan is set beside. ``tokens``: of a whole run, for its days
+    and dollars. ``searches``: for which changes the best plan is searched, ``none``, ``memory`` or ``all``; a search
+    takes up to ``time_limit_s`` seconds. Raises ``planner.errors.InputError``.
+    """
+    from costmodels.vocabulary.choices import Searches
+    from planner.api.explain import Wishes
+    from planner.api.explain import explain as explained
+    from planner.errors import InputError
+    from planner.plan.schema import Plan
+
+    try:
+        which = Searches(searches)
+    except ValueError:
+        words = ", ".join(each.value for each in Searches)
+        raise InputError(f"searches must be one of {words}, got {searches!r}", hint="choose one of these") from None
+    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    pins = None if why_not is None else _pins(why_not)
+    return explained(loaded, hardware, Wishes(pins, tokens, which, time_limit_s))
+
+
+def parallelize(
+    model: Module,
+    plan: Plan | str | Path,
+    *,
+    loss_fn: LossFunction | None = None,
+    inputs: Tensors | None = None,
+) -> ParallelModel:
+    """This rank's part of ``model`` under ``plan``, in a script that torchrun started. Collective over all ranks.
+
+    ``torch.distributed`` is initialised, with as many ranks as the plan has devices, and ``model`` holds equal values
+    on all of them. It takes ``model`` over. ``loss_fn(output, batch)`` is the loss of a batch, a scalar; None: mean
+    cross entropy of the next token. ``inputs``: one micro-batch by name, of which shapes and dtypes are read; None:
+    token ids, int64 (micro-batch, sequence). ``forward_backward(batch)`` of what is returned runs the micro-batches of
+    one step, where ``batch`` is this data-parallel rank's part of the global batch with its ``labels``; its
+    ``parameters()`` go into an optimiser. Raises ``planner.errors.PlanError`` and ``ModelError``.
+    """
+    from planner.executor.in_script import parallelized
+    from planner.plan.schema import Plan
+
+    return parallelized(model, plan if isinstance(plan, Plan) else load_plan(plan), loss_fn, inputs)
 
 
 def estimate(
@@ -91,6 +170,34 @@ def _request(model: object, gpus: int | None, hardware: str | None, options: dic
     chosen = Pins(**{name: options[name] for name in options.keys() & pins})  # pyright: ignore[reportArgumentType]
     others = {name: options[name] for name in options.keys() & known}
     return Request(fspath(model), gpus, hardware, pins=chosen, **others)  # pyright: ignore[reportArgumentType]
+
+
+def _own(mine: str | Path) -> Pins | Config:
+    """Pins, or the config in a file."""
+    from pathlib import Path
+
+    from planner.api.compare import Config
+    from planner.errors import InputError
+    from planner.json_file import read_content
+
+    path = Path(mine)
+    if isinstance(mine, str) and "=" in mine and not path.exists():
+        return _pins(mine)
+    try:
+        return Config(path.name, read_content(path, InputError).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no text: {error}", hint="is it damaged, or another kind of file?") from error
+
+
+def _pins(text: str) -> Pins:
+    """``tp=4,pp=2``; InputError where that fixes no choices."""
+    from planner.errors import InputError
+    from planner.layout.layout import Pins
+
+    try:
+        return Pins.parsed(text)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{text!r} fixes no choice of a plan: {error}", hint="give choices as tp=4,pp=2") from error
 
 
 def _word(name: str, value: object) -> object:

@@ -31,7 +31,7 @@ from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, Wanted, probes, search
 from planner.space.device_counts import worthwhile_counts
-from planner.space.search_space import SearchSpace, build_space, typical_space
+from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
 
@@ -85,7 +85,9 @@ class Problem:
         whole = (training, pins, limits)
         space = typical_space(*whole) if is_typical else build_space(*whole, deadline)
         baseline = baseline_space(training, limits)
-        if target.cluster.mixed is not None:
+        if target.within is not None:
+            space = narrowed(space, target.within, may_be_empty=is_typical)
+        elif target.cluster.mixed is not None:
             pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
         deadline.check()

@@ -217,6 +217,11 @@ def training_of(request: Request, cluster: ClusterSpec, graph: ModelGraph, notes
     return Training(batch, seq_len, request.precision, request.optimizer)
 
 
+def borrowed(framework: str) -> str:
+    """Why the recipe of ``framework`` is another's; empty where it is its own. InputError where none goes by it."""
+    return framework_of(framework).borrows
+
+
 def target_of(
     graph: ModelGraph, cluster: ClusterSpec, precision: Precision, framework: str, notes: list[str]
 ) -> PricingTarget:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from costmodels.vocabulary.mesh import Mesh
 from planner.api import Answer
 from planner.errors import PlanError
-from planner.evaluation.evaluator import Evaluator
-from planner.layout.layout import Layout
+from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.formats.settings import Layout as Settings
+from planner.layout.layout import Layout, Training
 from planner.plan.checks import contradictions
 from planner.plan.schema import Plan
+from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
+from planner.pricing.target import PricingTarget
 from planner.problem import decided, placement_solver
 from planner.request import check_offload, check_precision, load_cluster, load_graph, target_of
 from planner.table.keys import TensorSplit
@@ -16,16 +22,60 @@ from planner.translate import from_plan, to_plan
 from planner.translate.pinned import PinnedRun
 
 
-def price_run(run: PinnedRun, hardware: str | None) -> Answer:
-    """The plan of ``run`` with its price; PlanError where its numbers do not agree, or it cannot be priced."""
-    layout, training = run.layout, run.training
-    _refuse([*layout.mesh.violations(), *_pipeline_problems(layout)])
+@dataclass(frozen=True)
+class PricedRun:
+    """A run, its price and what it was priced with."""
+
+    run: PinnedRun
+    target: PricingTarget
+    decision: Decision
+    evaluator: Evaluator
+    found: Evaluated
+    plan: Plan
+    notes: tuple[str, ...]
+
+    @property
+    def answer(self) -> Answer:
+        """The plan, and what was assumed."""
+        return Answer(self.plan, self.notes, interrupted=False)
+
+
+def pinned_run(model: str, framework: str, said: Settings) -> PinnedRun:
+    """What a config says, as a run of MODEL under ``framework``."""
+    layout = Layout(
+        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep),
+        zero_stage=said.zero_stage,
+        micro_batch_size=said.micro_batch_size,
+        num_microbatches=said.num_microbatches,
+        schedule=said.schedule,
+        virtual_stages=said.virtual_stages,
+        recompute=None,
+        sequence_parallel=said.sequence_parallel,
+        offload=said.offload,
+        cp_method=said.cp_method,
+    )
+    training = Training(said.global_batch_size, said.seq_len, said.precision, said.optimizer)
+    return PinnedRun(model, framework, layout, training, said.stage_blocks, said.recompute)
+
+
+def price_run(run: PinnedRun, hardware: str | None) -> PricedRun:
+    """``run`` on other hardware, or the default; PlanError where its numbers do not agree, or it cannot be priced."""
+    _refuse([*run.layout.mesh.violations()])
     notes: list[str] = []
-    cluster = load_cluster(hardware, layout.mesh.world_size, notes)
+    cluster, training = load_cluster(hardware, run.layout.mesh.world_size, notes), run.training
     check_precision(cluster, training.precision)
-    check_offload(cluster, layout.offload)
     graph = load_graph(run.model, training.seq_len, training.precision)
     target = target_of(graph, cluster, training.precision, run.framework, notes)
+    return price_on(run, target, tuple(notes))
+
+
+def price_on(run: PinnedRun, target: PricingTarget, said: tuple[str, ...] = ()) -> PricedRun:
+    """``run`` on a target of its model, its framework and as many devices; errors as of ``price_run``."""
+    layout, training, graph = run.layout, run.training, target.graph
+    _refuse([*layout.mesh.violations(), *_pipeline_problems(layout)])
+    notes = [*said]
+    check_precision(target.cluster, training.precision)
+    check_offload(target.cluster, layout.offload)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
     decision = decided(target, split, {}, placement_solver())
     if decision is None:
@@ -36,21 +86,17 @@ def price_run(run: PinnedRun, hardware: str | None) -> Answer:
     evaluator = Evaluator(table, layout, run.modes(graph))
     found = evaluator.evaluate(run.starts(graph) or evaluator.starts(), exact=True)
     plan = to_plan.described(found, target, training, decision).model_copy(update={"framework": run.framework})
-    _check(plan)
+    _refuse(contradictions(plan))
     from_plan.check_priceable(plan, graph)
     if not found.fits:
         notes.append("this run does not fit: its worst GPU needs more memory than there is")
-    return Answer(plan, (*notes, *graph.warnings), interrupted=False)
+    return PricedRun(run, target, decision, evaluator, found, plan, (*notes, *graph.warnings))
 
 
 def _pipeline_problems(layout: Layout) -> tuple[str, ...]:
     if layout.mesh.pp == 1:
         return ()
     return layout.schedule.rules.violations(layout.mesh.pp, layout.virtual_stages, layout.num_microbatches)
-
-
-def _check(plan: Plan) -> None:
-    _refuse(contradictions(plan))
 
 
 def _refuse(problems: list[str]) -> None:

@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from planner.cli.export import exported, job_of
 from planner.cli.options import AsJson, Hardware
 from planner.cli.search import show_answer
+from planner.cli.terminal import data_console, talk_console
 from planner.errors import InputError
 from planner.json_file import read_content
 from planner.output_file import check_output, is_stdout, write_text
+from planner.render import seconds
 
 if TYPE_CHECKING:
-    from planner.api.pinned import PinnedRun
-    from planner.formats.settings import Layout
-    from planner.formats.target import Read
+    from planner.api.pinned import PricedRun
+    from planner.formats.target import Read, Target
 
 # Of a config: those of frameworks have some kilobytes. PyYAML and shlex read about a megabyte in ten CPU seconds, and
 # megabytes of brackets or dashes in minutes.
@@ -50,25 +54,68 @@ def import_config(  # over 6 arguments: one for each option of the command line
     precision: Annotated[Precision | None, typer.Option(help="Compute dtype, likewise.")] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(help="Optimiser, likewise.")] = None,
     recompute: Annotated[Recompute | None, typer.Option(help="Activation checkpointing, likewise.")] = None,
+    better: Annotated[
+        Path | None,
+        typer.Option("--better", metavar="FILE", help="Search for a better set-up, and write it in the same format."),
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0, max=1e9, help="Seconds of that search.")] = None,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here; - is stdout.")] = None,
 ) -> None:
-    """Read a framework's own config as a plan, and price it. What was assumed is said."""
-    from planner.api.pinned import price_run
+    """Read a framework's own config as a plan, price it, say what is wrong with it, and write a better one."""
+    from planner.api.diagnose import findings
+    from planner.api.pinned import pinned_run, price_run
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
 
-    check_output(output)
-    target, read = read_config(file.name, _text(file), from_format)
+    check_output(output, better)
+    target, read = read_config(file.name, config_text(file), from_format)
     source, model_notes = _model(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
     layout, assumed = completed(read.settings, given, _default_seq_len(source))
-    answer = price_run(_run(source, target.framework, layout), hardware)
-    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *answer.notes)
-    show_answer(answer.plan, notes, as_json=as_json, output=output)
+    priced = price_run(pinned_run(source, target.framework, layout), hardware)
+    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
+    show_answer(priced.plan, notes, as_json=as_json, output=output)
+    # With --json, or with the plan on stdout, nothing else is there.
+    console = talk_console() if as_json or is_stdout(output) or is_stdout(better) else data_console()
+    wrong = findings(priced)
+    console.print("What is wrong:" if wrong else "Nothing is wrong by the rules of `planner import`.")
+    for each in wrong:
+        console.print(Text(f"  {each.rule}: {each.says}"), soft_wrap=True)
+    if better is not None:
+        _write_better(priced, target, better, time_limit)
 
 
-def _text(file: Path) -> str:
+def _write_better(priced: PricedRun, target: Target, file: Path, time_limit: float | None) -> None:
+    """Writes the best set-up of the same framework; nothing where the file's own is as good."""
+    from planner.api.diagnose import better_plan
+    from planner.formats.frameworks import ModelFacts
+    from planner.layout.deadline import Deadline
+    from planner.model_file import family_config_of
+
+    run, node = priced.run, priced.target.cluster.devices_per_node
+    model = ModelFacts.of(run.model, family_config_of(run.model), node)
+    plan = better_plan(priced, model, Deadline.answering_within(time_limit))
+    talk = talk_console()
+    if plan is None or plan.prediction is None:
+        talk.print("no better set-up was found: nothing is written")
+        return
+    found = exported(target, job_of(plan, file, node))
+    if is_stdout(file):
+        typer.echo(found.text, nl=False)
+    else:
+        write_text(file, found.text)
+    for note in found.notes:
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    talk.print(
+        f"{escape(str(file))}: {seconds(plan.prediction.step_time_s)} a step in place of "
+        f"{seconds(priced.found.step_time_s)}{'' if priced.found.fits else ', which does not fit'}",
+        soft_wrap=True,
+    )
+
+
+def config_text(file: Path) -> str:
+    """The content of a config; InputError where it is no text, or too long to be one."""
     content = read_content(file, InputError, MAX_BYTES)
     try:
         return content.decode("utf-8")
@@ -115,24 +162,3 @@ def _default_seq_len(source: str) -> int | None:
 
     shape = family_config_of(source)
     return None if shape is None else min(shape.seq_len, LONGEST_DEFAULT_SEQ_LEN)
-
-
-def _run(source: str, framework: str, said: Layout) -> PinnedRun:
-    from costmodels.vocabulary.mesh import Mesh
-    from planner.api.pinned import PinnedRun
-    from planner.layout.layout import Layout, Training
-
-    layout = Layout(
-        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep),
-        zero_stage=said.zero_stage,
-        micro_batch_size=said.micro_batch_size,
-        num_microbatches=said.num_microbatches,
-        schedule=said.schedule,
-        virtual_stages=said.virtual_stages,
-        recompute=None,
-        sequence_parallel=said.sequence_parallel,
-        offload=said.offload,
-        cp_method=said.cp_method,
-    )
-    training = Training(said.global_batch_size, said.seq_len, said.precision, said.optimizer)
-    return PinnedRun(source, framework, layout, training, said.stage_blocks, said.recompute)

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 from planner.cli import (
     check,
+    compare,
     estimate,
     explain,
     export,
@@ -49,8 +50,8 @@ def _root(
 
 
 for _group in (
-    search, fit, check, estimate, explain, report, schedule, trace, models, hardware, profile, run, replan, parity,
-    verify, export, import_,
+    search, fit, compare, check, estimate, explain, report, schedule, trace, models, hardware, profile, run, replan,
+    parity, verify, export, import_,
 ):  # fmt: skip
     _group.register(app)
 

@@ -59,14 +59,8 @@ def pins_of(text: str) -> Pins:
     from planner.errors import InputError
     from planner.layout.layout import Pins
 
-    given: dict[str, int | bool | str] = {}
-    words = {"on": True, "true": True, "off": False, "false": False}
-    for part in text.split(","):
-        name, _, value = (each.strip() for each in part.partition("="))
-        number = int(value) if value.isascii() and value.isdigit() else value
-        given[name.replace("-", "_")] = words.get(value.lower(), number)
     try:
-        return Pins.of(given)
+        return Pins.parsed(text)
     except (TypeError, ValueError) as error:
         names = ", ".join(field.name.replace("_", "-") for field in fields(Pins))
         raise InputError(f"{text!r} fixes no choice of a plan: {error}", hint=f"give {names}, as tp=4,pp=2") from error

@@ -13,7 +13,7 @@ from itertools import accumulate
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.formats.settings import Job, Layout
+from planner.formats.settings import Asked, Layout
 from planner.formats.target import Abilities, Refusal
 from planner.models.config import FamilyConfig, MlpType
 
@@ -35,7 +35,7 @@ MLPS = (MlpType.GELU, MlpType.SQUARED_RELU, MlpType.SWIGLU)  # of those that a p
 MAX_LAYOUT_STAGES = 100_000  # of a layout that is read; published runs have hundreds
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What does not go together."""
     layout = job.layout
     if layout.pp > 1 and layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -102,6 +103,30 @@ class Layout:
         modes = (self.recompute,) * sum(self.stage_blocks) if isinstance(self.recompute, Recompute) else self.recompute
         ends = [sum(self.stage_blocks[: i + 1]) for i in range(len(self.stage_blocks))]
         return tuple(modes[end - size : end] for end, size in zip(ends, self.stage_blocks, strict=True))
+
+
+class Asked(Protocol):
+    """A layout of a model, of which a framework says whether it can run it: a ``Job``, or before there is a plan."""
+
+    @property
+    def layout(self) -> Layout:
+        """What is asked about."""
+        ...
+
+    @property
+    def shape(self) -> FamilyConfig | None:
+        """The model's, where it is one of the generic families."""
+        ...
+
+    @property
+    def preset(self) -> str | None:
+        """The name of the model where it is a preset."""
+        ...
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of a node."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def refused(target: Target, job: Job) -> list[Refusal]:
             )
         )
     if target.abilities is not None:
-        found += _beyond(target.abilities, job.layout)
+        found += beyond(target.abilities, job.layout)
     return [*found, *target.limits(job)]
 
 
@@ -123,7 +123,8 @@ _AXIS_OPTIONS = {
 }  # fmt: skip
 
 
-def _beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
+def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
+    """Each choice of ``layout`` that is none of ``can``'s."""
     for axis, option in _AXIS_OPTIONS.items():
         degree: int = getattr(layout, axis)
         if degree > 1 and axis not in can.axes:

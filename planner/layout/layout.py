@@ -56,6 +56,17 @@ class Pins:
         return {name: value for name, value in values.items() if value is not None}
 
     @staticmethod
+    def parsed(text: str) -> Pins:
+        """``tp=4,pp=2,sequence-parallel=off``; TypeError or ValueError where it fixes no choices."""
+        given: dict[str, int | bool | str] = {}
+        words = {"on": True, "true": True, "off": False, "false": False}
+        for part in text.split(","):
+            name, _, value = (each.strip() for each in part.partition("="))
+            number = int(value) if value.isascii() and value.isdigit() else value
+            given[name.replace("-", "_")] = words.get(value.lower(), number)
+        return Pins.of(given)
+
+    @staticmethod
     def of(given: Mapping[str, int | bool | str]) -> Pins:
         """The pins that ``given`` names; TypeError or ValueError where it names none, or none of its choices."""
         words = {

@@ -10,6 +10,7 @@ from costmodels.vocabulary.choices import ContextMethod
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.framework import Framework
 from planner.graph.model_graph import ModelGraph
+from planner.layout.within import Within
 from planner.pricing.machine import Machine
 
 
@@ -24,6 +25,7 @@ class PricingTarget:
     attention: AttentionKernel | None = None  # None: the recipe's flash kernel
     # A token goes to each node of its experts once, whatever the recipe says of that.
     dispatches_once_a_node: bool = False
+    within: Within | None = None  # the layouts that are searched; None: all
 
     @property
     def attention_kernel(self) -> AttentionKernel:

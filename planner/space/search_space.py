@@ -25,6 +25,7 @@ from planner.errors import InputError, NoLayoutError
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Limits, Pins, Training
+from planner.layout.within import Within
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,18 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
     if not layouts:
         layouts = _layouts(Asked(training, replace(usual, cp=pins.cp), limits), Deadline.never())
     return SearchSpace(training, pins, limits, layouts)
+
+
+def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) -> SearchSpace:
+    """The layouts that a framework can run; NoLayoutError where there is none."""
+    layouts = within.of(space.layouts)
+    if not layouts and not may_be_empty:
+        raise NoLayoutError(
+            f"{within.framework} can run none of the {len(space.layouts)} layouts of {space.limits.num_devices} GPUs "
+            f"with a global batch of {space.training.global_batch_size}: {within.why()}",
+            hint="give another --gpus or --global-batch, or take another framework",
+        )
+    return replace(space, layouts=layouts)
 
 
 def num_meshes(asked: Asked) -> int:

@@ -131,7 +131,10 @@ def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> CostTable:
 
 
 def _wrong_shapes(table: CostTable) -> Iterator[str]:
-    """Which arrays are not as large as the keys and labels say, or hold what is no number."""
+    """Which arrays are not as large as the keys and labels say, or hold what is no number.
+
+    What a kind of device does not run is not priced for it, but for another.
+    """
     units = table.units
     if not len(units.kinds) == len(units.names) == len(units.is_block) or min(units.kinds) < 0:
         yield "kinds, names and is_block must be of the same units"
@@ -147,7 +150,8 @@ def _wrong_shapes(table: CostTable) -> Iterator[str]:
     arrays = [(name, getattr(table, name), shape) for name, shape in wanted.items()]
     arrays += [("sends", lines, (key.pp - 1, 2)) for key, lines in zip(table.send_keys, table.sends, strict=True)]
     for name, array, shape in arrays:
-        if array.shape != shape or array.dtype != np.float64 or not np.isfinite(array).all():
+        missing = np.isnan(array).all(axis=0) if name in ("time_s", "data_s") else np.isnan(array)
+        if array.shape != shape or array.dtype != np.float64 or np.isinf(array).any() or missing.any():
             yield f"{name} must hold numbers in the shape {shape}, not {array.dtype} in {array.shape}"
 
 

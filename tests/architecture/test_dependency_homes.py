@@ -22,6 +22,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.render_front",
         "planner.render_fit",
         "planner.render_explain",
+        "planner.render_compare",
     ),
     "jinja2": ("planner.render_report",),
     "transformers": ("planner.models.huggingface",),

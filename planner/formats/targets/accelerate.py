@@ -8,7 +8,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats.documents import choice, commented, flag, number, read_yaml, section, yaml_text
-from planner.formats.settings import Job, Layout, Settings
+from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "accelerate v1.14.0"
@@ -28,7 +28,7 @@ ABILITIES = Abilities(
 )
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What ParallelismConfig refuses (parallelism_config.py)."""
     layout = job.layout
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.tp > 1:

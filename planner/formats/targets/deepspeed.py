@@ -8,7 +8,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats.documents import choice, flag, json_text, number, read_json, section
-from planner.formats.settings import Job, Settings
+from planner.formats.settings import Asked, Job, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "DeepSpeed v0.19.5"
@@ -29,7 +29,7 @@ ABILITIES = Abilities(
 )
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What does not go together (runtime/zero/config.py, runtime/engine.py, deepspeed/__init__.py)."""
     layout = job.layout
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp > 1 and layout.zero_stage != 3:

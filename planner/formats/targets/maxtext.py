@@ -9,7 +9,7 @@ from math import gcd
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.formats.documents import commented
-from planner.formats.settings import Job, Layout
+from planner.formats.settings import Asked, Job, Layout
 from planner.formats.target import Abilities, Refusal, Target, Written
 from planner.models.config import FamilyConfig, MlpType
 
@@ -44,7 +44,7 @@ ABILITIES = Abilities(
 )
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What configs/types.py refuses, and what its axes cannot divide as the plan does."""
     layout, shape = job.layout, job.shape
     if layout.pp > 1 and layout.num_microbatches % layout.pp:

@@ -8,7 +8,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats.documents import MAX_LAYERS, choice, commented, flag, number, read_yaml, section, yaml_text
-from planner.formats.settings import Job, Layout, Settings
+from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 from planner.models.config import FamilyConfig, MlpType
 
@@ -46,7 +46,7 @@ def stage_blocks(shape: FamilyConfig, pp: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What its models, its optimizer and its cut allow."""
     layout, shape = job.layout, job.shape
     if shape is None:

@@ -18,6 +18,7 @@ PRECISIONS = {
     Precision.FP8: "bf16_with_fp8_current_scaling_mixed",
 }
 OPTIMIZERS = {Optimizer.ADAMW: "adam", Optimizer.SGD: "sgd"}
+ABILITIES = replace(megatron_core.ABILITIES, precisions=tuple(PRECISIONS))
 
 
 def write(job: Job) -> Written:
@@ -65,7 +66,7 @@ TARGETS = (
             "src/megatron/bridge/models/gpt_provider.py; NVIDIA/Megatron-LM@core_v0.19.0: transformer_config.py",
         ),
         write=write,
-        abilities=replace(megatron_core.ABILITIES, precisions=tuple(PRECISIONS)),
+        abilities=ABILITIES,
         limits=megatron_core.limits,
         framework="nemo",
     ),

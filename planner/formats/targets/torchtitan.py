@@ -8,7 +8,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats.documents import choice, commented, flag, number, read_toml, section, toml_text
-from planner.formats.settings import Job, Layout, Settings
+from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "torchtitan v0.2.2"  # the last release whose job config is TOML: main has Python registries in its place
@@ -45,7 +45,7 @@ ABILITIES = Abilities(
 )
 
 
-def limits(job: Job) -> Iterator[Refusal]:
+def limits(job: Asked) -> Iterator[Refusal]:
     """What parallelize.py, pipeline_parallel.py and parallel_dims.py refuse."""
     layout, shape = job.layout, job.shape
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.num_devices > layout.dp_replicate:

@@ -1,13 +1,22 @@
 """Planner as a library: what stands in ``planner`` itself."""
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import pytest
+from torch import nn
 
 import planner
-from planner.errors import InputError
+from planner.cli.compare import document
+from planner.cli.explain import document as explained
+from planner.cli.main import main
+from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
 from planner.plan.plan_file import write_plan
 from tests.planning import graph_of
@@ -40,6 +49,155 @@ def test_what_is_no_option_is_refused(graph: Path) -> None:
         planner.search(graph, gpus=4, precision="bf17")
     with pytest.raises(InputError, match="must be a name or a path, got int"):
         planner.search(4, gpus=4)  # type: ignore[arg-type]
+
+
+def commanded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
+    """What ``planner`` prints with ``--json``."""
+    monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments), "--json"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_compare_is_what_the_command_prints(
+    graph: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planner.compare(graph, gpus=2, hardware="dgx-a100-80gb", global_batch_size=8, mine="tp=2")
+    options = (graph, "--gpus", 2, "--hardware", "dgx-a100-80gb", "--global-batch", 8, "--mine", "tp=2")
+    printed = commanded(capsys, monkeypatch, "compare", *options)
+    said = document(found)
+    for each in (said, printed):
+        _forget_the_clock(each)
+    assert json.loads(json.dumps(said)) == printed
+
+
+def _forget_the_clock(value: object) -> None:
+    """Takes out how long searches took."""
+    if isinstance(value, dict):
+        known = cast("dict[str, object]", value)
+        known.pop("elapsed_s", None)
+        for each in known.values():
+            _forget_the_clock(each)
+    elif isinstance(value, list):
+        for each in cast("list[object]", value):
+            _forget_the_clock(each)
+
+
+def test_explain_is_what_the_command_prints(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner.search(graph, gpus=2, hardware="dgx-a100-80gb", global_batch_size=8, tp=2)
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    found = planner.explain(file, why_not="tp=1", tokens=10**9, searches="none")
+    options = ("--why-not", "tp=1", "--tokens", "1B", "--search", "none")
+    printed = cast("dict[str, object]", commanded(capsys, monkeypatch, "explain", file, *options))
+    said = cast("dict[str, object]", json.loads(json.dumps(explained(found))))
+    for each in (said, printed):
+        _forget_the_clock(each)
+    assert said == printed
+
+
+def test_fit_is_what_the_command_prints(
+    graph: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planner.fit(graph, gpus=2, hardware="dgx-a100-80gb", global_batch_size=8)
+    options = (graph, "--gpus", 2, "--hardware", "dgx-a100-80gb", "--global-batch", 8)
+    assert json.loads(json.dumps(asdict(found))) == commanded(capsys, monkeypatch, "fit", *options)
+
+
+def test_search_and_estimate_are_what_the_commands_print(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner.search(graph, gpus=4, hardware="dgx-a100-80gb", global_batch_size=8, tp=2)
+    options = (graph, "--gpus", 4, "--hardware", "dgx-a100-80gb", "--global-batch", 8, "--tp", 2)
+    printed = cast("dict[str, object]", commanded(capsys, monkeypatch, "search", *options))
+    assert plan.model_dump(mode="json")["prediction"] == printed["prediction"]
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    again = planner.estimate(file, hardware="dgx-h100-80gb").model_dump(mode="json")
+    on_others = cast(
+        "dict[str, object]", commanded(capsys, monkeypatch, "estimate", file, "--hardware", "dgx-h100-80gb")
+    )
+    assert again["prediction"] == on_others["prediction"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: planner.explain("plan.json", searches="some"), "searches must be one of none, memory, all"),
+        (lambda: planner.compare("llama-tiny", 4, mine="tpp=4"), "fixes no choice"),
+        (lambda: planner.compare("llama-tiny", 4, mine="no-such.yaml"), "no-such.yaml"),
+    ],
+)
+def test_wrong_words_are_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        call()
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, planner
+from torch.nn import functional as F
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embed(ids)))
+def made():
+    torch.manual_seed(0)
+    return Model()
+dist.init_process_group("gloo")
+plan, rank = planner.load_plan(sys.argv[1], trust=True), dist.get_rank()
+torch.manual_seed(1)
+ids = torch.randint(256, (plan.training.global_batch_size, plan.training.seq_len))
+labels = torch.randint(256, ids.shape)
+own = made()
+F.cross_entropy(own(ids).flatten(0, 1), labels.flatten()).backward()
+wanted = {name: p.grad for name, p in own.named_parameters()}
+part = planner.parallelize(made(), plan)
+part.forward_backward({"ids": ids[rank::2], "labels": labels[rank::2]})
+for root in part.roots:
+    for name, p in root.named_parameters():
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(grad, wanted.pop(name), rtol=1e-4, atol=1e-6)
+assert not wanted
+if rank == 0:
+    print("equal")
+dist.destroy_process_group()
+"""
+
+
+def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
+    """Two ranks of a script of one's own, against torch in one process: every gradient of a step."""
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\n\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed, self.head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)\n"
+        "    def forward(self, input_ids):\n"
+        "        return self.head(torch.tanh(self.embed(input_ids)))\n"
+    )
+    options = {"global_batch_size": 8, "seq_len": 16, "precision": "fp32", "dp": 2, "zero": 3, "micro_batch": 2}
+    write_plan(planner.search(model, gpus=2, hardware="cpu-gloo", **options), tmp_path / "plan.json")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tmp_path / "plan.json")],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-2000:]
+
+
+def test_parallelize_needs_ranks(graph: Path) -> None:
+    plan = planner.search(graph, gpus=1, hardware="cpu-gloo", global_batch_size=8, precision="fp32")
+    with pytest.raises(PlanError, match="torch.distributed is not initialised"):
+        planner.parallelize(nn.Linear(2, 2), plan)
 
 
 def test_the_import_is_light() -> None:

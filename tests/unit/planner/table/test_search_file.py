@@ -17,6 +17,7 @@ from planner.errors import InputError
 from planner.layout.layout import Pins
 from planner.table.search_file import MOST_BYTES, read_search, write_search
 from tests.planning import problem_of
+from tests.unit.planner.test_mixed_clusters import MIXED, mixed_problem
 
 # Solves the search in the file named first, and says what it found and what it had to import.
 SOLVE = """
@@ -75,6 +76,13 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(saved.table, name), value)
         elif name in ("units", "cluster", "framework", "work_keys", "data_keys", "state_keys", "send_keys", "splits"):
             assert getattr(saved.table, name) == value, name
+
+
+def test_what_only_one_kind_of_device_runs_is_priced_for_that_alone(tmp_path: Path) -> None:
+    problem, path = mixed_problem(MIXED), tmp_path / "search.npz"
+    assert np.isnan(problem.table.time_s).any()
+    write_search(path, problem.table, problem.space.layouts)
+    np.testing.assert_array_equal(read_search(path).table.time_s, problem.table.time_s)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 damaged", b"{}"])

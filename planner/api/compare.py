@@ -1,0 +1,194 @@
+"""The best plan of each training framework side by side, and the user's own set-up: ``planner compare``.
+
+The model is traced once. Each framework is then searched within its rules and priced by its recipe; frameworks that
+have both in common are searched once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planner.api import Question, answer_of
+from planner.api.pinned import pinned_run, price_on
+from planner.api.within import best_within, refusals, within_framework
+from planner.errors import PlannerError, TimeLimitError
+from planner.formats.completion import Given, completed
+from planner.formats.frameworks import OWN, RULES, ModelFacts
+from planner.formats.registry import read_config
+from planner.formats.settings import Layout
+from planner.layout.deadline import Deadline, OutOfTimeError
+from planner.layout.layout import Pins
+from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
+from planner.plan.schema import Plan
+from planner.request import Request, borrowed, target_of
+
+FRAMEWORKS = (OWN, *RULES)
+NO_TIME = "the time limit came before any plan of it was found"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A framework's own config: the name of its file, and its text."""
+
+    file_name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best plan of a framework, or why there is none.
+
+    ``lacks``: what the fastest plan of all frameworks has and this framework cannot run. ``source``: where its rules
+    were read.
+    """
+
+    framework: str
+    plan: Plan | None
+    recipe: str
+    source: str
+    borrowed: str = ""  # why its recipe is another framework's
+    lacks: tuple[str, ...] = ()
+    reason: str = ""
+    way_out: str = ""
+    is_late: bool = False  # whether the time limit is why
+
+    @property
+    def step_time_s(self) -> float:
+        """Of its plan; infinite where there is none."""
+        return float("inf") if self.plan is None or self.plan.prediction is None else self.plan.prediction.step_time_s
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``rows``: of every framework, the fastest first, those without a plan last. ``mine``: the user's own set-up."""
+
+    question: Question
+    rows: tuple[Row, ...]
+    mine: Row | None
+    notes: tuple[str, ...]
+    interrupted: bool
+
+
+def compare(
+    request: Request,
+    mine: Pins | Config | None = None,
+    deadline: Deadline | None = None,
+    said: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Searches every framework for ``request``, whose own ``framework`` is that of ``mine`` where this is pins.
+
+    The training is that of ``mine`` where this is a config. What is left of the time is shared evenly by the searches
+    that are left; ``said`` is told which one runs. InputError: the request, or the config, is wrong.
+    """
+    deadline = deadline or Deadline.answering_within(request.time_limit_s)
+    shape, notes = family_config_of(request.model), []
+    layout = own = None
+    if isinstance(mine, Config):
+        own, layout, notes = _read(request, mine, None if shape is None else shape.seq_len)
+        request = replace(
+            request, seq_len=layout.seq_len, global_batch_size=layout.global_batch_size, precision=layout.precision,
+            optimizer=layout.optimizer,
+        )  # fmt: skip
+    question = Question.in_time(replace(request, may_idle=False))
+    model = ModelFacts.of(request.model, shape, question.target.cluster.devices_per_node)
+    rows, interrupted = _searched(question, model, deadline, said)
+    fastest = rows[0].plan
+    if fastest is not None:
+        rows = [replace(row, lacks=_lacks(row, fastest, model)) for row in rows]
+    row = None
+    if not interrupted and isinstance(mine, Pins):
+        said("your own set-up")
+        row = _answered("yours", replace(question, request=replace(question.request, pins=mine)), deadline)
+    elif not interrupted and own is not None and layout is not None:
+        row = _priced(question, own, layout)
+    return Comparison(question, tuple(rows), row, (*question.notes, *notes), interrupted)
+
+
+def _lacks(row: Row, fastest: Plan, model: ModelFacts) -> tuple[str, ...]:
+    return () if row.plan is fastest else tuple(each.reason for each in refusals(row.framework, fastest, model))
+
+
+def _searched(
+    question: Question, model: ModelFacts, deadline: Deadline, said: Callable[[str], None]
+) -> tuple[list[Row], bool]:
+    """A row of every framework, in the order of their step times, and whether Ctrl-C ended it."""
+    alike: dict[tuple[str, int], list[str]] = {}
+    asked: dict[str, Question] = {}
+    for framework in FRAMEWORKS:
+        asked[framework] = within_framework(question, framework, model)
+        key = asked[framework].target.recipe.name, id(RULES.get(framework))
+        alike.setdefault(key, []).append(framework)
+    rows: list[Row] = []
+    for place, names in enumerate(alike.values()):
+        said(", ".join(names))
+        left_s = deadline.left_s / (len(alike) - place) if deadline.is_limited else None
+        try:
+            found = _best(asked[names[0]], model, Deadline.within(left_s))
+        except KeyboardInterrupt:
+            if not any(row.plan for row in rows):
+                raise
+            return sorted(rows, key=_step_s), True
+        rows += [_named(found, name) for name in names]
+    return sorted(rows, key=_step_s), False
+
+
+def _step_s(row: Row) -> float:
+    return row.step_time_s
+
+
+def _named(row: Row, framework: str) -> Row:
+    plan = None if row.plan is None else row.plan.model_copy(update={"framework": framework})
+    return replace(row, framework=framework, plan=plan, borrowed=borrowed(framework))
+
+
+def _best(question: Question, model: ModelFacts, deadline: Deadline) -> Row:
+    framework = question.request.framework
+    source = "planner run" if framework == OWN else RULES[framework].source
+    row = Row(framework, None, question.target.recipe.name, source)
+    try:
+        answer = best_within(question, model, deadline)
+    except (OutOfTimeError, TimeLimitError):
+        return replace(row, reason=NO_TIME, way_out="raise --time-limit", is_late=True)
+    except PlannerError as error:
+        return replace(row, reason=error.message, way_out=error.hint)
+    if answer.interrupted:
+        raise KeyboardInterrupt
+    return replace(row, plan=answer.plan)
+
+
+def _answered(label: str, question: Question, deadline: Deadline) -> Row:
+    """As ``planner search`` answers."""
+    row = Row(label, None, question.target.recipe.name, "planner run")
+    try:
+        answer = answer_of(question, deadline)
+    except TimeLimitError:
+        return replace(row, reason=NO_TIME, way_out="raise --time-limit", is_late=True)
+    except PlannerError as error:
+        return replace(row, reason=error.message, way_out=error.hint)
+    if answer.interrupted:
+        raise KeyboardInterrupt
+    return replace(row, plan=answer.plan)
+
+
+def _read(request: Request, config: Config, seq_len: int | None) -> tuple[str, Layout, list[str]]:
+    """The framework of a config, and its whole layout; what was assumed."""
+    target, read = read_config(config.file_name, config.text)
+    given = Given(request.num_devices, request.seq_len, request.global_batch_size)
+    default = None if seq_len is None else min(seq_len, LONGEST_DEFAULT_SEQ_LEN)
+    layout, assumed = completed(read.settings, given, default)
+    notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]
+    notes.append(f"all are for its {layout.global_batch_size} sequences of {layout.seq_len} tokens, {layout.precision}")
+    return target.framework, layout, notes
+
+
+def _priced(question: Question, framework: str, layout: Layout) -> Row:
+    whole = question.target
+    target = target_of(whole.graph, whole.cluster, layout.precision, framework, [])
+    priced = price_on(pinned_run(question.request.model, framework, layout), target)
+    row = Row("yours", priced.plan, priced.target.recipe.name, f"priced as {framework} runs it")
+    if priced.found.fits:
+        return row
+    pairs = zip(priced.found.ledgers, priced.found.capacity_bytes, strict=True)
+    lacks = max(need.total_bytes - room for need, room in pairs)
+    return replace(row, reason=f"it does not fit: its fullest GPU lacks {lacks / 2**30:.1f} GiB")

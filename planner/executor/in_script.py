@@ -1,0 +1,45 @@
+"""``planner.parallelize``: a model of one's own, split as a plan says, inside one's own training script."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.errors import PlanError
+from planner.executor.loss_probe import recognised
+from planner.executor.mesh import build_mesh, check_world_size
+from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
+from planner.plan.schema import Plan
+
+Module = nn.Module
+LossFunction = Callable[[object, Batch], torch.Tensor]
+
+
+def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: Tensors | None) -> ParallelModel:
+    """This rank's part of ``model``; PlanError where torch.distributed is not initialised with the plan's ranks.
+
+    ``inputs``: one micro-batch by the names of forward's parameters, of which only shapes and dtypes are read; None:
+    token ids, int64 (micro-batch, sequence), under the name of its first parameter.
+    """
+    if not dist.is_initialized():
+        raise PlanError(
+            "torch.distributed is not initialised",
+            hint="start the script with torchrun and call torch.distributed.init_process_group() first",
+        )
+    check_world_size(plan)
+    name = next(iter(inspect.signature(model.forward).parameters))
+
+    def tokens(batch_size: int, seq_len: int) -> Tensors:
+        return {name: torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+    example = inputs or tokens(plan.pipeline.micro_batch_size, plan.training.seq_len)
+    loss = NEXT_TOKEN
+    if loss_fn is not None:
+        loss = recognised(TrainingLoss(loss_fn), model, tokens, plan.training.seq_len)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return parallelize(model, example, loss, plan, build_mesh(plan, device))
