@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.api.compare import Comparison, Row
-from planner.plan.schema import Plan, PredictionSection
 from planner.render import degrees, seconds, size
 
 # Reasons are cut to so many letters in the table; `--json` has them whole.
@@ -66,32 +65,33 @@ def _numbers(found: Comparison, rows: list[Row]) -> Table:
         f"{training.global_batch_size} sequences of {training.seq_len} tokens a step, {training.precision}"
     )
     table = Table(title=escape(title), title_justify="left")
-    has_price = any(row.plan is not None and _usd(row.plan) is not None for row in rows)
+    has_price = any(_usd(row) is not None for row in rows)
     table.add_column("", no_wrap=True)
     unit = "tokens" if training.seq_len > 1 else "samples"
     for name in ("step", "band", f"{unit}/s/GPU", "memory", *(["$ a step"] if has_price else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        assert row.plan is not None
         style = "bold" if row is found.mine else None
-        table.add_row(row.framework, *_cells(row.plan, has_price=has_price), style=style)
+        table.add_row(row.framework, *_cells(row, has_price=has_price), style=style)
     return table
 
 
-def _cells(plan: Plan, *, has_price: bool) -> list[str]:
-    p, training = plan.prediction, plan.training
-    assert p is not None
+def _cells(row: Row, *, has_price: bool) -> list[str]:
+    assert row.plan is not None
+    assert row.plan.prediction is not None
+    p, training = row.plan.prediction, row.plan.training
     rate = p.tokens_per_s_per_gpu
     if training.seq_len == 1:
-        rate = training.global_batch_size / p.step_time_s / plan.num_devices
-    usd = _usd(plan)
+        rate = training.global_batch_size / p.step_time_s / row.plan.num_devices
+    usd = _usd(row)
     cost = [("" if usd is None else f"{usd:.3g}")] if has_price else []
-    return [seconds(p.step_time_s), _band(p), f"{rate:,.0f}", size(max(p.peak_memory_bytes)), *cost]
+    return [seconds(p.step_time_s), _band(row), f"{rate:,.0f}", size(max(p.peak_memory_bytes)), *cost]
 
 
-def _band(p: PredictionSection) -> str:
+def _band(row: Row) -> str:
     """``19 to 24.1 s``."""
-    if p.step_time_low_s is None or p.step_time_high_s is None:
+    p = None if row.plan is None else row.plan.prediction
+    if p is None or p.step_time_low_s is None or p.step_time_high_s is None:
         return ""
     low, high = seconds(p.step_time_low_s), seconds(p.step_time_high_s)
     unit = high.rpartition(" ")[2]
@@ -102,8 +102,7 @@ def _plans(rows: list[Row]) -> Table:
     """What each would run; frameworks whose plans are the same share a row."""
     names: dict[str, list[str]] = {}
     for row in rows:
-        assert row.plan is not None
-        names.setdefault(_layout(row.plan), []).append(row.framework)
+        names.setdefault(_layout(row), []).append(row.framework)
     table = Table(title="Plans", title_justify="left")
     table.add_column("", ratio=2, overflow="fold")
     table.add_column("plan", ratio=5, overflow="fold")
@@ -112,8 +111,9 @@ def _plans(rows: list[Row]) -> Table:
     return table
 
 
-def _layout(plan: Plan) -> str:
-    pipeline = plan.pipeline
+def _layout(row: Row) -> str:
+    assert row.plan is not None
+    plan, pipeline = row.plan, row.plan.pipeline
     text = f"{degrees(plan.mesh)}, ZeRO {plan.zero_stage}, micro-batch {pipeline.micro_batch_size}"
     if plan.mesh.pp > 1:
         text += f", {pipeline.schedule}" + (f" x{pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
@@ -122,8 +122,8 @@ def _layout(plan: Plan) -> str:
     return text if plan.offload == "none" else f"{text}, offload {plan.offload}"
 
 
-def _usd(plan: Plan) -> float | None:
-    return None if plan.prediction is None else plan.prediction.usd_per_step
+def _usd(row: Row) -> float | None:
+    return None if row.plan is None or row.plan.prediction is None else row.plan.prediction.usd_per_step
 
 
 def _cut(text: str) -> str:
