@@ -132,3 +132,10 @@ def test_no_time_is_a_reason_of_its_own() -> None:
 def test_a_config_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="recognised"):
         compare(TINY, Config("notes.txt", "hello"))
+
+
+def test_over_unlike_nodes_a_framework_that_must_offload_says_why_it_has_no_plan() -> None:
+    mixed = replace(TINY, hardware="dgx-a100-80gb:2,dgx-h100-80gb:2")
+    rows = {row.framework: row for row in compare(mixed).rows}
+    assert "offloading has no price" in rows["zero-infinity"].reason
+    assert rows["planner"].plan is not None
