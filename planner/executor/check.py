@@ -13,6 +13,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -58,8 +59,25 @@ def check(plan: Plan) -> list[dict[str, object]]:
     num_processes = min(plan.mesh.pp, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")  # a process each: DTensor keeps what it learned of a world
     with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
-        found = pool.map(check_rank, [plan_json(plan)] * plan.mesh.pp, range(plan.mesh.pp))
-        return [asdict(row) for row in found]
+        try:
+            with _children_hear_no_interrupt():
+                found = pool.map(check_rank, [plan_json(plan)] * plan.mesh.pp, range(plan.mesh.pp))
+            return [asdict(row) for row in found]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+@contextlib.contextmanager
+def _children_hear_no_interrupt() -> Generator[None]:
+    """Processes that begin inside, or in threads that do, are not told of Ctrl-C: whoever began them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_rank(plan_text: str, pp_rank: int) -> RankCheck:

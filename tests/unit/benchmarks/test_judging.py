@@ -160,7 +160,7 @@ def test_changes_of_every_kind_are_made() -> None:
         (Pins(tp=4), {}, False),
         (Pins(zero=2), {}, False),
         (Pins(zero=2), {"dp_shard": 1, "cp": 2, "zero_stage": 0}, False),
-        (Pins(zero=2), {"dp_shard": 1, "cp": 1, "zero_stage": 0}, True),  # nothing to shard over
+        (Pins(zero=2), {"dp_shard": 1, "cp": 1, "zero_stage": 0}, False),  # nothing to shard over
         (Pins(schedule=ScheduleName.GPIPE), {}, False),
         (Pins(schedule=ScheduleName.GPIPE), {"pp": 1, "starts": (0,)}, True),  # without a pipeline all are alike
         (Pins(schedule=ScheduleName.DUAL_PIPE_V), {"pp": 1, "starts": (0,)}, False),

@@ -80,7 +80,7 @@ def test_hostile_names_become_no_part_of_an_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "name"), [({"a": "x", "b": 1}, "x"), ({"a": "y"}, "x"), ({"a": ["x"]}, "x"), ({"a": None}, "x")]
+    ("document", "name"), [({"a": "x", "b": 1}, "x"), ({"a": "y; z"}, "x"), ({"a": ["x"]}, "x"), ({"a": None}, "x")]
 )
 def test_the_drill_notices_another_document(document: dict[str, object], name: str) -> None:
     injection.check_same({"a": "harmless"}, {"a": "x"}, "x")

@@ -7,6 +7,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from planner.axes.base import Executed
 from planner.axes.expert import EXPERT
 from planner.graph.experts import expert_parameters
+from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Layout
 from tests.planning import A100, cluster_of, graph_of
 
@@ -19,7 +20,7 @@ def said(mesh: Mesh, zero_stage: int = 1, width: int = 64) -> list[str]:
     parameters = [
         p.model_copy(update={"shape": (8, width, width)}) if p.fqn in experts else p for p in graph.parameters
     ]
-    changed = graph.model_copy(update={"parameters": tuple(parameters)})
+    changed = ModelGraph.model_validate(dict(graph) | {"parameters": tuple(parameters)})
     layout = Layout(mesh, zero_stage, 1, 1, ScheduleName.ONE_F_ONE_B, 1, None, sequence_parallel=True)
     return EXPERT.unexecuted(Executed(layout, changed, cluster_of(A100, 8)))
 
