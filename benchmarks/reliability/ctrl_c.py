@@ -4,10 +4,11 @@
 
 Each command is run once undisturbed, which says how long it takes. Then it is run again on a pseudo-terminal, and ^C is
 written to that after a share of the time that is drawn at random. Good outcomes are: exit code 130 with its file whole,
-or with none; and the command's own code with its file, where it ended first. A search that ends with 130 behind its
-first plan must have written one, which is counted apart. Anything else is listed: a traceback, another code, half a
-file, a process of the same session that still runs, a file or folder that was not there before. What a process does
-before its first line runs, the interpreter's own start, is counted apart: no program can answer for that.
+or with none; and the command's own code with its file, where it ended first. Whether a search had a plan to write is
+not asked here, but at moments that are not random in ``tests/unit/planner/cli/test_interruption.py``. Anything else is
+listed: a traceback, another code, half a file, a process of the same session that still runs, a file or folder that was
+not there before. A traceback without a line of planner's is the interpreter's own start, and counted apart: no program
+can answer for that.
 """
 
 from __future__ import annotations
