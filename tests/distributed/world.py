@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
 from costmodels.vocabulary.choices import Optimizer, Precision
 from planner.errors import InputError
+from planner.executor import expert_parallel
 from planner.executor.checkpoint import Checkpointer
 from planner.executor.data import TokenData, load_tokens
-from planner.executor.mesh import build_mesh, place_of
+from planner.executor.mesh import build_mesh, expert_mesh, place_of
 from planner.executor.optimizer import build_optimizer, clip, gradient_norm
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.parity import ParityOptions, compared
@@ -58,13 +60,14 @@ from tests.distributed.toy_models import MODELS, SEQ_LEN
 
 LEARNING_RATE = 0.5
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
-MESHES: dict[tuple[MeshSection, bool], DeviceMesh] = {}
+MESHES: dict[tuple[MeshSection, bool, Callable[[Plan, str], DeviceMesh]], DeviceMesh] = {}
 Parameters = dict[str, torch.Tensor]
 
 
 def main(out: Path, names: list[str]) -> None:
     """Runs the cases ``names``, all of them if there are none."""
     torch.set_num_threads(1)
+    expert_parallel.expert_mesh = lambda plan, device_type: _mesh_of(plan, expert_mesh)
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
         for name in names or [
@@ -81,11 +84,11 @@ def main(out: Path, names: list[str]) -> None:
             out.write_text(json.dumps(results))
 
 
-def _mesh_of(plan: Plan) -> DeviceMesh:
+def _mesh_of(plan: Plan, build: Callable[[Plan, str], DeviceMesh] = build_mesh) -> DeviceMesh:
     """One mesh for all plans of a shape: each of gloo's process groups has threads of its own."""
-    key = (plan.mesh, plan.zero_stage == 0)
+    key = (plan.mesh, plan.zero_stage == 0, build)
     if key not in MESHES:
-        MESHES[key] = build_mesh(plan, "cpu")
+        MESHES[key] = build(plan, "cpu")
     return MESHES[key]
 
 

@@ -1,18 +1,15 @@
 """``planner compare``, and what ``planner import`` says is wrong, as a user meets them."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hardware_profiles.catalog import load_profile
-from planner.cli.main import main
 from planner.cli.options import pins_of
 from planner.errors import InputError
+from tests.unit.planner.cli.conftest import Run
 
-Run = Callable[..., tuple[int, str, str]]
 TINY = ("llama-tiny", "--gpus", 4, "--hardware", "dgx-a100-80gb", "--seq-len", 64, "--global-batch", 16)
 # Two stages of unlike sizes that recompute all, on 12 GPUs of nodes of 8, with tp over nodes where it is 12.
 MEGATRON = (
@@ -29,22 +26,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     """The narrowest terminal, and traces kept for this session alone."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``planner`` with arguments: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_a_table_of_80_columns_names_every_framework(run: Run) -> None:

@@ -2,8 +2,6 @@
 
 import io
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from rich.console import Console
 from costmodels.vocabulary.choices import Searches
 from planner.api import find_plan
 from planner.api.explain import Wishes, explain
-from planner.cli.main import main
 from planner.cli.options import pins_of, token_count
 from planner.errors import InputError
 from planner.graph.graph_file import write_graph
@@ -23,8 +20,8 @@ from planner.plan.plan_file import read_plan, write_plan
 from planner.render_explain import show_explanation
 from planner.request import Request
 from tests.planning import graph_of
+from tests.unit.planner.cli.conftest import Run
 
-Run = Callable[..., tuple[int, str, str]]
 QUICK = ("--search", "none")
 
 
@@ -33,22 +30,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     """The narrowest terminal, and traces kept for this session alone."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``planner`` with arguments: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

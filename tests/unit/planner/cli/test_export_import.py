@@ -1,20 +1,17 @@
 """``planner export`` and ``planner import`` as a user meets them: files, streams, exit codes, plans that come back."""
 
 import json
-import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from costmodels.vocabulary.choices import Offload
-from planner.cli.main import main
 from planner.plan.plan_file import read_plan, write_plan
 from planner.plan.schema import Plan
+from tests.unit.planner.cli.conftest import Run
 from tests.unit.planner.formats.plans import Wanted
 
-Run = Callable[..., tuple[int, str, str]]
 HARDWARE = ("--hardware", "dgx-a100-80gb")
 TINY = Wanted("llama-tiny", dp_shard=4, zero=3, seq_len=64, microbatches=4, hardware="dgx-a100-80gb")
 FILES = {
@@ -37,22 +34,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     """A wide terminal, and traces kept for this session alone."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``planner`` with arguments: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

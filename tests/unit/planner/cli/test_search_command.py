@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from costmodels.vocabulary.choices import Precision
-from planner.cli.main import main
 from planner.graph.graph_file import write_graph
 from planner.plan.schema import Plan
 from tests.planning import graph_of
+from tests.unit.planner.cli.conftest import Run
 
-Run = Callable[..., tuple[int, str, str]]
 TINY = ("search", "llama-tiny", "--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16")
 
 
@@ -23,22 +21,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     """A wide terminal, and traces kept for this session alone."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``planner`` with arguments: exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="session")
