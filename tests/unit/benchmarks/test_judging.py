@@ -234,12 +234,15 @@ def test_replies_that_cannot_be_true_are_told(reply: Reply) -> None:
     prediction = plan_in(reply).prediction
     assert prediction is not None
     seconds = prediction.step_time_s
-    best = Best(seconds, PIPELINE, 1, 1, 0, is_whole=True)
+    best = Best(plan_in(reply).num_devices, seconds, PIPELINE, 1, 1, 0, is_whole=True)
     assert disagreement(with_numbers(reply, 1.0), best) == ""
     assert "refuted by 1.96%" in disagreement(with_numbers(reply, 1.02), best)
     assert disagreement(with_numbers(reply, 1.02, status="FEASIBLE"), best) == ""
     assert "bound is above" in disagreement(with_numbers(reply, 1.1, status="FEASIBLE", bound=1.02), best)
     assert "not in the oracle's space" in disagreement(with_numbers(reply, 0.98, bound=0.98), best)
+    assert (
+        disagreement(with_numbers(reply, 0.98, bound=0.98), best._replace(num_devices=64)) == ""
+    )  # some are idle
     assert "but a plan fits" in disagreement(Reply(None, "nothing fits"), best)
     assert disagreement(Reply(None, "nothing fits"), best._replace(step_time_s=None)) == ""
 
