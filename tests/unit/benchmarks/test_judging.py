@@ -240,9 +240,7 @@ def test_replies_that_cannot_be_true_are_told(reply: Reply) -> None:
     assert disagreement(with_numbers(reply, 1.02, status="FEASIBLE"), best) == ""
     assert "bound is above" in disagreement(with_numbers(reply, 1.1, status="FEASIBLE", bound=1.02), best)
     assert "not in the oracle's space" in disagreement(with_numbers(reply, 0.98, bound=0.98), best)
-    assert (
-        disagreement(with_numbers(reply, 0.98, bound=0.98), best._replace(num_devices=64)) == ""
-    )  # some are idle
+    assert disagreement(with_numbers(reply, 0.98, bound=0.98), best._replace(num_devices=64)) == ""  # some are idle
     assert "but a plan fits" in disagreement(Reply(None, "nothing fits"), best)
     assert disagreement(Reply(None, "nothing fits"), best._replace(step_time_s=None)) == ""
 
