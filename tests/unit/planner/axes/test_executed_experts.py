@@ -20,7 +20,8 @@ def said(mesh: Mesh, zero_stage: int = 1, width: int = 64) -> list[str]:
     parameters = [
         p.model_copy(update={"shape": (8, width, width)}) if p.fqn in experts else p for p in graph.parameters
     ]
-    changed = ModelGraph.model_validate(dict(graph) | {"parameters": tuple(parameters)})
+    fields = {name: getattr(graph, name) for name in ModelGraph.model_fields}  # and nothing that is worked out of them
+    changed = ModelGraph.model_validate(fields | {"parameters": tuple(parameters)})
     layout = Layout(mesh, zero_stage, 1, 1, ScheduleName.ONE_F_ONE_B, 1, None, sequence_parallel=True)
     return EXPERT.unexecuted(Executed(layout, changed, cluster_of(A100, 8)))
 
