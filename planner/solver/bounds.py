@@ -103,7 +103,9 @@ def _fill(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
     found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
 
 
-class _RecomputeKey(NamedTuple):
+class RecomputeKey(NamedTuple):
+    """The mode of all blocks; None where each has its own."""
+
     recompute: Recompute | None
 
 
@@ -128,7 +130,7 @@ def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
     # Rows that a kind of device does not run are not priced for it.
     in_mode = np.nan_to_num(np.fmin.reduce(times @ table.counts, axis=0))  # [rows, modes]
     whole_s = np.concatenate([in_mode, in_mode.min(axis=1, keepdims=True)], axis=1)
-    mode = layouts.each(_RecomputeKey, lambda key: -1 if key.recompute is None else MODES[key.recompute])
+    mode = layouts.each(RecomputeKey, lambda key: -1 if key.recompute is None else MODES[key.recompute])
     return whole_s[of, mode.astype(np.intp)] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from itertools import islice
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from planner.layout.complexity import complexity
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
-from planner.solver.bounds import Bounds, bounds, likely_s, rough_bound_s
+from planner.solver.bounds import Bounds, RecomputeKey, bounds, likely_s, rough_bound_s
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.table.cost_table import CostTable
@@ -296,16 +296,12 @@ def _nearest(
             yield index
 
 
-class _RecomputeKey(NamedTuple):
-    recompute: Recompute | None
-
-
 def _probe_likely(table: CostTable, listed: Columns[Layout], best: _Best, deadline: Deadline) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
     All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
     """
-    flexible = listed.where(_RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
+    flexible = listed.where(RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
     if len(flexible) <= 2 * MANY:
         return
     part = flexible.take(np.argsort(likely_s(table, flexible), kind="stable")[:MANY])
@@ -314,8 +310,9 @@ def _probe_likely(table: CostTable, listed: Columns[Layout], best: _Best, deadli
     for index in _unlike(part, order, NUM_UNLIKE):
         deadline.check()
         best.keep(probe(Pricer(table, part[index])))
-    alike = [i for i in order.tolist() if best.best is not None and _kind(part[i]) == _kind(best.best.layout)]
-    for index in alike[:NUM_PROBES]:
+    kind = None if best.best is None else _kind(best.best.layout)
+    alike = (index for index in order.tolist() if _kind(part[index]) == kind)
+    for index in islice(alike, NUM_PROBES):
         deadline.check()
         best.keep(probe(Pricer(table, part[index])))
 
