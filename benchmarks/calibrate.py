@@ -34,6 +34,7 @@ from benchmarks.published.summary import MIN_GROUP_ROWS
 from costmodels.recipe import OWN_FACTS, Recipe, list_recipes, resolved_content, stated_content
 from hardware_profiles.schema import Fit
 from planner.calibration.recipe_fit import (
+    OWN_PARAMETERS,
     PARAMETERS,
     RecipeFit,
     Residuals,
@@ -48,8 +49,12 @@ from planner.errors import PlannerError
 
 RECIPES = Path(__file__).resolve().parents[1] / "costmodels" / "recipes"
 MAX_ROWS = 120  # of one family and fit; evenly spaced rows beyond that
-# Recipes that are one software and differ in a kernel alone have their parameters together.
-FAMILIES = (("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"), ("nanotron", "nanotron-2025"))
+# Recipes that are one software and differ in a kernel or an option alone have their parameters together.
+FAMILIES = (
+    ("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"),
+    ("nanotron", "nanotron-2025"),
+    ("megatron-core", "megatron-core-overlap"),
+)
 TOOL = "python -m benchmarks.calibrate --write"
 HeldOut = Mapping[str, Sequence[tuple[Run, float]]]  # of each source: its runs and log(predicted / measured)
 
@@ -117,6 +122,8 @@ def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: V
     """The parameters of one family; only those that its rows can tell are moved."""
     chosen = rows[:: -(-len(rows) // MAX_ROWS)]
     free = [name for name in PARAMETERS if _acts_on(name, names, chosen)]
+    if start is not None:  # what nobody expects of a framework starts where it does when its own runs tell it
+        start = {name: value or PARAMETERS[name].neutral * (name in free) for name, value in start.items()}
     found = fit_recipe(free, residuals_of(names, chosen, pricer), start)
     return FamilyFit(names, found, len(rows), tuple(sorted({run.source for run in rows})))
 
@@ -124,8 +131,8 @@ def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: V
 def _acts_on(name: str, recipes: Sequence[str], rows: Sequence[Run]) -> bool:
     """Whether ``name`` acts on the rows, and they vary in what it acts on."""
     match name:
-        case "host_s_per_collective_rank":
-            return any(recipe_called(recipe).host_s_per_collective_rank is not None for recipe in recipes)
+        case _ if name in OWN_PARAMETERS:
+            return any(getattr(recipe_called(recipe), name) is not None for recipe in recipes)
         case "tensor_parallel_rate":
             return len({run.layout.tp for run in rows}) > 1
         case "data_parallel_rate":

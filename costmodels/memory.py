@@ -84,7 +84,7 @@ def state_bytes(num_trainable: float, num_frozen: float, kept: KeptStates, divis
         buffer_bytes = buffers.value if division.is_replicated else 0.0
     moments = MOMENT_BYTES[optimizer] + extra_bytes
     compute_copy = num_elements * COMPUTE_BYTES[precision]
-    gradients = num_trainable * (gradient_bytes / gradient_shards + buffer_bytes)
+    gradients = num_trainable * (gradient_bytes + buffer_bytes) / gradient_shards
     if division.on_host:
         return StateBytes(compute_copy / (shards if zero_stage == 3 else 1), gradients, optimizer=0.0)
     return StateBytes(

@@ -61,6 +61,9 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    # Where the optimiser is sharded: elements of each of two flat buffers of the parameters' precision, into which
+    # gradients are reduced and updated parameters are gathered, however many parameters there are. None: no buffers.
+    bucket_elements: Quantity | None = None
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
     # Where only the optimiser is sharded every rank still gets the sum of all gradients, by an all-reduce.
     reduces_to_all: bool = False
@@ -121,6 +124,8 @@ class Recipe(_Value):
     host_s_per_collective: Quantity
     # More for each rank of the collective's group in jobs of several nodes; None: no more.
     host_s_per_collective_rank: Quantity | None = None
+    # By so much, on average, a rank's host comes late to a collective of tensor parallelism (costmodels.stragglers).
+    collective_delay_s: Quantity | None = None  # None: not at all
     host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
     state: StateFacts
     memory: MemoryFacts
@@ -131,6 +136,12 @@ class Recipe(_Value):
     tensor_parallel_rate: Quantity  # rate of tensor-parallel collectives over what the links sustain
     data_parallel_rate: Quantity  # rate of gradient reduction and parameter gathering over what the links sustain
     overlaps_reduction: bool  # gradients are reduced behind the backward pass
+    # Parameters are gathered tensor by tensor, each time with the latency of a collective; otherwise a unit's together.
+    gathers_each_tensor: bool = False
+    # What ZeRO 2 and 3 move in every micro-batch is beside compute; otherwise nothing hides it.
+    overlaps_micro_batches: bool = True
+    # Where a block is recomputed, ZeRO 3 gathers its parameters once more: for the recomputation alone.
+    gathers_to_recompute: bool = False
     overlaps_gather: bool  # updated parameters are gathered behind the next forward pass
     tensor_overlap: Quantity  # share of tensor-parallel communication that is hidden behind products
     # All-reduces of a block's input in backward besides those of the traced operators, without sequence parallelism:
@@ -140,6 +151,9 @@ class Recipe(_Value):
     # or repeats whole blocks (all of them, as far as is known).
     selective: Literal["products", "alternate_products", "attention", "blocks"]
     eight_bit_inputs: bool = False  # products in 8 bits keep their input in 8 bits, a tensor of its own
+    # Recomputation of a block stops when all that its backward pass asks for is there, as PyTorch's non-reentrant
+    # checkpoints do; otherwise the whole block and its collectives run again.
+    stops_recomputation_early: bool = False
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.

@@ -35,3 +35,12 @@ def straggler_slowdown(num_devices: int, num_reference: int, spread: float) -> f
     if num_devices <= num_reference:
         return 1.0
     return exp(spread * (expected_largest(num_devices) - expected_largest(num_reference)))
+
+
+def expected_wait_s(num_ranks: int, mean_delay_s: float) -> float:
+    """Seconds that a rank waits on average for the last of ``num_ranks`` whose hosts are late by chance.
+
+    Delays are taken as exponentially distributed: the last of n comes after ``mean_delay_s`` times the n-th harmonic
+    number, and a rank's own delay is the first term of it (Rényi, "On the theory of order statistics", 1953).
+    """
+    return mean_delay_s * sum(1 / rank for rank in range(2, num_ranks + 1))

@@ -28,6 +28,8 @@ MOST_USD_PER_HOUR, MOST_WATTS, MOST_FAILURES_PER_YEAR = 1e4, 1e5, 1e4  # of one 
 MOST_SLOWDOWN_SPREAD = 1.0  # of a logarithm: one device in six would be 2.7 times as slow as the middle one
 # No source can be read later than today. A clock that is behind the profiles shipped with this version is wrong itself.
 SHIPPED = datetime.date(2026, 11, 21)
+# Attention is counted as the full product: causal kernels, which skip half of it, may reach twice the peak.
+CAUSAL_FRACTION = 2.0
 REQUIRED_EFFICIENCIES = ("gemm", "attention", "memory_bound")
 
 
@@ -150,7 +152,11 @@ def _efficiencies(device: DeviceProfile) -> Iterator[str]:
         if op_class not in device.efficiency:
             yield f"device.efficiency.{op_class}: missing"
     for op_class, efficiency in device.efficiency.items():
-        yield from _share(f"device.efficiency.{op_class}.fraction", efficiency.fraction)
+        place, fraction = f"device.efficiency.{op_class}.fraction", efficiency.fraction
+        if op_class != "attention":
+            yield from _share(place, fraction)
+        elif not 0 < fraction.value <= CAUSAL_FRACTION:
+            yield f"{place}: must be above 0 and at most {CAUSAL_FRACTION:g}, is {fraction.value:g}"
         yield from _at_most(f"device.efficiency.{op_class}.residual_spread", efficiency.residual_spread, LARGEST_FACTOR)
         half_s = _half_size_s(device, efficiency)
         if half_s > LONGEST_LATENCY_S:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import gcd
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -155,17 +155,22 @@ def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float
     worst = min(rates, key=reached)
     own = worst[0].efficiency[name]
     fraction = reached(worst)
-    # Half of the work that comes on top, in seconds of each device and then in work at the rate above.
-    halves = [
-        (half.value / (reached(entry) * entry[1]) * fraction * entry[1], half)
-        for entry in rates
-        if (half := entry[0].efficiency[name].half_size_flops) is not None
-    ]
-    value, half = max(halves, key=lambda pair: pair[0], default=(0.0, None))
+
+    def half(attribute: Literal["half_size_flops", "half_rows"]) -> Quantity | None:
+        """Half of the work that comes on top, in seconds of each device and then in work at the rate above."""
+        halves = [
+            (half.value / (reached(entry) * entry[1]) * fraction * entry[1], half)
+            for entry in rates
+            if (half := getattr(entry[0].efficiency[name], attribute)) is not None
+        ]
+        value, most = max(halves, key=lambda pair: pair[0], default=(0.0, None))
+        return None if most is None else most.model_copy(update={"value": value})
+
     return own.model_copy(
         update={
             "fraction": own.fraction.model_copy(update={"value": fraction}),
-            "half_size_flops": None if half is None else half.model_copy(update={"value": value}),
+            "half_size_flops": half("half_size_flops"),
+            "half_rows": half("half_rows"),
             "residual_spread": max(device.efficiency[name].residual_spread for device, _, _ in rates),
         }
     )

@@ -21,6 +21,7 @@ STUDY_RECIPES = Path(__file__).resolve().parents[1] / "data" / "recipes"
 # published runs are of Megatron or of what grew out of it.
 FALLBACK_FRAMEWORK = "megatron-lm"
 UNKNOWN = "unknown"
+MEGATRON_DROPOUT = 0.1
 # Aleph Alpha's trainer of the parallel-layout study, and the cluster whose hosts were slow in early 2025.
 LAYOUT_STUDY_FRAMEWORK = "aleph-alpha-scaling"
 SLOW_HOSTS_CLUSTER = "huggingface-h100-2025"
@@ -59,6 +60,17 @@ def recipe_called(name: str) -> Recipe:
 def study_recipe_names() -> tuple[str, ...]:
     """Names of all recipes of single studies."""
     return tuple(sorted(path.stem for path in STUDY_RECIPES.glob("*.json")))
+
+
+def with_dropout(recipe: Recipe, run: Run) -> Recipe:
+    """``recipe`` with Megatron-LM's own dropout where the run is of Megatron-Core and of GPT's shape.
+
+    --attention-dropout and --hidden-dropout are 0.1 unless given (megatron/training/arguments.py); models with gated or
+    squared activations are trained without, as their papers say, and recipes of Megatron-Core are of these.
+    """
+    if framework_name_of(run) != "megatron-core" or run.architecture.mlp_type != "gelu":
+        return recipe
+    return recipe.model_copy(update={"dropout": MEGATRON_DROPOUT})
 
 
 def overlap_of(run: Run) -> Mapping[str, bool]:

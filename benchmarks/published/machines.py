@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from benchmarks.published.runs import GIB, Hardware, Run, UnpriceableRunError
@@ -16,6 +17,7 @@ PROFILE_OF_GPU = (
     (("A800",), "dgx-a100-80gb"),
     (("V100", "SXM3"), "dgx-2-v100-32gb"),
     (("V100",), "dgx-1-v100-32gb"),
+    (("H100", "HBM2E"), "h100-hbm2e-96gb-x8"),
     (("H100", "NVL"), "h100-nvl-x8"),
     (("H100", "PCIE"), "h100-pcie-x8"),
     (("H100",), "dgx-h100-80gb"),
@@ -59,6 +61,7 @@ def cluster_of(run: Run) -> ClusterSpec:
     return ClusterSpec(profile=profile, num_devices=hardware.num_devices)
 
 
+@cache
 def study_profile(name: str) -> ClusterProfile:
     """The cluster of a single study."""
     return load_profile(str(STUDY_PROFILES / f"{name}.json"))

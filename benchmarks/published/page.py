@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,9 @@ NOT_MODELLED = """## What is not modelled
 - Running at the edge of the device's memory: PyTorch's allocator then gives blocks back and takes them again every
   micro-batch. Only nanotron's recipe has a price for that, from the five runs of its sweep that are predicted above
   the device's memory and ran all the same, up to six times as slow.
+- Why hosts come late. Under DeepSpeed's engine of 2021 and 2022 a rank waits at every collective of tensor
+  parallelism for the last of its group, whose delays are taken as exponentially distributed; on one V100 and two A100
+  clusters one mean delay comes close (`megatron-deepspeed-2022`). Runs of 2023 show none.
 - Contention with other jobs; how a network slows down with scale is the profile's alone. That of the layout study's
   256 GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
 - Which devices are slow. Beyond 512 devices compute is that of the slowest to be expected among them, with one spread
@@ -65,14 +69,17 @@ class Sections:
 
 
 def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], sections: Sections) -> None:
-    """Writes the page and, beside it, the chart of the same name."""
+    """Writes the page and, beside it, the chart and the table of all rows of the same name."""
     priced = [row for row in rows if row.error is not None]
     chart = path.with_suffix(".svg")
     chart.write_text(_chart(priced), encoding="utf-8")
+    table = path.with_suffix(".csv")
+    _write_rows(table, rows)
     parts = [
         INTRODUCTION,
         _summary(sections.summary),
         f"![measured against predicted step time]({chart.name})\n",
+        f"Every row stands in [{table.name}]({table.name}).\n",
         _bands({row.recipe for row in priced}),
         _memory_bands({row.recipe for row in priced}),
         _unfitted(priced),
@@ -87,7 +94,6 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         _by("recomputation", priced, lambda row: runs[row.id].layout.recompute.value),
         _worst(priced),
         NOT_MODELLED,
-        _all_rows(rows),
     ]
     path.write_text("\n".join(parts), encoding="utf-8")
 
@@ -259,16 +265,16 @@ def _worst(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _all_rows(rows: Sequence[Row]) -> str:
-    lines = ["## Every row\n", "| run | measured s | predicted s | error | memory error |", "|---|---|---|---|---|"]
-    for row in rows:
-        if row.skipped is not None or row.error is None:
-            lines.append(f"| {row.id} | | skipped: {row.skipped} | | |")
-            continue
-        memory = "" if row.memory_error is None else f"{row.memory_error:+.1%}"
-        times = f"{row.measured_step_time_s:.4g} | {row.predicted_step_time_s:.4g}"
-        lines.append(f"| {row.id} | {times} | {row.error:+.1%} | {memory} |")
-    return "\n".join(lines) + "\n"
+def _write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row: seconds, relative errors, or why there is no price."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("run", "measured_s", "predicted_s", "error", "memory_error", "skipped"))
+        for row in rows:
+            times = (row.measured_step_time_s, row.predicted_step_time_s)
+            seconds = ("" if value is None else f"{value:.4g}" for value in times)
+            errors = ("" if value is None else f"{value:+.4f}" for value in (row.error, row.memory_error))
+            writer.writerow((row.id, *seconds, *errors, row.skipped or ""))
 
 
 def _chart(rows: Sequence[Row]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -13,17 +14,20 @@ from benchmarks.published.frameworks import (
     overlap_of,
     recipe_called,
     recipe_name_of,
+    with_dropout,
 )
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
+from costmodels.communication import collective_time_s
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.schema import ClusterSpec, DeviceProfile
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
-from planner.frameworks.as_run import effective_zero_stage, with_overlap
+from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
@@ -36,15 +40,20 @@ from planner.pricing.target import PricingTarget
 from planner.problem import decided
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
+from planner.table.shared_vocabulary import VocabularySharing, with_shared_vocabulary
 
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
-# Words of a schedule's name, the most telling first.
+ACTIVATION_BYTES = 2  # of one element between blocks
+# By the names of the table's column, without spaces, hyphens and what stands in brackets. Any other name is a schedule
+# of its own, which has no price.
 SCHEDULES = {
-    "zb-2p": ScheduleName.ZB_2P,
-    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
-    "interleaved": ScheduleName.INTERLEAVED_1F1B,
+    "zb2p": ScheduleName.ZB_2P,
+    "zb1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    "zbv": ScheduleName.ZBV_ZERO_BUBBLE,
+    "interleaved1f1b": ScheduleName.INTERLEAVED_1F1B,
     "1f1b": ScheduleName.ONE_F_ONE_B,
     "gpipe": ScheduleName.GPIPE,
     "afab": ScheduleName.GPIPE,
@@ -86,7 +95,8 @@ class RunPricer:
         cluster = self.cluster(run)
         layout = layout_of(run)
         precision = _precision(run)
-        recipe = with_overlap(self.recipe(recipe_name_of(run)), overlap_of(run))
+        recipe = with_kernels(with_dropout(self.recipe(recipe_name_of(run)), run), run.software.kernels)
+        recipe = with_overlap(recipe, overlap_of(run))
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
@@ -95,8 +105,14 @@ class RunPricer:
         decision = self._decision(target, run)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
-        evaluator = Evaluator(build_table(target, training, {split: decision}, (layout,)), layout)
-        starts = _starts(evaluator, run.software)
+        table = build_table(target, training, {split: decision}, (layout,))
+        sharing = _sharing(run)
+        if sharing is VocabularySharing.ENDS or layout.mesh.pp == 1:
+            evaluator = Evaluator(table, layout)
+            starts = _starts(evaluator, run.software)
+        else:
+            table, starts = _shared(table, run, layout, cluster)
+            evaluator = Evaluator(table, layout)
         return Prediction(evaluator.evaluate(starts), cluster, recipe.name, framework_name_of(run))
 
     def recipe(self, name: str) -> Recipe:
@@ -154,6 +170,26 @@ def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
     return (0, *(blocks[before] for before in accumulate(stage_layers[:-1])))
 
 
+def _sharing(run: Run) -> VocabularySharing:
+    try:
+        return VocabularySharing(run.software.vocab_parallel or VocabularySharing.ENDS)
+    except ValueError as error:
+        known = ", ".join(VocabularySharing)
+        raise UnpriceableRunError(f"vocab_parallel {run.software.vocab_parallel!r} is none of {known}") from error
+
+
+def _shared(table: CostTable, run: Run, layout: Layout, cluster: ClusterSpec) -> tuple[CostTable, tuple[int, ...]]:
+    """The table whose stages share the vocabulary's layers, and the first unit of each stage."""
+    stages = layout.mesh.pp * layout.virtual_stages
+    activations = layout.micro_batch_size * run.architecture.seq_len * run.architecture.hidden * ACTIVATION_BYTES
+    ranks = GroupPlacement(layout.mesh.pp, cluster.num_devices // layout.mesh.pp)
+    exchange_s = collective_time_s(Collective(CollectiveKind.ALL_REDUCE, activations, ranks), cluster)
+    try:
+        return with_shared_vocabulary(table, stages, _sharing(run), exchange_s)
+    except ValueError as error:
+        raise UnpriceableRunError(str(error)) from error
+
+
 def layout_of(run: Run) -> Layout:
     """The layout of ``run``."""
     layout = run.layout
@@ -196,7 +232,7 @@ def _zero_stage(run: Run) -> int:
 
 
 def _schedule(name: str) -> ScheduleName:
-    found = next((schedule for word, schedule in SCHEDULES.items() if word in name.lower()), None)
+    found = SCHEDULES.get(re.sub(r"\(.*\)|[\s-]", "", name.lower()))
     if found is None:
         raise UnpriceableRunError(f"schedule {name!r} is not priced")
     return found

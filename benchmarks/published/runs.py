@@ -120,7 +120,7 @@ class Run:
     peak_memory_bytes: float | None
     peak_memory_kind: str  # allocated, reserved, device or ""
     assumptions: tuple[str, ...] = ()
-    logs_first_rank: bool = False  # memory was read on world rank 0, not on the worst
+    memory_of: str = "worst"  # pipeline rank on which memory was read: worst, first or last
 
 
 @dataclass(frozen=True)
@@ -196,21 +196,18 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
         layout=layout,
         precision=(row.get("precision") or "").lower() or _assume(assumed, "precision", "bf16"),
         flash_attention=flash,
-        software=_software(row, assumed),
+        software=_software(row),
         step_time_s=_step_time_s(row, layout),
         peak_memory_bytes=None if memory is None else memory * unit,
         peak_memory_kind=kind if memory is not None else "",
-        # "the logging rank" of nanotron's log_memory is world rank 0 (nanotron/logging.py, log_rank(rank=0)).
-        logs_first_rank="logging rank" in (row.get("peak_memory_kind") or ""),
+        memory_of=_memory_rank((row.get("peak_memory_kind") or "").lower()),
         assumptions=tuple(assumed),
     )
 
 
-def _software(row: Mapping[str, str], assumed: list[str]) -> Software:
+def _software(row: Mapping[str, str]) -> Software:
     layers = (row.get("stage_layers") or "").strip()
     vocab_parallel = (row.get("vocab_parallel") or "").strip().lower()
-    if vocab_parallel not in ("", "none"):
-        _assume(assumed, "vocab_parallel", f"none, {vocab_parallel} is not priced")
     pairs = (word.partition("=") for word in (row.get("overlap") or "").lower().split())
     try:
         stage_layers = tuple(int(each) for each in layers.split("-")) if layers else ()
@@ -335,6 +332,13 @@ def _memory_kind(words: str) -> str:
     if "nvidia-smi" in lowered:
         return "device"
     return "allocated" if lowered else ""
+
+
+def _memory_rank(words: str) -> str:
+    """``the logging rank`` of nanotron's log_memory is world rank 0 (nanotron/logging.py, log_rank(rank=0))."""
+    if "logging rank" in words or "rank-0" in words:
+        return "first"
+    return "last" if "last rank" in words else "worst"
 
 
 def _assume(assumed: list[str], column: str, value: str) -> str:

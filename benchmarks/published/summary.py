@@ -68,7 +68,7 @@ def row_of(run: Run, prediction: Prediction) -> Row:
     """The row of a priced run. Memory is compared as it was measured: allocated, reserved, or seen by the driver."""
     predicted = prediction.priced.step_time_s
     measured = run.step_time_s
-    memory = memory_as_measured(prediction.priced.memory, run.peak_memory_kind, on_first_rank=run.logs_first_rank)
+    memory = memory_as_measured(prediction.priced.memory, run.peak_memory_kind, run.memory_of)
     seen = run.peak_memory_bytes
     return Row(
         id=run.id,
@@ -100,14 +100,14 @@ def skipped_row(run: Run | Rejected, reason: str) -> Row:
     return Row(run.id, run.source, getattr(run, "group", ""), run.step_time_s, skipped=reason)
 
 
-def memory_as_measured(ranks: Sequence[RankMemory], kind: str, *, on_first_rank: bool) -> float:
-    """Peak of the first rank or else of the worst, as a measurement of ``kind`` sees it; all of it where not known."""
+def memory_as_measured(ranks: Sequence[RankMemory], kind: str, of: str) -> float:
+    """Peak of the ``first``, ``last`` or ``worst`` rank, as a measurement of ``kind`` sees it; all where not known."""
 
     def seen(ledger: MemoryLedger) -> float:
         by_kind = {"allocated": ledger.allocated_bytes, "reserved": ledger.reserved_bytes}
         return by_kind.get(kind, ledger.total_bytes)
 
-    measured = ranks[:1] if on_first_rank else ranks
+    measured = {"first": ranks[:1], "last": ranks[-1:]}.get(of, ranks)
     return max(seen(ledger) for rank in measured for _, ledger in rank.phases)
 
 

@@ -6,7 +6,8 @@
     ZeRO 1 of frameworks that reduce to all: as ZeRO 0, and updated parameters are gathered
 
 Ranks of context parallelism hold the same parameters, so they count with those of data parallelism. An expert's
-parameters lie on 1 / ep of these ranks. Where experts are not divided, all of a unit moves in one collective.
+parameters lie on 1 / ep of these ranks. Where experts are not divided, all of a unit moves in one collective, unless
+the framework gathers every tensor by itself.
 
 Source: Rajbhandari et al., "ZeRO" (2020).
 """
@@ -139,6 +140,7 @@ def _moves(
         times=COMPUTE_BYTES[framework.precision],
         hides=Hides.UNIT if zero.shards_parameters else Hides.FIRST_FORWARD,
         rate=framework.recipe.data_parallel_rate.value,
+        each_tensor=framework.recipe.gathers_each_tensor,
     )
     if not zero.shards_gradients and framework.recipe.state.reduces_to_all:
         return gather, _reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from math import inf
 
 from costmodels.vocabulary.terms import Pass, Term
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
@@ -77,6 +78,7 @@ class Kernel:
     backward: Work
     weight_gradient_flops: float  # part of the backward pass
     scores: float  # of attention: query-key pairs
+    query_rows: float  # of attention: heads times positions of queries
     norm_elements: float  # of norms: elements that they pass over; 0 for other operators
     inputs: tuple[int, ...]  # tensors, one entry an operand
     keys_and_values: tuple[int, ...]  # of attention: tensors that every position looks at
@@ -84,6 +86,7 @@ class Kernel:
     saves: tuple[int, ...]  # tensors whose memory autograd keeps for its backward pass
     saved_extra_bytes: float  # kept besides
     follows_batch: bool
+    is_aligned: bool = True  # heads of attention are as wide as tensor cores want it
 
     def times(self, share: float) -> Kernel:
         """This rank's ``share`` of its work."""
@@ -98,6 +101,7 @@ class Kernel:
             self.backward.times(share),
             self.weight_gradient_flops * share,
             self.scores * share,
+            self.query_rows * share,
             self.norm_elements * share,
             self.inputs,
             self.keys_and_values,
@@ -105,6 +109,7 @@ class Kernel:
             self.saves,
             self.saved_extra_bytes * share,
             self.follows_batch,
+            self.is_aligned,
         )
 
 
@@ -160,8 +165,10 @@ class Collective:
     hidden_share: float = 0.0  # of its time, where ``hides`` is KERNELS
     rate: float = 1.0  # over what the links sustain
     repeats: float = 1.0  # so often
+    wait_s: float = 0.0  # for the group's last rank, each time; nothing hides it
     behind: tuple[int, ...] = ()  # kernels whose blocks it runs beside, one repetition a block
     issued_by_host: bool = False  # counted when the host's time to issue a unit is
+    each_tensor: bool = False  # of states: one collective for every parameter, not one for all of a unit
     is_buffered: bool = False  # what is sent lies beside what is received
     copies: float | None = None  # rows that a token is sent as, where a node gets only one of them
     nodes: float | None = None  # then the most nodes that get it; None: any number
@@ -201,6 +208,11 @@ class Recomputation:
     kernels: frozenset[int]  # run again
     roles: frozenset[Role] = frozenset()  # whose collectives run again
     waits_for_host: bool = False  # the host issues all that runs again, as it does forward
+    stops_before: float = inf  # neither this kernel nor what comes behind it runs again, collectives included
+
+    def repeats(self, collective: Collective) -> bool:
+        """Whether a collective of the forward pass runs again."""
+        return collective.role in self.roles and max(collective.of, default=-1) < self.stops_before
 
 
 @dataclass(frozen=True)
@@ -261,6 +273,10 @@ class RankStates:
     def each(self, share: Callable[[State], float]) -> RankStates:
         """One rank's share of every state."""
         return RankStates(tuple(State(s.names, s.kind, s.elements * share(s)) for s in self.states))
+
+    def tensors(self, kind: StateKind) -> int:
+        """Number of parameters of one kind."""
+        return sum(state.kind is kind for state in self.states)
 
     def elements(self, kind: StateKind) -> float:
         """Of all parameters of one kind."""

@@ -29,8 +29,11 @@ class RecomputeAxis(Axis[tuple[()]]):
 
     def work(self, work: RankWork, own: tuple[()], placement: UnitPlacement, framework: Framework) -> RankWork:
         """Every mode of recomputation at once. Units that are no blocks keep everything under every mode."""
-        modes = tuple(recomputation(work.unit, mode, framework.recipe.selective) for mode in Recompute)
-        return replace(work, unit=replace(work.unit, recomputations=modes))
+        recipe = framework.recipe
+        modes = [recomputation(work.unit, mode, recipe.selective) for mode in Recompute]
+        if recipe.stops_recomputation_early:
+            modes = [stopped_early(work.unit, mode) for mode in modes]
+        return replace(work, unit=replace(work.unit, recomputations=tuple(modes)))
 
 
 RECOMPUTE = RecomputeAxis()
@@ -67,6 +70,21 @@ def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputat
         kernels=everything - {kernel.id for kernel in products},
         roles=frozenset({Role.DISPATCH}),  # rows go to their experts once more: inputs of products are made again
     )
+
+
+def stopped_early(unit: RankUnit, mode: Recomputation) -> Recomputation:
+    """``mode`` where recomputation stops when the last tensor that backward asks for is there.
+
+    An operator's inputs are saved before it runs, so the last operator that saves something runs again only where it
+    saves its own output. Source: torch 2.13, torch/utils/checkpoint.py, ``_StopRecomputationError`` (non-reentrant
+    checkpoints stop early); torch/csrc/autograd/VariableTypeManual.cpp and generated code save inputs first.
+    """
+    saving = [kernel for kernel in unit.kernels if kernel.saves]
+    if not mode.kernels or not saving:
+        return mode
+    last = max(saving, key=lambda kernel: kernel.id)
+    stop = last.id + 1 if last.storage in last.saves or last.saved_extra_bytes else last.id
+    return replace(mode, kernels=frozenset(i for i in mode.kernels if i < stop), stops_before=stop)
 
 
 def _kept_products(unit: RankUnit, selective: str) -> list[Kernel]:

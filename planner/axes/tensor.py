@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from costmodels.stragglers import expected_wait_s
 from costmodels.vocabulary.choices import Shard
 from costmodels.vocabulary.mesh import Group, Mesh
 from costmodels.vocabulary.terms import Pass, Term
@@ -68,12 +69,14 @@ class TensorAxis(Axis[TensorSplit]):
             *_separate_reductions(work.unit, placement, framework),
         )
         rate, hidden = recipe.tensor_parallel_rate.value, recipe.tensor_overlap.value
+        delay = recipe.collective_delay_s
+        wait_s = 0.0 if delay is None else expected_wait_s(own.tp, delay.value)
         return replace(
             work,
             unit=_split(work.unit, placement, framework),
             collectives=(
                 *work.collectives,
-                *(replace(each, rate=rate, hidden_share=hidden) for each in collectives),
+                *(replace(each, rate=rate, hidden_share=hidden, wait_s=wait_s) for each in collectives),
             ),
         )
 

@@ -20,6 +20,7 @@ from planner.axes.lowered import (
 from planner.graph.experts import expert_parameters, expert_work
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import (
+    are_heads_aligned,
     is_cast,
     is_kept_by_selective_recomputation,
     is_loss,
@@ -108,6 +109,7 @@ def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
         backward=_of_sequence(backward, per_sequence),
         weight_gradient_flops=node.weight_gradient_flops * per_sequence,
         scores=num_scores(node, graph) * per_sequence if is_attention else 0.0,
+        query_rows=prod(node.shape[:-1]) * per_sequence if is_attention else 0.0,
         norm_elements=prod(node.shape) * per_sequence if is_norm(node) else 0.0,
         inputs=tuple(o for o in node.operands if isinstance(o, int)),
         keys_and_values=tuple(o for o in node.operands[1:3] if isinstance(o, int)) if is_attention else (),
@@ -115,6 +117,7 @@ def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
         saves=tuple(dict.fromkeys(graph.nodes[i].storage for i in node.saves)),
         saved_extra_bytes=node.saved_extra_bytes * per_sequence,
         follows_batch=node.batch_dependent,
+        is_aligned=not is_attention or are_heads_aligned(node, graph),
     )
 
 

@@ -46,13 +46,17 @@ class Parameter:
 
 
 PARAMETERS: dict[str, Parameter] = {
-    "product_rate": Parameter(1.0, 0.6, 1.3),
+    "product_rate": Parameter(1.0, 0.6, 1.0),
     "memory_traffic": Parameter(1.3, 0.3, 5.0),
     "host_s_per_kernel": Parameter(8e-6, 2e-6, 1e-4),
-    "tensor_parallel_rate": Parameter(1.0, 0.2, 1.2),
-    "data_parallel_rate": Parameter(1.0, 0.05, 1.2),
-    "host_s_per_collective_rank": Parameter(2e-4, 1e-5, 1e-2),  # of recipes that have it at all
+    "tensor_parallel_rate": Parameter(1.0, 0.2, 1.0),
+    "data_parallel_rate": Parameter(1.0, 0.05, 1.0),
+    # Of recipes that have them at all:
+    "host_s_per_collective_rank": Parameter(2e-4, 1e-5, 1e-2),
+    "collective_delay_s": Parameter(1e-3, 1e-5, 1e-2),
 }
+# What some frameworks do not have at all: a fit never gives it to them, and nobody expects it of a framework unseen.
+OWN_PARAMETERS = ("host_s_per_collective_rank", "collective_delay_s")
 # Every number of a recipe that a fit writes.
 FITTED_FACTS = (*PARAMETERS, "host_s_per_collective")
 
@@ -118,7 +122,7 @@ def what_others_say(name: str, fits: Sequence[RecipeFit]) -> float:
 
     Nothing, of what is one framework's own: whoever never saw its runs would not expect it.
     """
-    neutral = 0.0 if name == "host_s_per_collective_rank" else PARAMETERS[name].neutral
+    neutral = 0.0 if name in OWN_PARAMETERS else PARAMETERS[name].neutral
     told = [found.values[name] for found in fits if name in found.told]
     return geometric_mean(told) if told else neutral
 

@@ -88,7 +88,7 @@ class RankMemoryModel:
 
     def lasting_bytes(self, stages: Sequence[Sequence[int]]) -> float:
         """What is there while activations are, whatever the units keep: states, communicators and the context."""
-        states = state_bytes(self._state, *self.elements(stages))
+        states = self._states(*self.elements(stages))
         gradients = states.gradients if self.holds_gradients else 0.0
         outside = MemoryLedger().with_reserve(self.software, self.num_communicators).total_bytes
         return states.parameters + states.optimizer + gradients + outside
@@ -117,7 +117,7 @@ class RankMemoryModel:
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
         trainable, frozen, experts = self.elements(stages)
-        states = state_bytes(self._state, trainable, frozen, experts)
+        states = self._states(trainable, frozen, experts)
         lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
         transient = self.transient(stages)
         forward = self._ledger(
@@ -145,6 +145,18 @@ class RankMemoryModel:
                 (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
             )
         )
+
+    def _states(self, trainable: float, frozen: float, experts: float) -> StateBytes:
+        """States of so many elements, with the flat buffers of frameworks that have some among the gradients."""
+        states, framework, layout = (
+            state_bytes(self._state, trainable, frozen, experts),
+            self._table.framework,
+            self._layout,
+        )
+        if layout.zero_stage == 0 or layout.mesh.num_shards == 1:
+            return states
+        buckets = 2 * min(framework.bucket_elements, trainable) * framework.item_bytes
+        return replace(states, gradients=states.gradients + buckets)
 
     def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
         """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""

@@ -214,9 +214,12 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     time_s[..., PLACE[Time.COMPUTE_BACKWARD]] += accumulation + twice
     in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., PLACE[Data.GATHER]], 0.0)
     in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., PLACE[Data.REDUCE]], 0.0)
+    if table.framework.gathers_to_recompute:
+        in_backward = in_backward + in_forward * (time_s[..., PLACE[Time.RECOMPUTE]] > 0)
     overlap = table.cluster.devices[device].overlap
     passes = ((in_forward, _free_forward_s(time_s)), (in_backward, _free_backward_s(time_s)))
-    exposed = [exposed_s(moved_s, compute_s, overlap) for moved_s, compute_s in passes]
+    hides = table.framework.overlaps_micro_batches
+    exposed = [exposed_s(moved_s, compute_s if hides else 0 * compute_s, overlap) for moved_s, compute_s in passes]
     offloaded = [_copies_s(table, rows, moved_s, compute_s, overlap.fraction) for moved_s, compute_s in passes]
     weight_s = time_s[..., PLACE[Time.WEIGHT_GRADIENT]] + accumulation + twice
     hidden = time_s[..., _EXCHANGES] * rows.hides_exchanges[:, None, None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from costmodels.recipe import Recipe, load_recipe
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
+STOPS_EARLY, NO_DROPOUT = "non-reentrant-recompute", "no-dropout"
 
 
 def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
@@ -25,6 +26,16 @@ def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
         update["exchanges_hide_without_pipeline"] = overlap["ep-comm"]
     if overlap.get("tp-comm") is False:
         update["tensor_overlap"] = recipe.tensor_overlap.model_copy(update={"value": 0.0})
+    return recipe.model_copy(update=update)
+
+
+def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
+    """``recipe`` with what words of a run's kernels say of recomputation and dropout; otherwise its own."""
+    update: dict[str, object] = {}
+    if STOPS_EARLY in kernels:
+        update["stops_recomputation_early"] = True
+    if NO_DROPOUT in kernels:
+        update["dropout"] = 0.0
     return recipe.model_copy(update=update)
 
 

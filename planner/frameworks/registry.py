@@ -74,8 +74,13 @@ FRAMEWORKS = (
     Framework(("megatron-core-expert-overlap",), (Generation("megatron-core-expert-overlap"),)),
     Framework(("dualpipe",), (Generation("dualpipe"),), borrows="of DeepSeek's trainer no kernel was ever calibrated"),
     Framework(("nemo", "megatron-bridge"), (Generation("nemo"),)),
-    Framework(("megatron-deepspeed", "gpt-neox"), (Generation("megatron-deepspeed"),)),
-    Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed"),)),
+    # Under DeepSpeed's engine of 2021 and 2022 ranks wait at every collective of tensor parallelism.
+    Framework(
+        ("megatron-deepspeed", "gpt-neox"),
+        (Generation("megatron-deepspeed-2022", last_year=2022), Generation("megatron-deepspeed")),
+    ),
+    # Of 2021, before it gathered several tensors at once.
+    Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),
     Framework(("torchtitan",), (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan"))),
     Framework(("llm-foundry", "fsdp-llm-foundry"), (Generation("fsdp-llm-foundry"),)),
     Framework(("fms-fsdp",), (Generation("fsdp-compiled"),)),

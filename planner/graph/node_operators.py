@@ -11,6 +11,10 @@ from planner.operators.placement_rules import Applied, Operand, OpStrategy, repl
 from planner.operators.record import Trait
 from planner.operators.registry import operator_of
 
+# Tensor cores multiply 16-bit matrices whose rows are multiples of 16 bytes (NVIDIA, "Matrix Multiplication Background
+# User's Guide", section "Requirements to Use Tensor Cores").
+TENSOR_CORE_ELEMENTS = 8
+
 
 def strategies(node: Node, graph: ModelGraph, degree: int) -> list[OpStrategy]:
     """Every strategy of ``node`` on an axis of ``degree`` ranks, replication first."""
@@ -57,6 +61,12 @@ def runs_in_eight_bits(node: Node) -> bool:
     """Whether the node's products run in 8 bits where the precision is fp8."""
     is_matrix_product = node.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)
     return is_matrix_product and operator_of(node.op).has(Trait.EIGHT_BIT)
+
+
+def are_heads_aligned(node: Node, graph: ModelGraph) -> bool:
+    """Whether queries and values of an attention are as wide as products on tensor cores want it."""
+    widths = (graph.nodes[o].shape[-1] for o in node.operands[:3] if isinstance(o, int))
+    return all(width % TENSOR_CORE_ELEMENTS == 0 for width in widths)
 
 
 def num_scores(node: Node, graph: ModelGraph) -> float:

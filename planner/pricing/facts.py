@@ -99,12 +99,14 @@ def _host_work(training: Training, offload: Offload) -> HostWork:
 def framework_facts(target: PricingTarget) -> FrameworkFacts:
     """How the framework runs a layout."""
     recipe = target.recipe
-    overflow, band = recipe.overflow_s_per_byte, recipe.error_band
+    overflow, band, bucket = recipe.overflow_s_per_byte, recipe.error_band, recipe.state.bucket_elements
     plain = target.cluster.profile.software.plain_reserve_share
     return FrameworkFacts(
         name=recipe.name,
         overlaps_reduction=recipe.overlaps_reduction,
         overlaps_gather=recipe.overlaps_gather,
+        overlaps_micro_batches=recipe.overlaps_micro_batches,
+        gathers_to_recompute=recipe.gathers_to_recompute,
         sends_block=recipe.sends_block,
         exchanges_hide_under=recipe.exchanges_hide_under,
         exchanges_hide_without_pipeline=recipe.exchanges_hide_without_pipeline,
@@ -116,6 +118,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
         reduction_bytes=recipe.state.reduction_bytes.value,
+        bucket_elements=0.0 if bucket is None else bucket.value,
         extra_communicators=recipe.memory.extra_communicators.value,
         gathered_update_bytes=recipe.memory.gathered_update_bytes.value,
         gathered_update_shard_bytes=recipe.memory.gathered_update_shard_bytes.value,

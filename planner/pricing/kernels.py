@@ -1,7 +1,8 @@
 """Times of a unit's kernels on one rank, for many sizes of its part of a micro-batch at once.
 
 A kernel's time comes from the roofline of its class, its FLOPs and its bytes; the framework's recipe says how far its
-kernels differ. Parameters are read whole, however small the micro-batch is.
+kernels differ. Parameters are read whole, however small the micro-batch is. Where tensor cores do not take heads of
+some width, attention's batched products run in fp32 on the ordinary cores.
 """
 
 from __future__ import annotations
@@ -72,9 +73,11 @@ def _times_s(kernels: Sequence[Kernel], sizes: Array, machine: Machine, framewor
         if op_class is OpClass.MEMORY_BOUND:
             found[:, places] = _memory_bound_s(own, own_loads, machine, framework)
         elif op_class is OpClass.ATTENTION and not framework.attention.is_fused:
-            scores = np.array([kernel.scores for kernel in own]) * grown[:, places]
-            found[:, places] = _plain_attention_s(scores, own_loads, machine, framework, run)
+            found[:, places] = _plain_attention_s(own, own_loads, grown[:, places], (machine, framework), run)
         else:
+            if op_class is OpClass.ATTENTION:
+                rows = np.array([kernel.query_rows for kernel in own]) * grown[:, places]
+                own_loads = own_loads._replace(flops=own_loads.flops * machine.idle_factor(rows))
             found[:, places] = _product_s(own, own_loads, machine, framework, run)
     return np.where((loads.flops == 0) & (loads.num_bytes == 0), 0.0, found)
 
@@ -100,18 +103,24 @@ def _product_s(kernels: Sequence[Kernel], loads: _Loads, machine: Machine, frame
     return line.times_s(loads.flops / rate.value, loads.num_bytes, num_kernels)
 
 
-def _plain_attention_s(scores: Array, loads: _Loads, machine: Machine, framework: Framework, run: Pass) -> Array:
+def _plain_attention_s(
+    kernels: Sequence[Kernel], loads: _Loads, sizes: Array, prices: tuple[Machine, Framework], run: Pass
+) -> Array:
     """Two batched products forward, four backward, and the kernels that pass over the scores between them."""
+    machine, framework = prices
+    scores = np.array([kernel.scores for kernel in kernels]) * sizes
     kernel = framework.attention
     if run is Pass.FORWARD:
         products, passes, per_score = 2, kernel.num_kernels - 2, kernel.score_bytes_forward.value
     else:
         products, passes, per_score = 4, kernel.num_kernels * 2 - 4, kernel.score_bytes_backward.value
-    by_products = machine.roofline(OpClass.GEMM, framework.precision)
     between = machine.roofline(OpClass.MEMORY_BOUND, framework.precision)
     # Each product writes or reads 16-bit scores once; the rest is moved by the passes between.
-    in_products_s = by_products.times_s(
-        loads.flops / framework.recipe.product_rate.value, 2 * products * scores + loads.num_bytes, products
-    )
+    flops, in_products = loads.flops / framework.recipe.product_rate.value, 2 * products * scores + loads.num_bytes
+    in_products_s = machine.roofline(OpClass.GEMM, framework.precision).times_s(flops, in_products, products)
+    aligned = np.array([each.is_aligned for each in kernels])
+    if not aligned.all() and machine.has_arithmetic("fp32"):
+        elsewhere_s = machine.roofline(OpClass.GEMM, "fp32").times_s(flops, in_products, products)
+        in_products_s = np.where(aligned, in_products_s, elsewhere_s)
     moved = max(0.0, per_score - 2 * products) * scores
     return in_products_s + between.times_s(np.zeros_like(moved), moved, max(1, passes))

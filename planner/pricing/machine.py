@@ -12,7 +12,7 @@ from costmodels.compute import Roofline, roofline
 from costmodels.overlap import Overlap
 from costmodels.stragglers import straggler_slowdown
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
-from hardware_profiles.schema import ClusterSpec
+from hardware_profiles.schema import ClusterSpec, DTypeName
 from planner.axes.lowered import Collective
 from planner.layout.columns import Array
 
@@ -54,6 +54,15 @@ class Machine:
         software = self.cluster.profile.software
         return Overlap(software.overlappable_fraction.value, software.overlap_slowdown.value)
 
+    def idle_factor(self, query_rows: Array) -> Array:
+        """Time of an attention of so many rows over that at its full rate: few rows do not fill the device."""
+        half = self.cluster.profile.device.efficiency["attention"].half_rows
+        return np.ones_like(query_rows) if half is None else 1 + half.value / query_rows
+
+    def has_arithmetic(self, dtype: DTypeName) -> bool:
+        """Whether the profile says how fast the devices multiply in ``dtype``."""
+        return dtype in self.cluster.profile.device.peak_flops_per_s
+
     def roofline(self, op_class: OpClass, precision: str) -> Roofline:
         """The roofline of one class of operators."""
         key = (op_class, precision)
@@ -69,7 +78,7 @@ class Machine:
         return self._lines[key]
 
     def collective_s(self, collective: Collective, num_bytes: Array) -> Array:
-        """Seconds of a collective of so many bytes that compute cannot hide, at each size."""
+        """Seconds of a collective of so many bytes that compute cannot hide, at each size; and of waiting for it."""
         moved = num_bytes / collective.rate
         if collective.copies is None:
             seconds = collective_times_s(self.lines(collective.kind, collective.group), moved)
@@ -77,4 +86,4 @@ class Machine:
             parts = dispatch_parts(collective.group, (collective.copies, collective.nodes), self.cluster)
             ways = [collective_times_s(self.lines(collective.kind, ranks), share * moved) for ranks, share in parts]
             seconds = np.maximum.reduce(ways)
-        return (1 - collective.hidden_share) * collective.repeats * seconds
+        return collective.repeats * ((1 - collective.hidden_share) * seconds + collective.wait_s)

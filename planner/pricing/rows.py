@@ -82,7 +82,7 @@ def data_rows(
             if (key.tensor, own) not in pricers:
                 placed = zip(whole, decisions[key.tensor], strict=True)
                 states = [lowered_states(each, own, placement) for each, placement in placed]
-                pricers[key.tensor, own] = StatePricer(elements_of(states), machine, framework)
+                pricers[key.tensor, own] = StatePricer(states, machine, framework)
             found[place] = pricers[key.tensor, own].times(state_collectives(moved, framework))
         rows[row] = found[place]
     return rows

@@ -21,6 +21,11 @@ def elements_of(states: Sequence[RankStates]) -> Array:
     return np.array([[each.elements(kind) for kind in _STATES] for each in states])
 
 
+def _tensors_of(states: Sequence[RankStates]) -> Array:
+    """[units, ``StateKind``]: parameters."""
+    return np.array([[each.tensors(kind) for kind in _STATES] for each in states], dtype=np.float64)
+
+
 def counted(elements: Array) -> Array:
     """[units, ``Element``] of ``elements_of`` units."""
     dense, frozen, tied, expert = elements.T
@@ -28,12 +33,12 @@ def counted(elements: Array) -> Array:
 
 
 class StatePricer:
-    """Prices of moving the states of some units, ``elements_of`` which are given; collectives that keys share once."""
+    """Prices of moving the states of some units; collectives that keys share are priced once."""
 
-    def __init__(self, elements: Array, machine: Machine, framework: Framework) -> None:
-        self._elements, self._machine = elements, machine
+    def __init__(self, states: Sequence[RankStates], machine: Machine, framework: Framework) -> None:
+        self._elements, self._tensors, self._machine = elements_of(states), _tensors_of(states), machine
         line = machine.roofline(OpClass.MEMORY_BOUND, framework.precision)
-        trained = elements[:, [StateKind.DENSE.value, StateKind.EXPERT.value]].sum(axis=1)
+        trained = self._elements[:, [StateKind.DENSE.value, StateKind.EXPERT.value]].sum(axis=1)
         self._accumulate_s = trained * framework.recipe.accumulation_bytes.value * line.seconds_per_byte
         self._seconds: dict[Collective, Array] = {}
 
@@ -48,7 +53,9 @@ class StatePricer:
     def _collective_s(self, collective: Collective) -> Array:
         """Nothing at all of units that have no such states."""
         if collective not in self._seconds:
-            num_bytes = self._elements[:, list(collective.of)].sum(axis=1) * collective.times
-            seconds = self._machine.collective_s(collective, num_bytes)
+            kinds = list(collective.of)
+            num_bytes = self._elements[:, kinds].sum(axis=1) * collective.times
+            parts = np.maximum(1.0, self._tensors[:, kinds].sum(axis=1)) if collective.each_tensor else 1.0
+            seconds = parts * self._machine.collective_s(collective, num_bytes / parts)
             self._seconds[collective] = np.where(num_bytes > 0, seconds, 0.0)
         return self._seconds[collective]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.vocabulary.terms import PLACE, Holding, Pass, Time
 from planner.axes.framework import Framework
@@ -54,6 +55,9 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
         for mode, recomputation in enumerate(unit.recomputations):
             time_s[rows, mode] = priced.times(exchanged, recomputation)[at]
         num_bytes[rows, :, PLACE[Holding.WORKING]] += _buffered_bytes(work) * on_rank[rows, None]
+        is_ahead = priced.is_host_ahead(exchanged)[at, None]
+        for holding in (Holding.COLLECTIVE, Holding.QUEUED):  # where the device is ahead, no collective is waited for
+            num_bytes[rows, :, PLACE[holding]] *= is_ahead
     return WorkPrices(time_s, num_bytes)
 
 
@@ -98,9 +102,7 @@ class _Exchanges(NamedTuple):
     def repeated(self, mode: Recomputation, zero: Array) -> tuple[Array, Array]:
         """Exposed seconds of what recomputation sends again, and compute that hides it."""
         places = [
-            place
-            for place, each in enumerate(self.collectives)
-            if each.runs_in is Pass.FORWARD and each.role in mode.roles
+            place for place, each in enumerate(self.collectives) if each.runs_in is Pass.FORWARD and mode.repeats(each)
         ]
         return sum((self.seconds[i] for i in places), zero), sum((self.hiding_s[i] for i in places), zero)
 
@@ -130,6 +132,11 @@ class _PricedUnit:
             blocks,
             (host_s[0], host_s[1]),
         )
+
+    def is_host_ahead(self, exchanges: _Exchanges) -> NDArray[np.bool]:
+        """At each size whether the host issues the forward pass faster than the device runs it."""
+        device_s = self._compute_s[0] + exchanges.blocks.forward_s + exchanges.summed(Pass.FORWARD, self._zero)
+        return device_s >= exchanges.host_s[0]
 
     def times(self, exchanges: _Exchanges, mode: Recomputation) -> Array:
         """[sizes, ``Time``]."""
@@ -164,8 +171,14 @@ class _PricedUnit:
             compute = compute + exchanges.blocks.forward_s
         sent, hiding = exchanges.repeated(mode, self._zero)
         if mode.waits_for_host:
-            compute = np.maximum(compute, exchanges.host_s[0] - sent)
+            compute = np.maximum(compute, exchanges.host_s[0] * self._issued_again(mode) - sent)
         return compute + sent, hiding
+
+    def _issued_again(self, mode: Recomputation) -> float:
+        """Of the kernels that the host issues forward, the share that it issues again."""
+        again = (kernel for kernel in self._unit.kernels if kernel.id in mode.kernels)
+        issued = sum(kernels_issued(kernel, self._framework, Pass.FORWARD) for kernel in again)
+        return issued / max(1, self._num_launches[Pass.FORWARD])
 
     def _blocks(self, num_blocks: int) -> BlockTimes:
         """Cases share numbers of blocks, too."""

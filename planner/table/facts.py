@@ -115,6 +115,8 @@ class FrameworkFacts:
     name: str
     overlaps_reduction: bool
     overlaps_gather: bool
+    overlaps_micro_batches: bool
+    gathers_to_recompute: bool
     sends_block: bool
     exchanges_hide_under: tuple[ScheduleName, ...]
     exchanges_hide_without_pipeline: bool
@@ -126,6 +128,7 @@ class FrameworkFacts:
     keeps_gradients: bool
     reduces_in_place: bool
     reduction_bytes: float
+    bucket_elements: float  # of each of the two flat buffers of a sharded optimiser
     extra_communicators: float
     gathered_update_bytes: float
     gathered_update_shard_bytes: float

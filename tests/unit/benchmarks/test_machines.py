@@ -17,7 +17,7 @@ from benchmarks.published.runs import Hardware, UnpriceableRunError
         ("A100-80GB-PCIe", 80, "a100-pcie-80gb-x8"),
         ("Tesla V100-SXM2-16GB", 16, "dgx-1-v100-16gb"),
         ("V100-32GB-SXM3", 32, "dgx-2-v100-32gb"),
-        ("H100-96GB-HBM2e-SXM(500W)", 96, "dgx-h100-80gb"),
+        ("H100-96GB-HBM2e-SXM(500W)", 96, "h100-hbm2e-96gb-x8"),
         ("GH200-96GB", 96, "dgx-h100-80gb"),
         ("GB200-186GB", 186, "gb200-nvl72"),
         ("GB300-279GB", 279, "gb300-nvl72"),

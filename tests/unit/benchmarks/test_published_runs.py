@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of, study_recipe_names
+from benchmarks.published.frameworks import (
+    attention_name_of,
+    recipe_called,
+    recipe_name_of,
+    study_recipe_names,
+    with_dropout,
+)
 from benchmarks.published.machines import KNOWN_CLUSTERS, STUDY_PROFILES, cluster_of, study_profile
 from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer, layout_of
@@ -267,10 +273,36 @@ def test_a_balanced_cut_gives_the_stages_of_the_vocabulary_fewer_blocks(toy: Run
     assert pricer.price(balanced).priced.step_time_s < pricer.price(run).priced.step_time_s
 
 
-def test_a_vocabulary_over_the_pipeline_is_said_not_to_be_priced(tmp_path: Path) -> None:
-    (run,) = read_runs(write(tmp_path / "runs.csv", {"vocab_parallel": "vocab-1"}))
+def test_a_vocabulary_over_the_pipeline_is_part_of_the_layout(toy: Run, pricer: RunPricer) -> None:
+    """Balanced stages are faster than a head at the end; passes that wait for their exchanges are slower again."""
+    large = replace(toy, architecture=replace(toy.architecture, vocab=65536))
+
+    def step_s(sharing: str) -> float:
+        return pricer.price(replace(large, software=replace(toy.software, vocab_parallel=sharing))).priced.step_time_s
+
+    assert step_s("vocab-2") == step_s("vocab-1") < step_s("interlaced") < step_s("none") == step_s("")
+    with pytest.raises(UnpriceableRunError, match="vocab_parallel 'vocab-3' is none of none, vocab-1, vocab-2"):
+        step_s("vocab-3")
+
+
+@pytest.mark.parametrize(("words", "rank"), [("of the LAST rank", -1), ("on the logging rank", 0), ("rank-0 peak", 0)])
+def test_memory_is_of_the_rank_that_was_read(tmp_path: Path, pricer: RunPricer, words: str, rank: int) -> None:
+    (run,) = read_runs(write(tmp_path / "runs.csv", {"peak_memory_kind": f"torch max_memory_allocated {words} (GiB)"}))
     assert isinstance(run, Run)
-    assert "vocab_parallel: none, vocab-1 is not priced" in run.assumptions
+    prediction = pricer.price(run)
+    seen = max(ledger.allocated_bytes for _, ledger in prediction.priced.memory[rank].phases)
+    assert row_of(run, prediction).predicted_peak_memory_bytes == seen
+    assert len({each.peak.allocated_bytes for each in prediction.priced.memory}) == 2
+
+
+def test_gpt_under_megatron_core_has_its_dropout(toy: Run, pricer: RunPricer) -> None:
+    """Megatron-LM drops a tenth unless told otherwise: masks are kept. Gated models are trained without."""
+    core = replace(toy, software=replace(toy.software, framework="megatron-core", version="2025"))
+    without = replace(core, software=replace(core.software, kernels=("no-dropout",)))
+    gated = replace(core, architecture=replace(core.architecture, mlp_type="swiglu", is_tied=False))
+    held = [pricer.price(run).priced.peak_memory_bytes for run in (core, without)]
+    assert held[0] > held[1]
+    assert with_dropout(load_recipe("megatron-core"), gated).dropout == 0
 
 
 def test_out_of_memory_rows_say_their_software_too(tmp_path: Path) -> None:
@@ -380,8 +412,9 @@ def test_schedules_are_told_by_their_words(toy: Run, name: str, schedule: Schedu
     stages = 2 if schedule is ScheduleName.INTERLEAVED_1F1B else 1
     layout = replace(toy.layout, schedule=name, pp=2, tp=1, dp=4, virtual_stages=stages)
     assert layout_of(replace(toy, layout=layout)).schedule is schedule
-    with pytest.raises(UnpriceableRunError, match="not priced"):
-        layout_of(replace(toy, layout=replace(layout, schedule="somehow")))
+    for other in ("somehow", "interlaced-1F1B", "1F1B with more"):
+        with pytest.raises(UnpriceableRunError, match="not priced"):
+            layout_of(replace(toy, layout=replace(layout, schedule=other)))
 
 
 def test_fsdp_under_a_pipeline_gathers_once_a_step(toy: Run) -> None:

@@ -58,6 +58,9 @@ def graph() -> ModelGraph:
     return trace_model(loaded, BATCH_SIZE, CONFIG.seq_len, "bfloat16")
 
 
+HOST_TIMES = ("host_s_per_kernel", "host_s_per_collective")
+
+
 def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
     target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
     split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
@@ -138,8 +141,12 @@ def test_the_loss_holds_its_copies_of_the_logits(graph: ModelGraph) -> None:
 def test_inputs_of_asynchronous_collectives_wait_as_long_as_launches_queue(graph: ModelGraph) -> None:
     split = FSDP._replace(mesh=Mesh(1, 1, 1, 1, 2, 1), zero_stage=0, sequence_parallel=True)
     whole = 4 * CONFIG.seq_len * CONFIG.hidden * 2
-    (memory,) = memory_of(graph, split, load_recipe("nanotron"))
+    nanotron = load_recipe("nanotron")
+    at_once = {name: getattr(nanotron, name).model_copy(update={"value": 0.0}) for name in HOST_TIMES}
+    (memory,) = memory_of(graph, split, nanotron.model_copy(update=at_once))
     assert memory.peak.bytes_of(MemoryTerm.WAITING_COLLECTIVES) == pytest.approx(3 * CONFIG.layers * whole)
+    (behind,) = memory_of(graph, split, nanotron)  # its host is slower than the device with so small a model
+    assert behind.peak.bytes_of(MemoryTerm.WAITING_COLLECTIVES) == 0
     assert memory.peak.bytes_of(MemoryTerm.GATHER_BUFFERS) == pytest.approx(2 * whole)
     (ours,) = memory_of(graph, split)
     assert ours.peak.bytes_of(MemoryTerm.WAITING_COLLECTIVES) == ours.peak.bytes_of(MemoryTerm.GATHER_BUFFERS) == 0

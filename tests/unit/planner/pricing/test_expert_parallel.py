@@ -150,7 +150,11 @@ def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
 
 
 def test_recomputation_sends_again() -> None:
-    full, none = block(8, recompute=Recompute.FULL), block(8)
+    whole = replace(target_of(), recipe=target_of().recipe.model_copy(update={"stops_recomputation_early": False}))
+    full, none = (
+        unit_prices(whole, decision_of(whole), WorkKey(WHOLE, 8, 1, 1), mode)[BLOCK]
+        for mode in (Recompute.FULL, Recompute.NONE)
+    )
     assert full[Time.RECOMPUTE] == pytest.approx(none[Time.COMPUTE_FORWARD] + none[Time.EXPERT_FORWARD])
     selective = (
         block(8, recompute=Recompute.SELECTIVE)[Time.RECOMPUTE]
