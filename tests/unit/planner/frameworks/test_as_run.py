@@ -3,13 +3,23 @@
 import pytest
 
 from costmodels.recipe import load_recipe
-from planner.frameworks.as_run import effective_zero_stage, with_overlap
+from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 
 OVERLAPPING = load_recipe("megatron-core-overlap")
 
 
 def test_nothing_said_changes_nothing() -> None:
     assert with_overlap(OVERLAPPING, {}) == OVERLAPPING
+
+
+def test_words_of_kernels_say_how_blocks_run_again_and_that_nothing_is_dropped() -> None:
+    base = load_recipe("megatron-lm-2022")
+    assert not base.stops_recomputation_early
+    assert base.dropout > 0
+    assert with_kernels(base, ("te", "flash2")) == base
+    early, whole = (with_kernels(base, (word,)) for word in ("non-reentrant-recompute", "no-dropout"))
+    assert (early.stops_recomputation_early, early.dropout) == (True, base.dropout)
+    assert (whole.stops_recomputation_early, whole.dropout) == (False, 0.0)
 
 
 def test_each_overlap_is_taken_as_said() -> None:
