@@ -254,6 +254,10 @@ class LayoutUnits:
         """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
         return self._ranks[rank].unit_times
 
+    def times_of_kinds(self, rank: int) -> UnitTimes:
+        """Seconds of one micro-batch in every kind of units on the devices of ``rank``, a row for each free mode."""
+        return self._ranks[rank].times
+
     def place_of(self, rank: int) -> int:
         """Place of the rank's devices on the table's axis of devices."""
         return self._places[rank]
