@@ -117,19 +117,12 @@ class Auditor:
         facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
         return Auditor(question, facts, placed, folder, most)
 
-    def price(self, choice: Choice, document: Document, suspect_s: float = 0.0) -> Price:
-        """Of ``document`` with ``choice`` in it, on the graph that was read once.
-
-        What fits and takes less than ``suspect_s`` is priced again from its file alone, as a user would: no plan is
-        refuted by a price that a user cannot have.
-        """
+    def price(self, choice: Choice, document: Document) -> Price:
+        """Of ``document`` with ``choice`` in it."""
         edited = written(choice, document, self.facts, self.placed.section)
         if edited is None:
             return Price(None, fits=False, refused="no weight is split by this tensor-parallel degree")
-        price = estimate(edited, self.question.hardware, self.folder, self.placed.graph)
-        if price.fits and price.step_time_s is not None and price.step_time_s < suspect_s:
-            return estimate(edited, self.question.hardware, self.folder)
-        return price
+        return estimate(edited, self.question.hardware, self.folder)
 
     def verdict(self, plan: Plan) -> Verdict:
         """What every small change of ``plan`` comes to."""
@@ -141,7 +134,7 @@ class Auditor:
 
         def priced_all(changes: Iterable[Edit]) -> None:
             for edit in changes:
-                price = self.price(edit.choice, document, plan_s)
+                price = self.price(edit.choice, document)
                 (counted if price.step_time_s is not None else refused)[edit.kind] += 1
                 if price.step_time_s is None:
                     reasons[price.refused.split(":")[0] + ":" + price.refused.split(":")[-1]] += 1

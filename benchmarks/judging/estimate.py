@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from planner.api import price_plan
 from planner.errors import InputError
-from planner.graph.model_graph import ModelGraph
 from planner.plan.plan_file import plan_json, read_plan
 from planner.plan.schema import Plan, PredictionSection
 
@@ -32,15 +31,12 @@ def document_of(plan: Plan, model: str) -> Document:
     return {**document, "prediction": None, "search": None, "warnings": []}
 
 
-def estimate(document: Mapping[str, Any], hardware: str, folder: Path, graph: ModelGraph | None = None) -> Price:
-    """The price of ``document`` on ``hardware``; ``folder`` takes the file.
-
-    ``graph``: that of its model, where a judge has read it before: reading is more than half of a price.
-    """
+def estimate(document: Mapping[str, Any], hardware: str, folder: Path) -> Price:
+    """The price of ``document`` on ``hardware``; ``folder`` takes the file."""
     file = folder / "plan.json"
     file.write_text(json.dumps(document), encoding="utf-8")
     try:
-        answer = price_plan(read_plan(file), hardware, graph=graph)
+        answer = price_plan(read_plan(file), hardware)
     except InputError as error:
         return Price(None, fits=False, refused=error.message)
     except (ValueError, LookupError) as error:  # no message to a user, so a mistake of ours

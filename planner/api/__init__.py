@@ -22,7 +22,6 @@ from planner.errors import (
     TimeLimitError,
 )
 from planner.evaluation.evaluator import Evaluated, Evaluator
-from planner.graph.model_graph import ModelGraph
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.plan.schema import CaseSection, Plan, SearchSection
@@ -307,16 +306,9 @@ class PlannedLayout:
 
 
 def planned_layout(
-    plan: Plan,
-    hardware: str | None,
-    num_devices: int | None,
-    framework: str | None = None,
-    graph: ModelGraph | None = None,
+    plan: Plan, hardware: str | None, num_devices: int | None, framework: str | None = None
 ) -> PlannedLayout:
-    """``plan`` on its own or on other hardware; PlanError where it cannot be priced.
-
-    ``graph``: that of its model, where it was read before.
-    """
+    """``plan`` on its own or on other hardware; PlanError where it cannot be priced."""
     notes: list[str] = []
     section = plan.training
     layout = from_plan.layout_of(plan, num_devices or plan.num_devices)
@@ -326,7 +318,7 @@ def planned_layout(
         layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
     check_offload(cluster, layout.offload, activations=layout.offloads_activations)
-    graph = graph or load_planned_graph(plan.model, section.seq_len, section.precision, notes)
+    graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     framework = framework or plan.framework
@@ -345,17 +337,10 @@ def planned_layout(
 
 
 def price_plan(
-    plan: Plan,
-    hardware: str | None = None,
-    num_devices: int | None = None,
-    framework: str | None = None,
-    graph: ModelGraph | None = None,
+    plan: Plan, hardware: str | None = None, num_devices: int | None = None, framework: str | None = None
 ) -> Answer:
-    """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching.
-
-    ``graph``: that of its model, where it was read before.
-    """
-    planned = planned_layout(plan, hardware, num_devices, framework, graph)
+    """Prices an existing plan again, on other hardware or with another data-parallel degree, without searching."""
+    planned = planned_layout(plan, hardware, num_devices, framework)
     found, notes = planned.evaluator.evaluate(planned.starts, exact=True), planned.notes
     if not found.fits:
         worst = "fullest node" if found.fits_devices else "worst GPU"
