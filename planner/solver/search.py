@@ -149,14 +149,13 @@ def search(
     order = _in_order(table, listed, lower)
     interrupted = False
     walk = _Walk(table, listed, lower, solver, best)
-    visits = _visits(order, lower, best, walk) if wanted.proof else _likely_visits(order, best, walk)
 
     def is_over() -> bool:
         return deadline.is_over() or (wanted.any_will_do and best.best is not None)
 
     try:
         walk.probe(order, is_over)
-        for index in visits:
+        for index in _visits(order, lower, best, walk) if wanted.proof else _likely_visits(order, best, walk):
             if is_over():
                 break
             walk.visit(index)
