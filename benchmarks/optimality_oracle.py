@@ -5,8 +5,7 @@ enumeration written from the definition of a plan, which shares no code with the
 every rank's memory counted by the real ledger. A plan that says OPTIMAL must be as fast as the best of all to 0.1 %;
 the bound of one that says FEASIBLE must not be above it; where nothing is said to fit, nothing may.
 
-Not enumerated: placements of operators on tensor-parallel ranks (the planner's own for each degree), offloading, and
-models that mix recomputation between blocks as long as the evaluation has no price for them.
+Not enumerated: placements of operators on tensor-parallel ranks (the planner's own for each degree), and offloading.
 
 Records are written after each instance, so Ctrl-C loses none and the same command goes on. Exit code 1 where search
 and oracle differ.

@@ -97,14 +97,14 @@ class MemoryLedger:
         )
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
-        known = {name for name, _ in self.rows}
+        rows = list(self.rows)
         for name, num_bytes in more:
             if num_bytes < 0:
                 raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
-            if name in known:
+            if any(row == name for row, _ in rows):
                 raise ValueError(f"the ledger already has a row {name}")
-            known.add(name)
-        return MemoryLedger((*self.rows, *more))
+            rows.append((name, num_bytes))
+        return MemoryLedger(tuple(rows))
 
 
 @dataclass(frozen=True)

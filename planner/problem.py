@@ -116,8 +116,8 @@ class Problem:
     def roomier(self, outcome: Outcome, deadline: Deadline) -> Evaluated | None:
         """The fastest layout known whose ranks take at most ``ROOMY`` of what they may.
 
-        Known are the layouts that were visited and the best over the mesh of the plan, which is a search of few
-        layouts: others may be faster. None where the plan itself takes no more, and where none is known.
+        Known are the layouts that were visited and the likeliest over the mesh of the plan: others may be faster.
+        None where the plan itself takes no more, and where none is known.
         """
         found = outcome.best
         if found is None or _memory_share(found) <= ROOMY:
@@ -127,7 +127,7 @@ class Problem:
             cluster = self.table.cluster
             table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
             over_mesh = self.space.layouts.where(_MeshKey, lambda key: key.mesh == found.layout.mesh)
-            best = search(table, over_mesh, self.solver, deadline=deadline).best
+            best = search(table, over_mesh, self.solver, deadline=deadline, wanted=Wanted(proof=False)).best
             known += [] if best is None else [best]
         return min(known, key=lambda each: each.step_time_s, default=None)
 

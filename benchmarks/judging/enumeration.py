@@ -69,16 +69,13 @@ def over_groups(choice: Choice, groups: Groups) -> Iterator[Choice]:
         yield choice._replace(groups=tuple(name for name, count in order for _ in range(count // each)))
 
 
-def recomputations(facts: Facts, *, mixes_blocks: bool) -> dict[tuple[int, int, int], list[tuple[Recompute, ...]]]:
-    """Every recomputation of every unit, by how many blocks are in each mode; or of all blocks alike."""
+def recomputations(facts: Facts) -> list[tuple[Recompute, ...]]:
+    """Every recomputation of every unit."""
     num_blocks = sum(block is not None for block in facts.blocks)
-    found: dict[tuple[int, int, int], list[tuple[Recompute, ...]]] = {}
+    found: list[tuple[Recompute, ...]] = []
     for chosen in product(Recompute, repeat=num_blocks):
-        if mixes_blocks or len(set(chosen)) == 1:
-            counts = (chosen.count(Recompute.NONE), chosen.count(Recompute.SELECTIVE), chosen.count(Recompute.FULL))
-            of_blocks = iter(chosen)
-            modes = tuple(Recompute.NONE if block is None else next(of_blocks) for block in facts.blocks)
-            found.setdefault(counts, []).append(modes)
+        of_blocks = iter(chosen)
+        found.append(tuple(Recompute.NONE if block is None else next(of_blocks) for block in facts.blocks))
     return found
 
 

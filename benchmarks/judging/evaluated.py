@@ -21,9 +21,6 @@ from planner.pricing.table_builder import build_table
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
 
-# Whether the evaluation prices blocks that recompute differently.
-MIXES_BLOCKS = hasattr(Evaluator, "with_modes")
-
 
 @dataclass(frozen=True)
 class Evaluations:
@@ -51,8 +48,9 @@ class Evaluations:
         return self.placed.decision(choice.tp, choice.sequence_parallel) is not None
 
     def prepare(self, choices: Sequence[Choice]) -> None:
-        """Prices all layouts of ``choices`` at once."""
-        listed = tuple({self.layout(choice): None for choice in choices})
+        """Prices all layouts of ``choices`` at once, whatever their blocks recompute."""
+        each = [layout for choice in choices for layout in self._layouts_of(choice)]
+        listed = tuple(dict.fromkeys(each))
         splits = {TensorSplit(choice.tp, choice.sequence_parallel) for choice in choices}
         pairs = ((split, self.placed.decision(split.tp, split.sequence_parallel)) for split in splits)
         decisions = {split: decision for split, decision in pairs if decision is not None}
@@ -64,13 +62,23 @@ class Evaluations:
 
     def evaluator(self, choice: Choice) -> Evaluator:
         """What simulates the layout of ``choice`` and what its blocks recompute, under any cut."""
-        layout = self.layout(choice)
+        found = self._evaluator(self.layout(choice), choice)
+        return found if self.is_uniform(choice) else found.with_modes(choice.modes)
+
+    def _evaluator(self, layout: Layout, choice: Choice) -> Evaluator:
         if layout not in self._tables:
             self.prepare([choice])
         if layout not in self._known:
             self._known[layout] = Evaluator(self._tables[layout], layout)
-        found = self._known[layout]
-        return found if self.is_uniform(choice) else cast("Any", found).with_modes(choice.modes)
+        return self._known[layout]
+
+    def _layouts_of(self, choice: Choice) -> list[Layout]:
+        layout = self.layout(choice)
+        return [layout._replace(recompute=mode) for mode in (*Recompute, None)]
+
+    def free(self, choice: Choice) -> Evaluator:
+        """The same, in whose table every block may recompute what it likes; here none does."""
+        return self._evaluator(self.layout(choice)._replace(recompute=None), choice)
 
     def is_uniform(self, choice: Choice) -> bool:
         """Whether all blocks recompute alike."""
@@ -78,7 +86,7 @@ class Evaluations:
 
     def evaluate(self, choice: Choice) -> Evaluated | None:
         """The simulated step and the memory of every rank; None where there is no price."""
-        if not self.can_be_placed(choice) or not (MIXES_BLOCKS or self.is_uniform(choice)):
+        if not self.can_be_placed(choice):
             return None
         try:
             return self.evaluator(choice).evaluate(choice.starts, exact=True)
@@ -102,7 +110,7 @@ class Evaluations:
             num_microbatches=self.facts.num_microbatches(choice),
             schedule=choice.schedule,
             virtual_stages=choice.virtual_stages,
-            recompute=cast("Recompute", mode),  # None: each block has its own
+            recompute=mode,  # None: each block has its own
             sequence_parallel=choice.sequence_parallel,
             groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None)),
         )

@@ -1,9 +1,9 @@
 """The best plan of a small instance by trying all: each simulated, with the memory ledger of every rank.
 
-The price is the planner's own definition (``Evaluator``), what is priced is ``enumeration``'s. One thing is skipped: a
-layout whose ranks together have more work than its ranks could do in the time of a plan that is known already. The work
-is read off one simulated step of the layout; no cut changes how much of it there is. Of plans whose stages hold the
-same in another order, one is simulated where that one is too slow.
+The price is the planner's own definition (``Evaluator``), what is priced is ``enumeration``'s. Two things are skipped,
+each with a reason that no search has a part in. A layout with what it recomputes, whose ranks together have more work
+than they could do in the time of a plan that is known already: no cut changes how much work there is. And the memory
+of a plan whose simulated schedule alone takes as long as a plan that is known to fit (``makespans``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.judging.choice import Choice, is_legal, obeys
 from benchmarks.judging.edits import even_cuts
 from benchmarks.judging.enumeration import cuts, layouts, num_cuts, recomputations
-from benchmarks.judging.evaluated import MIXES_BLOCKS, Evaluations
+from benchmarks.judging.evaluated import Evaluations
 from benchmarks.judging.graphs import Graphs
+from benchmarks.judging.makespans import Makespans, places_of
 from benchmarks.judging.questions import CRASHED, Drawn, Machine, Question, Reply, Shape, drawn, random_shape
 from costmodels.vocabulary.choices import Precision, Recompute
+from planner.evaluation.evaluator import Evaluator
 
 TOLERANCE = 1e-3
 Modes = tuple[Recompute, ...]  # of every unit
 
 SLACK = 1e-9  # of sums of floats
-MOST_PRICED = 40_000  # steps simulated of one instance; of a larger one the best so far is still a plan
+MOST_PRICED = 1_000_000  # schedules simulated of one instance; of a larger one the best so far is still a plan
 
 MACHINES = (
     Machine("rtx-4090-x8", (2, 3, 4, 6, 8)),
@@ -79,13 +84,25 @@ def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False
     )
 
 
+class _Layout(NamedTuple):
+    """One layout with all that its blocks may recompute."""
+
+    choice: Choice
+    recomputed: list[Modes]  # those that are allowed
+    places: NDArray[np.intp]  # the same as places in ``MODES``, [rows, units]
+    least_s: NDArray[np.float64]  # that a step takes at least with each, whatever the cut
+
+    @property
+    def floor_s(self) -> float:
+        """Whatever is recomputed."""
+        return float(self.least_s.min())
+
+
 class _Tried:
     """Plans that were simulated, and the fastest of them that fits."""
 
     def __init__(self, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
-        units = evaluations.placed.graph.units
-        self._kinds = [unit.kind for unit in units]
         self.best: tuple[float | None, Choice | None] = (None, None)
         self.num_priced = 0
 
@@ -93,30 +110,41 @@ class _Tried:
         """Whether a plan is known that takes no longer."""
         return self.best[0] is not None and seconds >= self.best[0]
 
-    def price(self, choice: Choice, recomputed: Sequence[Modes], starts_of: Sequence[tuple[int, ...]]) -> None:
-        """``choice`` with every recomputation and every cut given.
+    def price(self, layout: _Layout, rows: NDArray[np.intp], starts_of: Sequence[tuple[int, ...]]) -> None:
+        """``layout`` with some rows of its recomputations and every cut given.
 
-        Stages of as many units of each kind in each mode take the same time in whatever order these stand, so that
-        of such plans only one is simulated where that is too slow.
+        The schedule of each is simulated. Those that so take less than the best, the fastest first, are held against
+        the memory of every rank, and what fits is priced whole.
         """
-        too_slow: set[object] = set()
-        for modes in recomputed:
-            evaluator = self._evaluations.evaluator(choice._replace(modes=modes))
-            for starts in starts_of:
-                alike = self._alike(starts, modes)
-                if alike in too_slow:
-                    continue
-                self.num_priced += 1
-                found = evaluator.evaluate(starts, exact=True)
-                if self.beats(found.step_time_s):
-                    too_slow.add(alike)
-                elif found.fits:
+        choice, evaluations = layout.choice, self._evaluations
+        evaluator = evaluations.free(choice)
+        spans = Makespans(choice, evaluator).of(
+            layout.places[rows], starts_of, evaluations.facts.num_microbatches(choice)
+        )
+        self.num_priced += spans.size
+        fits: dict[object, bool] = {}
+        least = spans.ravel() * (1 - SLACK)
+        worth = np.arange(least.size) if self.best[0] is None else np.flatnonzero(least < self.best[0])
+        for place in worth[np.argsort(least[worth], kind="stable")].tolist():
+            if self.beats(float(least[place])):
+                break
+            modes, starts = layout.recomputed[rows[place // len(starts_of)]], starts_of[place % len(starts_of)]
+            if self._fits(evaluator, modes, starts, fits):
+                found = evaluations.evaluator(choice._replace(modes=modes)).evaluate(starts, exact=True)
+                if found.fits and not self.beats(found.step_time_s):
                     self.best = found.step_time_s, choice._replace(starts=starts, modes=modes)
 
-    def _alike(self, starts: tuple[int, ...], modes: Modes) -> object:
-        pairs = list(zip(self._kinds, modes, strict=True))
-        ends = (*starts[1:], len(pairs))
-        return tuple(tuple(sorted(pairs[start:end])) for start, end in zip(starts, ends, strict=True))
+    @staticmethod
+    def _fits(evaluator: Evaluator, modes: Modes, starts: tuple[int, ...], known: dict[object, bool]) -> bool:
+        """Whether every rank does, by its ledger: which of its own stages and what these recompute says."""
+        for rank, stages in enumerate(evaluator.stages_of_ranks(starts)):
+            own = {unit: modes[unit] for units in stages.values() for unit in units}
+            key = rank, tuple(stages.items()), tuple(own.values())
+            if key not in known:
+                known[key] = evaluator.rank_fits(rank, stages, own)
+            if not known[key]:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -143,59 +171,56 @@ class Oracle:
         """The fastest plan that fits."""
         choices, num_devices = self.choices(), self.evaluations.question.num_devices
         listed = self._by_work(choices)
-        num_unpriced = len(choices) - len({choice for _, choice, _ in listed})
+        facts, num_unpriced = self.evaluations.facts, len(choices) - len(listed)
         tried = _Tried(self.evaluations)
-        for floor_s, choice, recomputed in listed:  # even cuts first: what they take leaves little of the rest to try
-            if tried.beats(floor_s):
+        alike = [facts.modes(mode) for mode in Recompute]
+        for layout in listed:  # even cuts first: what they take leaves little of the rest to try
+            if tried.beats(layout.floor_s):
                 break
-            tried.price(choice, recomputed[:1], even_cuts(choice.num_stages, self.evaluations.facts))
-        for floor_s, choice, recomputed in listed:
-            if tried.beats(floor_s):
+            rows = [row for row, modes in enumerate(layout.recomputed) if modes in alike]
+            tried.price(layout, np.array(rows, dtype=np.intp), even_cuts(layout.choice.num_stages, facts))
+        for layout in listed:
+            if tried.beats(layout.floor_s):
                 break
-            more = num_cuts(choice, self.evaluations.facts) * len(recomputed)
-            if tried.num_priced + more > MOST_PRICED:
+            rows = np.flatnonzero([not tried.beats(seconds) for seconds in layout.least_s.tolist()])
+            if tried.num_priced + num_cuts(layout.choice, facts) * len(rows) > MOST_PRICED:
                 return Best(num_devices, *tried.best, len(choices), tried.num_priced, num_unpriced, is_whole=False)
-            tried.price(choice, recomputed, list(cuts(choice, self.evaluations.facts)))
+            tried.price(layout, rows, list(cuts(layout.choice, facts)))
         return Best(num_devices, *tried.best, len(choices), tried.num_priced, num_unpriced, is_whole=True)
 
-    def _by_work(self, choices: list[Choice]) -> list[tuple[float, Choice, list[Modes]]]:
-        """Layouts with so many blocks in each mode, by the time below which no cut lets their ranks do the work."""
+    def _by_work(self, choices: list[Choice]) -> list[_Layout]:
+        """Layouts by the time below which no cut lets their ranks do the work; without those that have no price."""
         facts, evaluations = self.evaluations.facts, self.evaluations
-        by_counts = recomputations(facts, mixes_blocks=MIXES_BLOCKS)
-        kinds = [facts.modes(mode) for mode in Recompute]
-        kinds += [group[0] for group in by_counts.values() if group[0] not in kinds][:1]
-        evaluations.prepare([choice._replace(modes=modes) for choice in choices for modes in kinds])
-        found: list[tuple[float, Choice, list[Modes]]] = []
+        free = recomputations(facts)
+        evaluations.prepare(choices)
+        allowed: dict[object, tuple[list[Modes], NDArray[np.intp]]] = {}
+        found: list[_Layout] = []
         for choice in choices:
-            allowed = {counts: group for counts, group in by_counts.items() if self._is_allowed(choice, group[0])}
-            if not allowed:
-                continue
-            try:
-                work_s = self._work_s(choice)
-            except (ValueError, LookupError):  # such as several stages a rank over unlike devices
-                continue
-            for counts, group in allowed.items():
-                total_s = sum(count * seconds for count, seconds in zip(counts, work_s, strict=True)) / sum(counts)
-                # Unlike devices take unlike time for the same work, which a cut then changes.
-                found.append((0.0 if choice.groups else total_s / choice.pp * (1 - SLACK), choice, group))
-        return sorted(found, key=lambda each: each[0])
+            # Which recomputations are legal depends on what they recompute at all, and on the schedule.
+            key = choice.schedule, choice.zero_stage, choice.pp > 1
+            if key not in allowed:
+                kept = [modes for modes in free if self._is_allowed(choice, modes)]
+                allowed[key] = kept, places_of(kept)
+            recomputed, places = allowed[key]
+            if recomputed and self._has_price(choice):
+                spans = Makespans(choice, evaluations.free(choice))
+                least_s = spans.least_work_s(places, facts.num_microbatches(choice)) * (1 - SLACK)
+                found.append(_Layout(choice, recomputed, places, least_s))
+        return sorted(found, key=lambda each: each.floor_s)
 
     def _is_allowed(self, choice: Choice, modes: Modes) -> bool:
         changed, facts = choice._replace(modes=modes), self.evaluations.facts
         return is_legal(changed, facts) and obeys(changed, self.evaluations.question.pins, facts)
 
-    def _work_s(self, choice: Choice) -> list[float]:
-        """Work of all ranks with every block in each mode; where kinds of blocks differ, the least for each."""
-        facts = self.evaluations.facts
-        starts = even_cuts(choice.num_stages, facts)[0]
-        found: list[float] = []
-        for mode in Recompute:
-            changed = choice._replace(modes=facts.modes(mode))
-            # What cannot recompute has the work of what does not.
-            able = changed if is_legal(changed, facts) else choice
-            found.append(sum(self.evaluations.evaluator(able).timeline(starts).busy_s))
-        alike = len({unit.kind for unit in self.evaluations.placed.graph.units if unit.is_block}) == 1
-        return found if alike else [min(found)] * len(found)
+    def _has_price(self, choice: Choice) -> bool:
+        """Over unlike devices several stages a rank have none."""
+        if not choice.groups:
+            return True
+        try:
+            self.evaluations.free(choice).timeline(even_cuts(choice.num_stages, self.evaluations.facts)[0])
+        except (ValueError, LookupError):
+            return False
+        return True
 
 
 def disagreement(reply: Reply, best: Best) -> str:

@@ -14,7 +14,8 @@ and the backward of a pair of DualPipeV one after the other, unless the user ove
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from functools import lru_cache
 
 from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
 
@@ -27,20 +28,22 @@ class _Recorder:
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.down, self.up = rank, 2 * num_ranks - 1 - rank  # the stage towards the turn and the one away from it
         self.actions: list[Action] = []
-        self._done: Counter[tuple[Kind, int]] = Counter()
+        self._done: dict[tuple[Kind, int], int] = {}
         self._waiting: deque[int] = deque()  # stages of input gradients whose weight gradient is still to come
 
     def done(self, kind: Kind, stage: int) -> int:
         """How many micro-batches have had ``kind`` on ``stage``; a whole backward counts as I and as W."""
-        return self._done[kind, stage]
+        return self._done.get((kind, stage), 0)
 
     def add(self, kind: Kind, stage: int) -> None:
         """The next micro-batch of ``stage``."""
-        counted = (INPUT_GRADIENT, WEIGHT_GRADIENT) if kind == BACKWARD else (kind,)
-        self.actions.append(Action(kind, stage, self._done[counted[0], stage]))
-        for each in counted:
-            self._done[each, stage] += 1
-        if kind == INPUT_GRADIENT:
+        first = (INPUT_GRADIENT if kind == BACKWARD else kind), stage
+        number = self._done.get(first, 0)
+        self.actions.append(Action(kind, stage, number))
+        self._done[first] = number + 1
+        if kind == BACKWARD:
+            self._done[WEIGHT_GRADIENT, stage] = self.done(WEIGHT_GRADIENT, stage) + 1
+        elif kind == INPUT_GRADIENT:
             self._waiting.append(stage)
 
     def repeat(self, times: int, pattern: Pattern) -> None:
@@ -56,11 +59,25 @@ class _Recorder:
 
 
 def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Actions of one rank under ZBVZeroBubble."""
+    """Actions of one rank under ZBVZeroBubble.
+
+    The pattern is made for at least as many micro-batches as fill the pipeline; those that do not exist are left out.
+    """
+    if num_microbatches < 2 * num_ranks:
+        filled = _filled_v(rank, num_ranks)
+        return tuple(action for action in filled if action.microbatch < num_microbatches)
+    return _zero_bubble_v(rank, num_ranks, num_microbatches)
+
+
+@lru_cache(maxsize=512)
+def _filled_v(rank: int, num_ranks: int) -> tuple[Action, ...]:
+    return _zero_bubble_v(rank, num_ranks, 2 * num_ranks - 1)
+
+
+def _zero_bubble_v(rank: int, num_ranks: int, filled: int) -> tuple[Action, ...]:
+    """With so many micro-batches, 2 p - 1 at least."""
     recorder = _Recorder(rank, num_ranks)
     down, up, add, done = recorder.down, recorder.up, recorder.add, recorder.done
-    # The pattern is made for at least as many micro-batches as fill the pipeline; those that do not exist are left out.
-    filled = max(2 * num_ranks - 1, num_microbatches)
     behind = num_ranks - rank
     recorder.repeat(2 * behind - 1, ((FORWARD, down),))
     recorder.repeat(rank, ((FORWARD, up), (FORWARD, down)))
@@ -75,7 +92,8 @@ def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Act
     for stage in (up, down):
         while done(WEIGHT_GRADIENT, stage) < filled:
             add(WEIGHT_GRADIENT, stage)
-    return tuple(action for action in recorder.actions if action.microbatch < num_microbatches)
+    # What the pattern runs beyond the last micro-batch does not exist either.
+    return tuple(action for action in recorder.actions if action.microbatch < filled)
 
 
 def dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

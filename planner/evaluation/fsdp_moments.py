@@ -63,44 +63,66 @@ class Moment:
         return Moment(max(0.0, self.working), self.gathered, rest)
 
 
-def fullest_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
-    """The fullest of a micro-batch that finds gradients of earlier ones; ``stage``: its units in order."""
-    return max((moment.of_rows() for moment in _moments(stage, sharding)), key=_total)
+Runs = Sequence[
+    tuple[UnitAtWork, int]
+]  # the units of a stage in order: equal ones that follow each other, and how many
 
 
-def fullest_last_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
+def fullest_moment(stage: Runs, sharding: Sharding) -> Moment:
+    """The fullest of a micro-batch that finds gradients of earlier ones."""
+    return max(_moments(stage, sharding), key=_needed).of_rows()
+
+
+def fullest_last_moment(stage: Runs, sharding: Sharding) -> Moment:
     """The fullest of the last micro-batch of a stage, when no other is in flight."""
-    return max((moment.of_rows() for moment in _last_moments(stage, sharding)), key=_total)
+    return max(_last_moments(stage, sharding), key=_needed).of_rows()
 
 
-def _moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment]:
-    freed = behind = 0.0  # bytes kept, and elements of the unit behind
+def _moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
     buffer = sharding.buffer_bytes * sharding.reduces_each
     yield Moment(0.0, 0.0, 0.0)
     copy_bytes = sharding.compute_bytes * sharding.gathers_units
-    for place, unit in reversed([*enumerate(stage)]):
-        own, following = copy_bytes * unit.elements, copy_bytes * stage[place - 1].elements if place else 0.0
+    for unit, behind, next_elements, freed, _ in _from_the_end(stage):
+        own, following = copy_bytes * unit.elements, copy_bytes * next_elements
         if unit.loss:
             yield Moment(unit.loss - freed, 0.0, 0.0)
         yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
         yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
         yield Moment(-freed - unit.kept, following, (sharding.compute_bytes + buffer) * unit.elements)
-        freed, behind = freed + unit.kept, unit.elements
 
 
-def _last_moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment]:
-    """Beside whole gradients, and whole copies of parameters."""
-    freed = behind = reduced = 0.0  # bytes kept, elements of the unit behind, bytes of states that are gone
+def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
+    """Beside whole gradients, and whole copies of parameters; of units that are done only shards are left."""
     gone_bytes = sharding.buffer_bytes * (1 - 1 / sharding.num_shards) + sharding.compute_bytes
     yield Moment(0.0, 0.0, 0.0)
-    for unit in reversed(stage):
+    for unit, behind, _, freed, done in _from_the_end(stage):
+        reduced = gone_bytes * done
         if unit.loss:
             yield Moment(unit.loss - freed, 0.0, 0.0)
         yield Moment(unit.besides_loss - freed, 0.0, sharding.buffer_bytes * behind - reduced)
-        freed, behind = freed + unit.kept, unit.elements
-        yield Moment(-freed, 0.0, (sharding.buffer_bytes - sharding.compute_bytes) * unit.elements - reduced)
-        reduced += gone_bytes * unit.elements
+        copied = (sharding.buffer_bytes - sharding.compute_bytes) * unit.elements
+        yield Moment(-freed - unit.kept, 0.0, copied - reduced)
 
 
-def _total(moment: Moment) -> float:
-    return moment.total
+def _from_the_end(stage: Runs) -> Iterator[tuple[UnitAtWork, float, float, float, float]]:
+    """Units whose turn may be the fullest moment, with what their backward pass finds.
+
+    That is: elements of the unit behind and of the one that comes next, bytes that the units behind kept and have
+    freed, and their elements. Of equal units in a row only the first two and the last are looked at: from the second to
+    the last but one nothing changes but that more has been freed.
+    """
+    behind = freed = done = 0.0
+    for place in reversed(range(len(stage))):
+        unit, count = stage[place]
+        before = stage[place - 1][0].elements if place else 0.0
+        for turn in sorted({0, min(1, count - 1), count - 1}):
+            next_elements = before if turn == count - 1 else unit.elements
+            behind = unit.elements if turn else behind
+            yield unit, behind, next_elements, freed + turn * unit.kept, done + turn * unit.elements
+        behind, freed, done = unit.elements, freed + count * unit.kept, done + count * unit.elements
+
+
+def _needed(moment: Moment) -> float:
+    """The total of its rows."""
+    room = min(0.0, moment.working)
+    return moment.working - room + moment.gathered + max(0.0, moment.reduced + room)

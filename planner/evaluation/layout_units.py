@@ -196,7 +196,9 @@ class LayoutUnits:
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
         chosen = self if modes is None else self.with_some(modes)
-        return chosen._rank_memory(rank, stages).peak.total_bytes - self.capacity_bytes[rank]
+        activations = chosen._activation_bytes(rank, stages)
+        needed = chosen.memory_model.peak_bytes(list(stages.values()), activations)
+        return needed - self._ranks[rank].facts.memory_bytes
 
     @property
     def reserve(self) -> float:
@@ -242,6 +244,13 @@ class LayoutUnits:
 
     def flying(self, rank: int) -> tuple[int, ...]:
         """Micro-batches in flight at each stage when ``rank`` holds most of them; 0 at stages of other ranks."""
+        return self._flying[rank]
+
+    @cached_property
+    def _flying(self) -> list[tuple[int, ...]]:
+        return [self._flying_of(rank) for rank in range(self.layout.mesh.pp)]
+
+    def _flying_of(self, rank: int) -> tuple[int, ...]:
         layout, rules = self.layout, self.layout.schedule.rules
         pp, m = layout.mesh.pp, layout.num_microbatches
         if rules.has_one_stage or pp == 1:
@@ -253,6 +262,10 @@ class LayoutUnits:
     def unit_times_of(self, rank: int) -> StageTimes:
         """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
         return self._ranks[rank].unit_times
+
+    def times_of_kinds(self, rank: int) -> UnitTimes:
+        """Seconds of one micro-batch in every kind of units on the devices of ``rank``, a row for each free mode."""
+        return self._ranks[rank].times
 
     def place_of(self, rank: int) -> int:
         """Place of the rank's devices on the table's axis of devices."""
@@ -304,11 +317,11 @@ class LayoutUnits:
 
     def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
-        held = self.memory_model.held
-        kept = {stage: sum(held(unit, Holding.KEPT) for unit in units) for stage, units in stages.items()}
+        held_of = self.memory_model.held_of
+        kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = {} if self.layout.schedule.rules.has_one_stage else stages
-        waiting = {stage: sum(held(unit, Holding.WAITING) for unit in units) for stage, units in halves.items()}
+        waiting = {stage: held_of(units, Holding.WAITING) for stage, units in halves.items()}
         return self._most_in_flight(rank, kept, waiting)
 
     def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> float:

@@ -29,6 +29,11 @@ class _OfRank(NamedTuple):
     data_s: float  # once a step
     update_s: float
 
+    @property
+    def work_s(self) -> float:
+        """On one micro-batch, in all of its stages."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
 
 class ManyCuts:
     """Cuts of one layout whose exchanges, if it has any, hide behind nothing of other micro-batches."""
@@ -43,10 +48,15 @@ class ManyCuts:
         """Whether nothing of a step depends on more than the seconds of stages, and the ranks' own units."""
         return not evaluator.hides_exchanges and evaluator.table.framework.overflow_s_per_byte is None
 
-    def step_s(self, cuts: Sequence[Starts]) -> Array:
-        """Seconds of a step under each cut; infinite where a rank fits its device with no choice."""
+    def step_s(self, cuts: Sequence[Starts], limit_s: float = np.inf) -> Array:
+        """Seconds of a step under each cut; infinite where a rank fits its device with no choice.
+
+        Also where one rank alone works ``limit_s`` or longer.
+        """
         found = np.full(len(cuts), np.inf)
-        ranks = [self._of_ranks(starts) for starts in cuts]
+        most_s = limit_s / self._evaluator.layout.num_microbatches * (1 + 1e-9)
+        works = self._works_s(cuts)[0].max(axis=1).tolist() if limit_s < np.inf else [0.0] * len(cuts)
+        ranks = [self._of_ranks(cut, most_s) if work < most_s else None for cut, work in zip(cuts, works, strict=True)]
         fits = [place for place, each in enumerate(ranks) if each is not None]
         priced = [each for each in ranks if each is not None]
         if not priced:
@@ -65,7 +75,7 @@ class ManyCuts:
         if now is None or not cuts:
             return list(cuts)
         work, held = self._works_s([base, *cuts])
-        now_s = np.array([sum(rank.forward_s) + sum(rank.backward_s) for rank in now])
+        now_s = np.array([rank.work_s for rank in now])
         least = work + np.where(held >= held[0], now_s - work[0], 0.0)
         longest = least[1:].max(axis=1)
         order = np.argsort(longest, kind="stable")
@@ -85,22 +95,21 @@ class ManyCuts:
             units[:, rank] = np.diff(borders, axis=1)[:, stages].sum(axis=1)
         return work, units
 
-    def _of_ranks(self, starts: Starts) -> list[_OfRank] | None:
-        found: list[_OfRank] = []
-        for rank, stages in enumerate(self._evaluator.stages_of_ranks(starts)):
-            each = self._of_rank(rank, stages)
-            if each is None:
+    def _of_ranks(self, starts: Starts, most_s: float = np.inf) -> list[_OfRank] | None:
+        """None where one does not fit, or works ``most_s`` or longer on a micro-batch; those that are known first."""
+        held = list(enumerate(self._evaluator.stages_of_ranks(starts)))
+        keys = [self._key(rank, stages) for rank, stages in held]
+        for (rank, stages), key in sorted(zip(held, keys, strict=True), key=lambda pair: pair[1] not in self._known):
+            if key not in self._known:
+                self._known[key] = self._priced(rank, stages)
+            each = self._known[key]
+            if each is None or each.work_s >= most_s:
                 return None
-            found.append(each)
-        return found
+        return [each for key in keys if (each := self._known[key]) is not None]
 
-    def _of_rank(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
-        """None where it does not fit."""
+    def _key(self, rank: int, stages: Mapping[int, range]) -> tuple[object, ...]:
         held = [self._kinds[units.start : units.stop] for units in stages.values()]
-        key = (rank, min(units.start for units in stages.values()) == 0, *held)
-        if key not in self._known:
-            self._known[key] = self._priced(rank, stages)
-        return self._known[key]
+        return (rank, min(units.start for units in stages.values()) == 0, *held)
 
     def _priced(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
         choice = self._least.of_rank(rank, stages)
@@ -114,7 +123,7 @@ class ManyCuts:
     def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
         layout = self._evaluator.layout
         rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
-        work_s = np.array([max(sum(rank.forward_s) + sum(rank.backward_s) for rank in each) for each in priced])
+        work_s = np.array([max(rank.work_s for rank in each) for each in priced])
         if p == 1:
             return m * work_s
         seconds = self._seconds(priced)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import overload
 
 import numpy as np
@@ -57,6 +58,9 @@ class Transient:
     waiting: float
     stranded: float
     offloaded: float  # activations of blocks on their way to the host, or back
+
+
+_ROWS = {term.value: term for term in MemoryTerm}
 
 
 class RankMemoryModel:
@@ -116,9 +120,24 @@ class RankMemoryModel:
 
     def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
+        states = self._states(*self.elements(stages))
+        lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
+        return RankMemory(
+            (
+                (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
+                *self._step(stages, activation_bytes),
+                (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
+            )
+        )
+
+    def peak_bytes(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> float:
+        """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
+        return max([ledger.total_bytes for _, ledger in self._step(stages, activation_bytes)])
+
+    def _step(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> tuple[tuple[Phase, MemoryLedger], ...]:
+        """The ledgers of the phases of a step."""
         trainable, frozen, experts = self.elements(stages)
         states = self._states(trainable, frozen, experts)
-        lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
         transient = self.transient(stages)
         forward = self._ledger(
             states,
@@ -136,23 +155,16 @@ class RankMemoryModel:
             gather_buffers=transient.buffers,
         )
         backward = self._backward(states, stages, activation_bytes, transient)
-        return RankMemory(
-            (
-                (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
-                (Phase.FORWARD, self._with_reserve(forward, transient)),
-                (Phase.BACKWARD, self._with_reserve(backward, transient)),
-                (Phase.OPTIMIZER, self._with_reserve(update)),
-                (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
-            )
+        return (
+            (Phase.FORWARD, self._with_reserve(forward, transient)),
+            (Phase.BACKWARD, self._with_reserve(backward, transient)),
+            (Phase.OPTIMIZER, self._with_reserve(update)),
         )
 
     def _states(self, trainable: float, frozen: float, experts: float) -> StateBytes:
         """States of so many elements, with the flat buffers of frameworks that have some among the gradients."""
-        states, framework, layout = (
-            state_bytes(self._state, trainable, frozen, experts),
-            self._table.framework,
-            self._layout,
-        )
+        framework, layout = self._table.framework, self._layout
+        states = state_bytes(self._state, trainable, frozen, experts)
         if layout.zero_stage == 0 or layout.mesh.num_shards == 1:
             return states
         buckets = 2 * min(framework.bucket_elements, trainable) * framework.item_bytes
@@ -193,7 +205,7 @@ class RankMemoryModel:
         if self.holds_gradients:
             moments = [ledger(states.gradients, activation_bytes, transient.backward)]
             if transient.last is not None:
-                once = sum(self.held(unit, Holding.KEPT) for stage in stages for unit in stage)
+                once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
                 moments.append(ledger(states.gradients, min(activation_bytes, once), transient.last))
         else:
             first = [stage[:1] for stage in stages[:1]]
@@ -211,7 +223,7 @@ class RankMemoryModel:
             (MemoryTerm.GRADIENTS, gradients),
             (MemoryTerm.OPTIMIZER, states.optimizer),
         )
-        return MemoryLedger((*first, *((MemoryTerm(name), num_bytes) for name, num_bytes in rows.items())))
+        return MemoryLedger((*first, *[(_ROWS[name], num_bytes) for name, num_bytes in rows.items()]))
 
     def transient(self, stages: Sequence[Sequence[int]]) -> Transient:
         """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
@@ -228,7 +240,9 @@ class RankMemoryModel:
         loss = self._most(variants, Holding.LOSS)
         last = None
         if self._table.framework.has_fsdp_moments:
-            sharding, at_work = self._sharding, [[self._unit_at_work(each) for each in stage] for stage in stages]
+            sharding = self._sharding
+            unlike = dict.fromkeys(map(tuple, stages))  # in a rank of several stages most are alike
+            at_work = [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
             backward = max((fullest_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
             if not sharding.reduces_each:
                 last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
@@ -302,6 +316,11 @@ class RankMemoryModel:
     def held(self, unit: int, holding: Holding) -> float:
         """Bytes of one holding of one micro-batch in one unit."""
         return self._held[self._variants[unit]][PLACE[holding]]
+
+    def held_of(self, units: Sequence[int], holding: Holding) -> float:
+        """The same of several units together."""
+        held, variants, place = self._held, self._variants, PLACE[holding]
+        return sum([held[variants[unit]][place] for unit in units])
 
     def _of(self, variant: int, holding: Holding) -> float:
         return self._held[variant][PLACE[holding]]

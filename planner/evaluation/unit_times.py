@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -156,8 +156,7 @@ class UnitTimes:
         """One term of one pass, [layouts, kinds]."""
         if term in (Term.DATA, Term.OFFLOAD):
             return (self.data_s if term is Term.DATA else self.offload_s)[..., 0 if run is Pass.FORWARD else 1]
-        places = [PLACE[time] for time in Time if time.term is term and time.runs_in is run]
-        return self.time_s[..., places].sum(axis=-1)
+        return self.time_s[..., _places_of(run, (term,))].sum(axis=-1)
 
     @cached_property
     def forward_s(self) -> Array:
@@ -195,8 +194,13 @@ class UnitTimes:
         return self.data_s + self.offload_s
 
     def _of_pass(self, run: Pass, but: tuple[Term, ...]) -> Array:
-        places = [PLACE[time] for time in Time if time.term and time.term not in but and time.runs_in is run]
-        return self.time_s[..., places].sum(axis=-1)
+        return self.time_s[..., _places_of(run, tuple(term for term in Term if term not in but))].sum(axis=-1)
+
+
+@lru_cache(maxsize=64)
+def _places_of(run: Pass, terms: tuple[Term, ...]) -> list[int]:
+    """Of the times of one pass that these terms count."""
+    return [PLACE[time] for time in Time if time.term in terms and time.runs_in is run]
 
 
 def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:

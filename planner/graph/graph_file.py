@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from costmodels.vocabulary.shown import ascii_json
@@ -22,7 +23,24 @@ def write_graph(graph: ModelGraph, path: Path) -> None:
 
 
 def read_graph(path: Path) -> ModelGraph:
-    """The graph in ``path``; ModelError with every violation where it is none."""
+    """The graph in ``path``; ModelError with every violation where it is none.
+
+    A file that was read last is not read again as long as it is the same by its time and size: whoever prices many
+    plans of a model would spend most of the time on that.
+    """
+    try:
+        now = path.stat()
+    except (OSError, ValueError):  # such as one that is not there, which the format says in its own words
+        return _read(path)
+    return _read_once(path, now.st_mtime_ns, now.st_size, now.st_ino)
+
+
+@lru_cache(maxsize=2)
+def _read_once(path: Path, _time_ns: int, _size: int, _inode: int) -> ModelGraph:
+    return _read(path)
+
+
+def _read(path: Path) -> ModelGraph:
     return FileFormat(
         name="graph",
         model=ModelGraph,

@@ -196,13 +196,16 @@ def leaves_of(key: type[tuple[object, ...]]) -> tuple[str, ...]:
 
 def key_of(key: type[K], record: NamedTuple) -> K:
     """The ``key`` of one record: its fields, or attributes of their values."""
+    values = (getattr(record if place is None else record[place], name) for name, place in _homes(key, type(record)))
+    return _nested(key, values)
 
-    def value(name: str) -> object:
-        if hasattr(record, name):
-            return getattr(record, name)
-        return next(getattr(each, name) for each in record if hasattr(each, name))
 
-    return _nested(key, map(value, leaves_of(key)))
+@lru_cache(maxsize=256)
+def _homes(key: type[tuple[object, ...]], kind: type[tuple[object, ...]]) -> tuple[tuple[str, int | None], ...]:
+    """For each leaf of ``key`` its name, and the place of the field of ``kind`` that has it; None: it is a field."""
+    hints = list(enumerate(_hints(kind).values()))
+    homes = {name: place for place, hint in reversed(hints) for name in dir(hint)}  # the first field that has it
+    return tuple((name, None if hasattr(kind, name) else homes[name]) for name in leaves_of(key))
 
 
 def _nested(key: type[K], values: Iterator[object]) -> K:

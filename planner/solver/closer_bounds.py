@@ -35,15 +35,16 @@ class CloserBounds:
         self._table, self.number = table, 0
         self._passing_bytes: dict[tuple[object, ...], float] = {}
 
-    def of(self, layout: Layout, enough_s: float = np.inf) -> float:
-        """Seconds that no cut of ``layout`` undercuts; above ``enough_s`` more need not be known.
+    def of(self, one: Columns[Layout], enough_s: float = np.inf) -> float:
+        """Seconds that no cut of the only layout of ``one`` undercuts; above ``enough_s`` more need not be known.
 
         0 where it has no pipeline, or one over unlike devices, of which no more is known than ``bounds`` says.
         """
+        layout = one[0]
         if layout.mesh.pp == 1 or layout.groups:
             return 0.0
         self.number += 1
-        bound = _Pipeline(self._table, layout, self._passing_bytes)
+        bound = _Pipeline(self._table, one, self._passing_bytes)
         loads_s = bound.loads_s()
         if layout.schedule.rules.has_one_stage or loads_s >= enough_s:
             return loads_s
@@ -61,14 +62,15 @@ class _End(NamedTuple):
 class _Pipeline:
     """One layout. Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, table: CostTable, layout: Layout, passing_bytes: dict[tuple[object, ...], float]) -> None:
+    def __init__(self, table: CostTable, one: Columns[Layout], passing_bytes: dict[tuple[object, ...], float]) -> None:
         """``passing_bytes``: what is known of this and of other layouts with the same prices."""
-        self._known_bytes = passing_bytes
-        rows, first = LayoutRows.of_one(table, layout), np.zeros(1, dtype=np.intp)
+        self._known_bytes, layout = passing_bytes, one[0]
+        self._rows_of_modes = rows = LayoutRows.of_one(table, layout)
+        first = np.zeros(1, dtype=np.intp)
         rows = replace(
             rows, work=rows.work[:1], mode=first if layout.recompute is None else first + MODES[layout.recompute]
         )
-        self._of = AlikeLayouts(table, key_of(AlikeKey, layout), Columns.of(Layout, [layout]), rows)
+        self._of = AlikeLayouts(table, key_of(AlikeKey, layout), one, rows)
 
     @cached_property
     def _block(self) -> int | None:
@@ -275,7 +277,7 @@ class _Pipeline:
     @cached_property
     def _memory_model(self) -> RankMemoryModel:
         layout, table = self._of.layouts[0], self._of.table
-        return RankMemoryModel(table, layout, LayoutRows.of_one(table, layout), [0] * len(table.units.kinds))
+        return RankMemoryModel(table, layout, self._rows_of_modes, [0] * len(table.units.kinds))
 
     @cached_property
     def _outside_bytes(self) -> float:

@@ -93,7 +93,7 @@ class Pricer:
         if not ManyCuts.can_price(self.evaluator):
             found = _fastest(self.price(starts) for starts in cuts)
             return None if found is None or found.step_time_s >= limit_s else found
-        times = self._many.step_s(cuts)
+        times = self._many.step_s(cuts, limit_s)
         for place in np.argsort(times, kind="stable").tolist():
             if times[place] >= limit_s or not np.isfinite(times[place]):
                 return None

@@ -5,7 +5,6 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import permutations
@@ -23,7 +22,7 @@ from planner.evaluation.layout_units import device_places
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT, reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
-from planner.layout.columns import Array, Columns, Positions
+from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
@@ -296,21 +295,13 @@ class AlikeMemory:
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
         """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
-        least = np.empty_like(static)
-        for m, members in self._by_peak():
-            flying, waits, most = _means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m)
-            waited = np.minimum(waits * waiting[members], most * waiting[members])  # they may hold less
-            least[members] = static[members] + flying * kept[members] + waited
-        return least / self.pp
+        flying, waits, most = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
+        return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self.pp  # they may hold less
 
-    def _by_peak(self) -> Iterator[tuple[int, Positions]]:
-        """Layouts whose ranks hold most at the same moment, with the micro-batches it takes to see it."""
-        shortened = self.layouts.each(
-            NumMicroBatches,
-            lambda key: self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS),
-        )
-        for m in np.unique(shortened):
-            yield int(m), np.flatnonzero(shortened == m)
+    def _means(self, key: NumMicroBatches) -> Array:
+        """``_means_by_kind`` of the micro-batches that it takes to see the peak, [3, kinds]."""
+        m = self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS)
+        return _means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m)
 
     @cached_property
     def static_bytes(self) -> Array:
@@ -358,12 +349,12 @@ def flying_by_stage(schedule: ScheduleName, num_ranks: int, virtual_stages: int,
 @lru_cache(maxsize=4096)
 def _means_by_kind(
     units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> tuple[Array, Array, Array]:
+) -> Array:
     """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
     of weights at least, and waiting at most.
     """
     flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches)
-    return _least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)
+    return np.array([_least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)])
 
 
 def _least_means(units: UnitRow, each: Array) -> Array:

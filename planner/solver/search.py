@@ -43,6 +43,8 @@ NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine.
 MOST_VISITS, MOST_OPEN_VISITS = 32, 8
+# And where no proof is wanted, of any.
+MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, a millisecond or two each, to prove how near the best is.
 MOST_CLOSE = 2000
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
@@ -57,12 +59,14 @@ Progress = Callable[[int, float, float | None], None]
 class Wanted:
     """Which layouts are of interest: those that take less than ``cutoff_s``; where any will do, the first is enough.
 
-    ``known``: a layout that fits, the best so far.
+    ``known``: a layout that fits, the best so far. ``proof``: whether it matters how near the best is to a bound;
+    otherwise the likeliest layouts alone are visited.
     """
 
     cutoff_s: float | None = None
     any_will_do: bool = False
     known: Evaluated | None = None
+    proof: bool = True
 
 
 ALL = Wanted()
@@ -151,13 +155,13 @@ def search(
 
     try:
         walk.probe(order, is_over)
-        for index in _visits(order, lower, best, walk):
+        for index in _visits(order, lower, best, walk) if wanted.proof else _likely_visits(order, best, walk):
             if is_over():
                 break
             walk.visit(index)
             if progress is not None:
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
-        if wanted.cutoff_s is None and not wanted.any_will_do:
+        if wanted.cutoff_s is None and wanted.proof and not wanted.any_will_do:
             walk.probe_others(order, lower, is_over)
     except (KeyboardInterrupt, OutOfTimeError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -222,15 +226,19 @@ class _Walk:
         """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
         return float(self._open_s[index])
 
+    def known_s_of(self, indices: Positions) -> Array:
+        """The same of many."""
+        return self._open_s[indices]
+
     def is_open(self, index: int) -> bool:
         """Whether a visit may still find something better."""
         if index in self._visited or self._best.beats(float(self._open_s[index])):
             return False
-        layout = self._listed[index]
         if index not in self._refined:
             self._refined.add(index)
             enough_s = np.inf if self._best.time_s is None else self._best.time_s
-            self._open_s[index] = max(self._open_s[index], self._closer.of(layout, enough_s))
+            one = self._listed.take(np.array([index]))
+            self._open_s[index] = max(self._open_s[index], self._closer.of(one, enough_s))
         return not self._best.beats(float(self._open_s[index]))
 
     @property
@@ -270,11 +278,22 @@ def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterat
             break
         if walk.is_open(index):
             yield index
-    left = [(walk.known_s(index), index) for index in order.tolist() if not best.beats(walk.known_s(index))]
+    known_s = walk.known_s_of(order)
+    worth = slice(None) if best.time_s is None else known_s < best.time_s * (1 - TOLERANCE)
+    left = list(zip(known_s[worth].tolist(), order[worth].tolist(), strict=True))
     for index in _nearest(left, best, walk, until_enough=True):
         if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or (walk.has_seen(1) and not walk.is_open(index)):
             break
         yield index
+
+
+def _likely_visits(order: Positions, best: _Best, walk: _Walk) -> Iterator[int]:
+    """The first layouts by their estimates that may be better; more only as long as none is known that fits."""
+    for index in order.tolist():
+        if walk.has_seen(MOST_LIKELY_VISITS):
+            return
+        if not best.beats(walk.known_s(index)):
+            yield index
 
 
 def _nearest(

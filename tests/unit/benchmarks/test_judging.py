@@ -14,9 +14,10 @@ from benchmarks.judging import records as recording
 from benchmarks.judging.audit import Auditor
 from benchmarks.judging.choice import Choice, Facts, is_legal, obeys, read_choice, written
 from benchmarks.judging.edits import AXES, edits, even_cuts, primes
-from benchmarks.judging.enumeration import cuts, layouts, num_cuts, ordered_factors
+from benchmarks.judging.enumeration import cuts, layouts, num_cuts, ordered_factors, recomputations
 from benchmarks.judging.estimate import document_of, estimate
 from benchmarks.judging.graphs import Graphs
+from benchmarks.judging.makespans import Makespans, places_of
 from benchmarks.judging.oracle import Best, Oracle, disagreement
 from benchmarks.judging.pairs import Pair, lost
 from benchmarks.judging.questions import Question, Reply, ask
@@ -228,6 +229,49 @@ def test_the_oracle_finds_what_pricing_every_cut_of_every_layout_finds(question:
     assert best.is_whole
     assert best.step_time_s == min(everything)  # blocks that differ are no faster: everything fits
     assert best.num_priced > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "num_devices"),
+    [
+        ("gpt-tiny", "rtx-4090-x8", 4),
+        ("moe-tiny", "dgx-a100-80gb", 2),
+        ("gpt-tiny", "rtx-3090-x8:2,rtx-4090-x8:2", None),
+    ],
+)
+def test_plans_simulated_together_take_what_each_takes_alone(
+    graphs: Graphs, model: str, hardware: str, num_devices: int | None
+) -> None:
+    graph = graphs.preset(model, None, Precision.BF16)
+    asked = Question(model, str(graph), num_devices, hardware, graphs.read(graph).seq_len, 8)
+    oracle, draw = Oracle.of(asked, graphs), random.Random(0)
+    everything, facts = oracle.evaluations, oracle.evaluations.facts
+    listed = [c for c in oracle.choices() if c.pp > 1 and not (c.groups and c.virtual_stages > 1)]
+    several = [choice for choice in listed if choice.virtual_stages > 1]
+    compared = 0
+    for choice in [*draw.sample(listed, 12), *draw.sample(several, min(12, len(several)))]:
+        allowed = [m for m in recomputations(facts) if is_legal(choice._replace(modes=m), facts)]
+        recomputed, starts_of = draw.sample(allowed, min(3, len(allowed))), list(cuts(choice, facts))[-3:]
+        spans = Makespans(choice, everything.free(choice))
+        places, m = places_of(recomputed), facts.num_microbatches(choice)
+        together, least_s = spans.of(places, starts_of, m), spans.least_work_s(places, m)
+        for row, modes in enumerate(recomputed):
+            evaluator = everything.evaluator(choice._replace(modes=modes))
+            for column, starts in enumerate(starts_of):
+                once = evaluator.once_a_step(starts)
+                once_s = max(data for data, _ in once) + max(update for _, update in once)
+                alone = evaluator.evaluate(starts, exact=True)
+                assert together[row, column] + once_s == pytest.approx(alone.step_time_s, rel=1e-12)
+                assert least_s[row] <= together[row, column] * (1 + 1e-12)
+                ranks = enumerate(everything.free(choice).stages_of_ranks(starts))
+                needs = [
+                    everything.free(choice).excess_bytes(r, stages, {u: modes[u] for us in stages.values() for u in us})
+                    for r, stages in ranks
+                ]
+                pairs = zip(alone.ledgers, alone.capacity_bytes, strict=True)
+                assert needs == pytest.approx([ledger.total_bytes - room for ledger, room in pairs])
+                compared += 1
+    assert compared > 60
 
 
 def test_replies_that_cannot_be_true_are_told(reply: Reply) -> None:

@@ -79,3 +79,15 @@ def test_a_failed_write_leaves_the_old_file(file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no folder"):
         write_graph(graph_of("gpt-tiny"), tmp_path / "absent" / "graph.json")
     assert read_graph(file) == graph_of("gpt-tiny")
+
+
+def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    write_graph(graph_of("gpt-tiny"), file)
+    first = read_graph(file)
+    assert read_graph(file) is first
+    write_graph(graph_of("llama-tiny"), file)
+    assert read_graph(file) == graph_of("llama-tiny")
+    file.write_text("{}")
+    with pytest.raises(ModelError):
+        read_graph(file)

@@ -8,7 +8,8 @@ import pytest
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.cuts import is_allowed
-from planner.layout.layout import Pins
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Pins
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds, pipeline_coefficient, rough_bound_s
 from planner.solver.closer_bounds import CloserBounds
@@ -67,8 +68,9 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
     for layout in rng.sample(several, min(120, len(several))):
         pricer, units = Pricer(problem.table, layout), problem.table.units
         num_units = len(units.kinds)
-        bound_s = closer.of(layout)
-        assert bound_s == CloserBounds(problem.table).of(layout)  # whatever is known of other layouts
+        one = Columns.of(Layout, [layout])
+        bound_s = closer.of(one)
+        assert bound_s == CloserBounds(problem.table).of(one)  # whatever is known of other layouts
         cuts = pricer.first_cuts()
         for _ in range(4):
             cuts.append((0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1))))
