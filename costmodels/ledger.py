@@ -16,6 +16,7 @@ class SoftwareBytes:
     reserve_fraction: float  # of tensors that come and go in a step, lost to gaps between them
     communicator_bytes: float  # each
     context_bytes: float
+    workspace_bytes: float = 0.0  # tensors of libraries and framework, whatever the layout
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class MemoryLedger:
             (MemoryTerm.ALLOCATOR_RESERVE, reserve),
             (MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes),
             (MemoryTerm.CONTEXT, software.context_bytes),
+            *([(MemoryTerm.WORKSPACE, software.workspace_bytes)] if software.workspace_bytes else []),
         )
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from costmodels.calibrated import calibrated_recipe
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import attention_kernel
 from costmodels.vocabulary.bounds import (
@@ -229,7 +230,7 @@ def target_of(
 
     What is searched is the same for every framework as yet, which ``notes`` then say.
     """
-    recipe = recipe_for(framework)
+    recipe = calibrated_recipe(recipe_for(framework), cluster.profile.calibration)
     kernel = attention_kernel(attention_name_for(recipe, (), cluster.profile.device.name))
     if framework != OUR_FRAMEWORK:
         borrowed = framework_of(framework).borrows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from costmodels.calibrated import scaled_recipe
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.choices import ContextMethod
+from hardware_profiles.calibrated import Factors, scaled
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.framework import Framework
 from planner.graph.model_graph import ModelGraph
@@ -26,6 +28,12 @@ class PricingTarget:
     # A token goes to each node of its experts once, whatever the recipe says of that.
     dispatches_once_a_node: bool = False
     within: Within | None = None  # the layouts that are searched; None: all
+
+    def scaled(self, factors: Factors, constant_bytes: float = 0.0) -> PricingTarget:
+        """The same on a cluster of which ``factors`` are so many times as large, with so much more memory in use."""
+        profile = scaled(self.cluster.profile, factors, constant_bytes)
+        cluster = self.cluster.model_copy(update={"profile": profile})
+        return replace(self, cluster=cluster, recipe=scaled_recipe(self.recipe, factors))
 
     @property
     def attention_kernel(self) -> AttentionKernel:
