@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from benchmarks.published.anchors import REST, spread_over
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Run, UnpriceableRunError, read_runs
 from planner.calibration.posterior import STEP
 from planner.calibration.priors import TIME_FACTORS
 from planner.errors import PlannerError
+from planner.formats.run_table import Run, UnpriceableRunError, read_runs
 
 Array = npt.NDArray[np.float64]
 DEGREES_OF_FREEDOM = 4.0

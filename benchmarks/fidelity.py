@@ -19,11 +19,11 @@ from benchmarks.published.data import OUT_OF_MEMORY, RUNS, UNSEEN, shipped
 from benchmarks.published.page import Sections, write_page
 from benchmarks.published.pairs import POINTS, Pair, counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile
 from planner.errors import PlannerError
+from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 
 
 def main() -> int:

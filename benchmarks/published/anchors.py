@@ -17,14 +17,15 @@ from statistics import fmean, median
 from typing import cast
 
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Run, UnpriceableRunError
-from benchmarks.published.summary import Row, memory_as_measured
+from benchmarks.published.summary import Row
+from costmodels.ledger import memory_as_measured
 from costmodels.vocabulary.choices import Recompute
 from hardware_profiles.calibrated import Factors
 from hardware_profiles.schema import Calibration
-from planner.calibration.cluster import MeasuredRun, MemoryKind, Price, calibration_of
+from planner.calibration.cluster import MeasuredRun, MemoryKind, calibration_of
 from planner.calibration.priors import PRIOR, Prior
 from planner.errors import PlannerError
+from planner.formats.run_table import Run, UnpriceableRunError
 
 REST = 3  # rows that a cluster must have besides its anchors
 ALL_ANCHORED, NOT_ANCHORED = "all clusters with anchors", "clusters of too few rows"
@@ -146,10 +147,10 @@ def measured(run: Run, pricer: RunPricer) -> MeasuredRun:
     )
 
 
-def _price(run: Run, pricer: RunPricer, factors: Factors) -> Price:
+def _price(run: Run, pricer: RunPricer, factors: Factors) -> tuple[float, float]:
     priced = pricer.price(run, factors).priced
     memory = memory_as_measured(priced.memory, run.peak_memory_kind, on_first_rank=run.logs_first_rank)
-    return Price(priced.step_time_s, memory)
+    return priced.step_time_s, memory
 
 
 def _has_price(run: Run, pricer: RunPricer) -> bool:

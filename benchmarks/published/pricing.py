@@ -15,7 +15,6 @@ from benchmarks.published.frameworks import (
     recipe_name_of,
 )
 from benchmarks.published.machines import cluster_of
-from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.mesh import Mesh
@@ -24,6 +23,7 @@ from hardware_profiles.calibrated import Factors
 from hardware_profiles.schema import Calibration, ClusterProfile, ClusterSpec, DeviceProfile
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
+from planner.formats.run_table import Architecture, Run, Software, UnpriceableRunError
 from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph

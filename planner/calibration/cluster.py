@@ -12,7 +12,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -32,29 +32,33 @@ RESERVE: FactorName = "allocator_reserve"
 TELLING = 0.999  # a factor whose spread stays above this share of its prior's was told nothing
 
 
-class Price(NamedTuple):
-    """What is predicted of a run. Memory is counted as its measurement counts it."""
-
-    step_time_s: float
-    peak_memory_bytes: float
-
-
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of the cluster; ``price`` predicts it under factors, a memory constant left out."""
+    """A run of the cluster; ``price`` predicts its step time and its peak memory under factors.
+
+    Memory is counted as its measurement counts it, without the constant.
+    """
 
     name: str
     framework: str
-    price: Callable[[Factors], Price]
+    price: Callable[[Factors], tuple[float, float]]
     step_time_s: float | None = None
     peak_memory_bytes: float | None = None
     memory_kind: MemoryKind = "allocated"
-    _known: dict[tuple[tuple[FactorName, float], ...], Price] = field(
-        default_factory=dict[tuple[tuple[FactorName, float], ...], Price], repr=False, compare=False
+    _known: dict[tuple[tuple[FactorName, float], ...], tuple[float, float]] = field(
+        default_factory=dict[tuple[tuple[FactorName, float], ...], tuple[float, float]], repr=False, compare=False
     )
 
-    def priced(self, factors: Factors) -> Price:
-        """The price under ``factors``, worked out once."""
+    def predicted_s(self, factors: Factors) -> float:
+        """The step time under ``factors``."""
+        return self._priced(factors)[0]
+
+    def predicted_bytes(self, factors: Factors) -> float:
+        """The peak memory under ``factors``, without the constant."""
+        return self._priced(factors)[1]
+
+    def _priced(self, factors: Factors) -> tuple[float, float]:
+        """Both, worked out once."""
         key = tuple(sorted(factors.items()))
         if key not in self._known:
             self._known[key] = self.price(factors)
@@ -69,7 +73,7 @@ def calibration_of(runs: Sequence[MeasuredRun], date: datetime.date, prior: Prio
         raise ValueError("no run has a measured step time or a measured peak of memory")
     factors = _time_factors(timed, prior) if timed else {}
     memory, constant, spread_bytes = _memory(weighed, prior) if weighed else ({}, 0.0, None)
-    found = {**factors, **memory}
+    found: dict[FactorName, CalibratedFactor] = {**factors, **memory}
     values: Factors = {name: factor.value for name, factor in found.items()}
     return Calibration(
         factors=found,
@@ -85,7 +89,7 @@ def calibration_of(runs: Sequence[MeasuredRun], date: datetime.date, prior: Prio
 def _time_factors(runs: Sequence[MeasuredRun], prior: Prior) -> dict[FactorName, CalibratedFactor]:
     def predict(x: Vector) -> Vector:
         factors: Factors = {name: _factor(value) for name, value in zip(TIME_FACTORS, x, strict=True)}
-        return np.array([log(run.priced(factors).step_time_s) for run in runs])
+        return np.array([log(run.predicted_s(factors)) for run in runs])
 
     measured = [log(run.step_time_s) for run in runs if run.step_time_s is not None]
     noise = Noise(np.full(len(runs), prior.time_noise), prior.degrees_of_freedom)
@@ -99,7 +103,7 @@ def _memory(runs: Sequence[MeasuredRun], prior: Prior) -> tuple[dict[FactorName,
     noise = Noise(np.full(len(runs), prior.memory_noise), prior.degrees_of_freedom)
 
     def predicted(reserve: float, constant: float) -> Vector:
-        peaks = (run.priced({RESERVE: _factor(reserve)}).peak_memory_bytes for run in runs)
+        peaks = (run.predicted_bytes({RESERVE: _factor(reserve)}) for run in runs)
         return np.log([max(1.0, peak + constant) for peak in peaks])
 
     both = posterior(
@@ -132,8 +136,8 @@ def _record(run: MeasuredRun, values: Factors) -> CalibrationRun:
         name=run.name,
         framework=run.framework,
         step_time_s=run.step_time_s,
-        predicted_step_time_s=run.priced({}).step_time_s if is_timed else None,
-        calibrated_step_time_s=run.priced(values).step_time_s if is_timed else None,
+        predicted_step_time_s=run.predicted_s({}) if is_timed else None,
+        calibrated_step_time_s=run.predicted_s(values) if is_timed else None,
         peak_memory_bytes=run.peak_memory_bytes,
         memory_kind=None if run.peak_memory_bytes is None else run.memory_kind,
     )

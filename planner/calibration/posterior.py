@@ -9,7 +9,9 @@ The most probable x is least in
 and is found by Gauss-Newton steps with numeric derivatives, each halved until it helps. For linear f and normal noise
 one step is exact: the posterior is normal with covariance (J' N^-1 J + S^-1)^-1. Otherwise that matrix, at the values
 found, is Laplace's approximation. Student's t with v degrees of freedom has rho(z) = (v + 1)/2 log(1 + z^2 / v): steps
-weigh each measurement by (v + 1) / (v + z^2), so that a run which nothing explains counts for little.
+weigh each measurement by (v + 1) / (v + z^2), so that a run which nothing explains counts for little. It may have
+several minima: that one is taken which lies below the most probable x under normal noise, since this explains a
+measurement where it can.
 
 Source: A. Gelman et al., Bayesian Data Analysis (3rd edition), chapters 4.1, 14 and 17.
 """
@@ -79,7 +81,8 @@ def posterior(predict: Predict, measured: Sequence[float], prior_spread: Sequenc
     def cost(x: Vector, predicted: Vector) -> float:
         return noise.cost(y - predicted) + float(np.sum((x / prior) ** 2)) / 2
 
-    x = np.zeros_like(prior)
+    is_normal = noise.degrees_of_freedom == inf
+    x = np.zeros_like(prior) if is_normal else posterior(predict, measured, prior_spread, Noise(noise.spread)).mean
     predicted = predict(x)
     reached = cost(x, predicted)
     slopes = jacobian(predict, x)
