@@ -6,7 +6,8 @@ little larger and smaller. To first order the logarithm of measured over predict
     r = sum over factors of slope * x + noise,    x ~ N(0, s) one a cluster, noise ~ Student's t (4) of one run
 
 and expectation-maximisation gives the deviations s of the factors between clusters, and that of the noise (A. Gelman
-et al., Bayesian Data Analysis, chapters 5 and 13). Every cluster counts alike in s, each run in the noise.
+et al., Bayesian Data Analysis, chapters 5 and 13). Every cluster counts alike. One that asks for more than a factor of
+e^CAP counts as if it asked for that: what is farther off is not known of its machine, but wrong in the model.
 
 Printed beside it: errors of the rest of each cluster by one, three and ten anchors under a prior that was fitted to the
 other clusters, to first order.
@@ -33,7 +34,8 @@ from planner.formats.run_table import Run, UnpriceableRunError, read_runs
 Array = npt.NDArray[np.float64]
 DEGREES_OF_FREEDOM = 4.0
 ROUNDS = 200
-LEAST_SPREAD = 0.02  # a factor that no cluster asks for is not known to be exact
+CAP = 0.5
+LEAST_SPREAD = 0.05  # a factor that no cluster asks for is not known to be exact
 MIN_ROWS = 4  # of a cluster that has a part in the fit
 
 
@@ -50,16 +52,15 @@ def fitted(clusters: Sequence[Cluster]) -> tuple[Array, float]:
     """Deviation of every factor between clusters, and of a run's noise."""
     spreads, noise = np.full(len(TIME_FACTORS), 0.2), 0.05
     for _ in range(ROUNDS):
-        squares, left, count = np.zeros_like(spreads), 0.0, 0.0
+        squares, left = np.zeros_like(spreads), 0.0
         for cluster in clusters:
             mean, covariance, weights = _posterior(cluster, spreads, noise)
-            squares += mean**2 + np.diag(covariance)
+            squares += np.minimum(CAP**2, mean**2 + np.diag(covariance))
             rest = cluster.residuals - cluster.slopes @ mean
             explained = np.einsum("ij,jk,ik->i", cluster.slopes, covariance, cluster.slopes)
-            left += float(np.sum(weights * (rest**2 + explained)))
-            count += len(rest)
+            left += float(np.mean(weights * (rest**2 + explained)))
         spreads = np.maximum(LEAST_SPREAD, np.sqrt(squares / len(clusters)))
-        noise = float(np.sqrt(left / count))
+        noise = float(np.sqrt(left / len(clusters)))
     return spreads, noise
 
 

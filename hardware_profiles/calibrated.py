@@ -6,6 +6,7 @@
     network_inside     bandwidth that collectives reach on tiers inside a node
     network_between    the same on tiers between nodes
     host_time          a framework's own host time (``costmodels/calibrated.py``), nothing of a profile
+    collective_delay   how late hosts come to collectives (the same)
     allocator_reserve  share of memory lost between tensors
     constant bytes     workspaces that every rank keeps
 

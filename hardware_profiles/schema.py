@@ -30,6 +30,7 @@ FactorName = Literal[
     "network_inside",
     "network_between",
     "host_time",
+    "collective_delay",
     "allocator_reserve",
 ]
 

@@ -1,8 +1,8 @@
 """Anchors: of each cluster a few rows calibrate, and only the rest is priced, as a user with a few runs would have it.
 
-Which rows those are is decided by their layouts alone: the first lies nearest to the middle of all, each further one
-farthest from those that are taken (the greedy k-centre of Gonzalez 1985). Nothing of a measurement is looked at but
-whether there is one.
+Which rows those are is decided by their layouts alone: each is the one that brings all rows nearest to the anchors, the
+sum of distances counted (the building phase of k-medoids, Kaufman and Rousseeuw 1990). Nothing of a measurement is looked
+at but whether there is one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import log2
+from math import inf, log2, sqrt
 from statistics import fmean, median
-from typing import cast
 
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import Row
@@ -168,15 +167,15 @@ def spread_over(rows: Sequence[Run], number: int) -> list[Run]:
 
     def distance(one: Run, other: Run) -> float:
         pairs = zip(places[one.id], places[other.id], ends, strict=True)
-        return cast(float, sum(((a - b) / (high - low)) ** 2 for a, b, (low, high) in pairs if high > low))
+        return sqrt(sum(((a - b) / (high - low)) ** 2 for a, b, (low, high) in pairs if high > low))
 
-    if number < 1:
-        return []
-    chosen = [min(rows, key=lambda run: sum(distance(run, other) for other in rows))]
+    between = [[distance(one, other) for other in rows] for one in rows]
+    nearest, chosen = [inf] * len(rows), list[int]()
     while len(chosen) < number:
-        rest = [run for run in rows if run not in chosen]
-        chosen.append(max(rest, key=lambda run: min(distance(run, other) for other in chosen)))
-    return chosen
+        left = (place for place in range(len(rows)) if place not in chosen)
+        chosen.append(min(left, key=lambda place: sum(map(min, between[place], nearest))))
+        nearest = list(map(min, between[chosen[-1]], nearest))
+    return [rows[place] for place in chosen]
 
 
 def features(run: Run) -> tuple[float, ...]:

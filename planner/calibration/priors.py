@@ -12,6 +12,7 @@ TIME_FACTORS: tuple[FactorName, ...] = (
     "attention_rate",
     "memory_rate",
     "host_time",
+    "collective_delay",
     "network_inside",
     "network_between",
 )
@@ -34,15 +35,16 @@ class Prior:
 
 PRIOR = Prior(
     spreads={
-        "product_rate": 0.08,
-        "attention_rate": 0.15,
-        "memory_rate": 0.2,
+        "product_rate": 0.05,
+        "attention_rate": 0.25,
+        "memory_rate": 0.25,
         "host_time": 0.4,
-        "network_inside": 0.2,
+        "collective_delay": 0.7,
+        "network_inside": 0.3,
         "network_between": 0.4,
         "allocator_reserve": 0.5,
     },
-    time_noise=0.04,
+    time_noise=0.06,
     memory_noise=0.05,
     constant_bytes=1e9,
     degrees_of_freedom=4.0,
