@@ -15,17 +15,22 @@ other clusters, to first order.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.published.anchors import REST, spread_over
+from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
+from hardware_profiles.schema import FactorName
 from planner.calibration.posterior import STEP
 from planner.calibration.priors import TIME_FACTORS
 from planner.errors import PlannerError
@@ -67,9 +72,10 @@ def fitted(clusters: Sequence[Cluster]) -> tuple[Array, float]:
 def _posterior(cluster: Cluster, spreads: Array, noise: float) -> tuple[Array, Array, Array]:
     """Mean and covariance of a cluster's factors, and the weight of each run."""
     weights = np.ones_like(cluster.residuals)
+    mean, covariance = np.zeros_like(spreads), np.diag(spreads**2)
     for _ in range(20):
         scaled = cluster.slopes * (weights / noise**2)[:, None]
-        covariance = np.linalg.inv(cluster.slopes.T @ scaled + np.diag(1 / spreads**2))
+        covariance = np.linalg.inv(cluster.slopes.T @ scaled + np.diag(1 / spreads**2)).astype(np.float64)
         mean = covariance @ (scaled.T @ cluster.residuals)
         rest = (cluster.residuals - cluster.slopes @ mean) / noise
         weights = (DEGREES_OF_FREEDOM + 1) / (DEGREES_OF_FREEDOM + rest**2)
@@ -100,7 +106,7 @@ def _error(residuals: Array) -> float:
 
 def clusters_of(path: Path) -> dict[str, Cluster]:
     """Every cluster with enough rows, priced by plain profiles."""
-    pricer = RunPricer()
+    pricer = RunPricer(is_plain=True)
     rows: dict[str, list[tuple[Run, float, list[float]]]] = defaultdict(list)
     for run in read_runs(path):
         if not isinstance(run, Run) or run.step_time_s is None:
@@ -118,6 +124,30 @@ def clusters_of(path: Path) -> dict[str, Cluster]:
     }
 
 
-def _slope(run: Run, pricer: RunPricer, name: str) -> float:
+def _slope(run: Run, pricer: RunPricer, name: FactorName) -> float:
     more, less = (pricer.price(run, {name: exp(side * STEP)}).priced.step_time_s for side in (1, -1))
     return log(more / less) / (2 * STEP)
+
+
+def main() -> int:
+    """Exit code 0; also where there is no table of runs, which is said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="table of runs")
+    path = parser.parse_args().runs or shipped(RUNS)
+    if path is None:
+        print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
+        return 0
+    clusters = clusters_of(path)
+    spreads, noise = fitted(list(clusters.values()))
+    for name, spread in zip(TIME_FACTORS, spreads, strict=True):
+        print(f"{name:<20} {spread:.3f}")
+    print(f"{'noise':<20} {noise:.3f}, of {len(clusters)} clusters")
+    for number in (1, 3, 10):
+        errors = anchored_errors(clusters, number)
+        cold, warm = (fmean(pair[side] for pair in errors.values()) for side in (0, 1))
+        print(f"{number} anchors: mean over {len(errors)} clusters cold {cold:.1%}, anchored {warm:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

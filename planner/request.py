@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from costmodels.bands import with_bands
 from costmodels.calibrated import calibrated_recipe
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import Recipe, attention_kernel
@@ -266,7 +267,10 @@ def target_of(
 
 def target_as_run(graph: ModelGraph, cluster: ClusterSpec, precision: Precision, software: Software) -> PricingTarget:
     """The same by ``software``; InputError where no framework goes by its name."""
-    recipe = calibrated_recipe(software.recipe, cluster.profile.calibration)
-    name = attention_name_for(recipe, software.kernels, cluster.profile.device.name, uses_flash=software.uses_flash)
+    calibration, device = cluster.profile.calibration, cluster.profile.device.name
+    recipe = with_bands(calibrated_recipe(software.recipe, calibration), device, calibration, software.framework)
+    name = attention_name_for(recipe, software.kernels, device, uses_flash=software.uses_flash)
     once_a_node = dispatches_once_a_node(software.kernels)
-    return PricingTarget(graph, cluster, precision.value, recipe, attention_kernel(name), once_a_node)
+    kernel = attention_kernel(name)
+    framework = software.framework
+    return PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node, framework_name=framework)

@@ -1,8 +1,8 @@
 """Anchors: of each cluster a few rows calibrate, and only the rest is priced, as a user with a few runs would have it.
 
 Which rows those are is decided by their layouts alone: each is the one that brings all rows nearest to the anchors, the
-sum of distances counted (the building phase of k-medoids, Kaufman and Rousseeuw 1990). Nothing of a measurement is looked
-at but whether there is one.
+sum of distances counted (the building phase of k-medoids, Kaufman and Rousseeuw 1990). Nothing of a measurement is
+looked at but whether there is one.
 """
 
 from __future__ import annotations

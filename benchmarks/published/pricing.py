@@ -76,6 +76,7 @@ class RunPricer:
     devices: Mapping[str, DeviceProfile] = field(default_factory=dict[str, DeviceProfile])
     profiles: Mapping[str, ClusterProfile] = field(default_factory=dict[str, ClusterProfile])
     calibrations: Mapping[str, Calibration] = field(default_factory=dict[str, Calibration])
+    is_plain: bool = False  # clusters of studies have the plain profiles of their GPUs, too
 
     _graphs: dict[tuple[Architecture, str, float], ModelGraph] = field(
         default_factory=dict[tuple[Architecture, str, float], ModelGraph]
@@ -120,6 +121,8 @@ class RunPricer:
     def cluster(self, run: Run) -> ClusterSpec:
         """The machine of ``run``, its device as it stands here."""
         own = self.profiles.get(run.software.cluster)
+        if self.is_plain:
+            run = replace(run, software=replace(run.software, cluster=""))
         cluster = cluster_of(run) if own is None else ClusterSpec(profile=own, num_devices=run.hardware.num_devices)
         device = self.devices.get(cluster.profile.device.name)
         if device is None:
