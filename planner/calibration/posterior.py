@@ -28,10 +28,10 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 Predict = Callable[[Vector], Vector]
 
-STEP = 0.05  # of a numeric derivative, to both sides: wide, since prices have kinks where one bound takes over
-MOST_STEPS = 6
+STEP = 0.05  # of a numeric derivative: wide, since prices have kinks where one bound takes over
+MOST_STEPS = 5
 MOST_HALVINGS = 6
-ENOUGH = 1e-3  # a step that moves nothing by more than so many of its prior's deviations is the last
+ENOUGH = 0.02  # a step that moves nothing by more than so many of its prior's deviations is the last
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def posterior(predict: Predict, measured: Sequence[float], prior_spread: Sequenc
     x = np.zeros_like(prior) if is_normal else posterior(predict, measured, prior_spread, Noise(noise.spread)).mean
     predicted = predict(x)
     reached = cost(x, predicted)
-    slopes = jacobian(predict, x)
+    slopes = jacobian(predict, x, predicted)
     for _ in range(MOST_STEPS):
         step = _step(slopes, y - predicted, x, prior, noise)
         for _ in range(MOST_HALVINGS):
@@ -99,18 +99,18 @@ def posterior(predict: Predict, measured: Sequence[float], prior_spread: Sequenc
         reached = cost(x, predicted)
         if np.max(np.abs(step / prior)) < ENOUGH:
             break
-        slopes = jacobian(predict, x)
+        slopes = jacobian(predict, x, predicted)
     precision = noise.precision(y - predicted)
     return Posterior(x, np.linalg.inv(_information(slopes, precision, prior)).astype(np.float64), predicted)
 
 
-def jacobian(predict: Predict, x: Vector) -> Vector:
-    """Derivatives of every prediction by every quantity, [measurement, quantity], from both sides."""
+def jacobian(predict: Predict, x: Vector, at: Vector) -> Vector:
+    """Derivatives of every prediction, ``at`` x itself, by every quantity: [measurement, quantity], by differences."""
     columns: list[Vector] = []
     for place in range(len(x)):
         change = np.zeros_like(x)
         change[place] = STEP
-        columns.append((predict(x + change) - predict(x - change)) / (2 * STEP))
+        columns.append((predict(x + change) - at) / STEP)
     return np.stack(columns, axis=1)
 
 
