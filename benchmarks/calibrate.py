@@ -29,7 +29,6 @@ from benchmarks.published.frameworks import (
     study_recipe_names,
 )
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_runs
 from benchmarks.published.summary import MIN_GROUP_ROWS
 from costmodels.recipe import OWN_FACTS, Recipe, list_recipes, resolved_content, stated_content
 from hardware_profiles.schema import Fit
@@ -46,6 +45,7 @@ from planner.calibration.recipe_fit import (
     with_values,
 )
 from planner.errors import PlannerError
+from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_runs
 
 RECIPES = Path(__file__).resolve().parents[1] / "costmodels" / "recipes"
 MAX_ROWS = 120  # of one family and fit; evenly spaced rows beyond that

@@ -1,7 +1,8 @@
 """Predictions against published, measured runs: ``python -m benchmarks.fidelity --runs FILE.csv [--oom FILE.csv]``.
 
 Every row is priced by the planner's own cost models with everything pinned. Prints measured, predicted and error row by
-row, then the summary; ``--json`` writes both.
+row, then the summary; ``--json`` writes both. With ``--anchors N`` N rows of each cluster calibrate it, by the code of
+``planner calibrate``, and only the rest is priced; the same rows without calibration are summed up beside them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.published.anchors import Comparison, anchored, print_comparison
 from benchmarks.published.data import OUT_OF_MEMORY, RUNS, UNSEEN, shipped
 from benchmarks.published.page import Sections, write_page
 from benchmarks.published.pairs import POINTS, Pair, counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
+from hardware_profiles.catalog import load_profile
+from hardware_profiles.schema import ClusterProfile
 from planner.errors import PlannerError
+from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
 
 
 def main() -> int:
@@ -30,9 +34,15 @@ def main() -> int:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
     failed_file = options.oom or (shipped(OUT_OF_MEMORY) if options.runs is None else None)
-    pricer = RunPricer()
+    comparison: Comparison | None = None
     try:
+        pricer = RunPricer(profiles=dict(map(named_profile, options.profile)))
         runs = list(read_runs(runs_file))
+        if options.anchors:
+            found = anchored((run for run in runs if isinstance(run, Run)), options.anchors, pricer)
+            runs = [run for run in runs if run.id not in found.ids]
+            comparison = Comparison(found, tuple(price_rows(runs, pricer)))
+            pricer = found.calibrated(pricer)
         rows = price_rows(runs, pricer)
         failed = [] if failed_file is None else price_rows(read_out_of_memory(failed_file), pricer)
     except (OSError, ValueError) as error:
@@ -49,8 +59,12 @@ def main() -> int:
         print_rows(rows)
     print_summary(summary)
     print_pairs(pairs)
+    if comparison is not None:
+        print_comparison(comparison, priced, rows)
     if options.json:
         written = {**document(rows, failed, summary), "pairs": [asdict(pair) for pair in pairs]}
+        if comparison is not None:
+            written["anchors"] = comparison.document(priced, rows)
         options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -72,6 +86,14 @@ def price_rows(runs: Iterable[Run | Rejected], pricer: RunPricer) -> list[Row]:
         ) as error:  # the models' own rules, such as a dim that a degree does not divide
             rows.append(skipped_row(run, f"{type(error).__name__}: {error}"))
     return rows
+
+
+def named_profile(text: str) -> tuple[str, ClusterProfile]:
+    """``CLUSTER=FILE``; ValueError where it is not, or the file holds no profile."""
+    cluster, _, file = text.partition("=")
+    if not cluster or not file:
+        raise ValueError(f"--profile {text!r} is not CLUSTER=FILE")
+    return cluster, load_profile(file)
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -136,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--oom", type=Path, help="table of configurations that ran out of memory")
     parser.add_argument("--json", type=Path, help="write rows and summary here")
     parser.add_argument("--page", type=Path, help="write the accuracy page and its chart here")
+    parser.add_argument("--anchors", type=int, default=0, metavar="N", help="rows of each cluster that calibrate it")
+    parser.add_argument(
+        "--profile", action="append", default=[], metavar="CLUSTER=FILE", help="profile of a cluster's rows"
+    )
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     return parser
 

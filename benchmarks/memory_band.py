@@ -25,9 +25,9 @@ from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import study_recipe_names
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Run, read_runs
 from costmodels.memory_band import DEFAULT_RISK, MemoryBand, share_within, spreads
 from costmodels.recipe import list_recipes
+from planner.formats.run_table import Run, read_runs
 
 MEMORY_RUNS = "memory_runs.csv"
 MIN_RUNS = 20

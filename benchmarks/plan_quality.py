@@ -48,9 +48,9 @@ from benchmarks.judging.rivals import (
 )
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Rejected, Run, read_runs
 from benchmarks.published.summary import MIN_GROUP_ROWS, Row
 from costmodels.vocabulary.choices import Precision
+from planner.formats.run_table import Rejected, Run, read_runs
 from planner.output_file import write_text
 
 Found = tuple[float, Choice | None]

@@ -27,11 +27,11 @@ from statistics import fmean, median
 from benchmarks.fidelity import price_rows
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Run, read_runs
 from benchmarks.published.summary import Row
 from costmodels.stragglers import expected_largest
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.schema import DeviceProfile
+from planner.formats.run_table import Run, read_runs
 
 WEAK_SCALING = Path(__file__).resolve().parent / "data" / "scaling" / "weak_scaling.csv"
 LEAST_FACTOR = 2.0  # between the numbers of devices of a pair

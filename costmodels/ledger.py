@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Phase
@@ -16,6 +17,7 @@ class SoftwareBytes:
     reserve_fraction: float  # of tensors that come and go in a step, lost to gaps between them
     communicator_bytes: float  # each
     context_bytes: float
+    workspace_bytes: float = 0.0  # tensors of libraries and framework, whatever the layout
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class MemoryLedger:
             (MemoryTerm.ALLOCATOR_RESERVE, reserve),
             (MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes),
             (MemoryTerm.CONTEXT, software.context_bytes),
+            *([(MemoryTerm.WORKSPACE, software.workspace_bytes)] if software.workspace_bytes else []),
         )
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
@@ -121,3 +124,14 @@ class RankMemory:
     def ledger(self, phase: Phase) -> MemoryLedger:
         """The ledger of ``phase``."""
         return dict(self.phases)[phase]
+
+
+def memory_as_measured(ranks: Sequence[RankMemory], kind: str, of: str) -> float:
+    """Peak of the ``first``, ``last`` or ``worst`` rank, as a measurement of ``kind`` sees it; all where not known."""
+
+    def seen(ledger: MemoryLedger) -> float:
+        by_kind = {"allocated": ledger.allocated_bytes, "reserved": ledger.reserved_bytes}
+        return by_kind.get(kind, ledger.total_bytes)
+
+    measured = {"first": ranks[:1], "last": ranks[-1:]}.get(of, ranks)
+    return max(seen(ledger) for rank in measured for _, ledger in rank.phases)

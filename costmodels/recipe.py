@@ -242,7 +242,7 @@ def stated_content(name_or_path: str) -> dict[str, object]:
 def list_recipes() -> tuple[str, ...]:
     """Names of all shipped recipes."""
     names = (entry.name.removesuffix(".json") for entry in (files("costmodels") / "recipes").iterdir())
-    return tuple(sorted(name for name in names if name not in ("attention", "__pycache__")))
+    return tuple(sorted(name for name in names if name not in ("attention", "bands", "__pycache__")))
 
 
 def _file_of(name_or_path: str, beside: Traversable | None) -> Traversable:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
+from hardware_profiles.calibrated import calibrated
 from hardware_profiles.sanity import violations
 from hardware_profiles.schema import SCHEMA_VERSION, ClusterProfile, ClusterSpec
 
@@ -80,7 +81,7 @@ def load_profile(name_or_path: str) -> ClusterProfile:
 
 
 def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
-    """The cluster of ``num_devices`` devices that ``--hardware`` text names (None: the default profile).
+    """The cluster of ``num_devices`` devices that ``--hardware`` text names (None: the default profile), calibrated.
 
     ``spec`` is NAME, FILE, or either followed by ``:COUNT``, which must then equal ``num_devices``.
     """
@@ -100,7 +101,7 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
                 hint="give the number once, or the same number twice",
             )
         text = name
-    return ClusterSpec(profile=load_profile(text), num_devices=num_devices)
+    return ClusterSpec(profile=calibrated(load_profile(text)), num_devices=num_devices)
 
 
 def count_of(text: str) -> int | None:

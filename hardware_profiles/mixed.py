@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hardware_profiles.calibrated import calibrated
 from hardware_profiles.catalog import (
     MAX_FILE_BYTES,
     MAX_NUM_DEVICES,
@@ -143,7 +144,7 @@ def _checked(
     wrong = list(found)
     for group, hardware, num_devices in entries:
         try:
-            cluster = ClusterSpec(profile=load_profile(hardware), num_devices=num_devices)
+            cluster = ClusterSpec(profile=calibrated(load_profile(hardware)), num_devices=num_devices)
         except HardwareProfileError as error:
             wrong.append(f"group {group!r}: {error.message}")
         else:

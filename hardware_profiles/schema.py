@@ -22,6 +22,17 @@ Tag = Literal["measured", "published", "datasheet", "specified", "fitted"]
 OpClassName = Literal["gemm", "grouped_gemm", "attention", "convolution", "memory_bound"]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+# What measured runs of a cluster may correct (``hardware_profiles/calibrated.py`` says how each acts).
+FactorName = Literal[
+    "product_rate",
+    "attention_rate",
+    "memory_rate",
+    "network_inside",
+    "network_between",
+    "host_time",
+    "collective_delay",
+    "allocator_reserve",
+]
 
 
 class _Value(BaseModel):
@@ -171,6 +182,8 @@ class SoftwareProfile(_Value):
     """What the training software costs on this hardware, besides the operators themselves."""
 
     name: Annotated[str, Weakest.NAMES]
+    # Device memory that each rank's libraries and framework keep as tensors, whatever the layout; None: not known.
+    workspace_bytes: Annotated[Quantity | None, Weakest.MOST_OR_ONE] = None
     # Device memory held by the driver and libraries before any tensor.
     context_bytes: Annotated[Quantity, Weakest.MOST]
     # Device memory per communicator (process group) that is in use.
@@ -188,6 +201,69 @@ class SoftwareProfile(_Value):
     overlappable_fraction: Annotated[Quantity, Weakest.LEAST]
 
 
+# Beyond a factor of 20 a run was not of this machine, or its time not that of a step.
+LARGEST_CALIBRATION = 20.0
+
+
+class CalibratedFactor(_Value):
+    """So many times what the profile, or the framework's recipe, says of something, as measured runs tell.
+
+    Spreads are standard deviations of the natural logarithm: before the runs were known, and after.
+    """
+
+    value: Annotated[float, Field(ge=1 / LARGEST_CALIBRATION, le=LARGEST_CALIBRATION)]
+    prior_spread: Annotated[float, Field(gt=0, le=LARGEST_CALIBRATION)]
+    spread: Annotated[float, Field(gt=0, le=LARGEST_CALIBRATION)]
+
+
+class CalibrationRun(_Value):
+    """A measured run that a calibration rests on, with what was predicted of it before and after."""
+
+    name: Annotated[str, Field(min_length=1)]
+    framework: Annotated[str, Field(min_length=1)]
+    step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    predicted_step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    calibrated_step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    peak_memory_bytes: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    memory_kind: Literal["allocated", "reserved", "device"] | None = None
+
+
+class Calibration(_Value):
+    """What measured runs of a cluster say of it beyond its profile: an overlay, applied when it is planned for.
+
+    ``constant_bytes``: device memory that every run took besides what is predicted, with its standard deviation before
+    and after. ``prior``: where the spreads before come from.
+    """
+
+    factors: dict[FactorName, CalibratedFactor] = {}
+    constant_bytes: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    constant_prior_spread_bytes: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    constant_spread_bytes: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    runs: Annotated[tuple[CalibrationRun, ...], Field(min_length=1, max_length=10_000)]
+    date: datetime.date
+    prior: Annotated[str, Field(min_length=1)]
+
+    @property
+    def values(self) -> dict[FactorName, float]:
+        """Each factor's value."""
+        return {name: factor.value for name, factor in self.factors.items()}
+
+    @property
+    def num_timed(self) -> int:
+        """Runs whose step time was known."""
+        return sum(run.step_time_s is not None for run in self.runs)
+
+    @property
+    def num_weighed(self) -> int:
+        """Runs whose memory was known."""
+        return sum(run.peak_memory_bytes is not None for run in self.runs)
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """The frameworks that ran, each once."""
+        return tuple(dict.fromkeys(run.framework for run in self.runs))
+
+
 class ClusterProfile(_Value):
     """One kind of cluster, as ``--hardware`` names it."""
 
@@ -201,6 +277,7 @@ class ClusterProfile(_Value):
     tiers: tuple[NetworkTier, ...]
     software: SoftwareProfile
     notes: tuple[str, ...] = ()  # what stood out when the cluster was measured, in words
+    calibration: Calibration | None = None  # what measured runs say beyond all that stands above
 
 
 # To use as many devices of each node, a job takes at most so many times the nodes that it would fill.

@@ -92,7 +92,8 @@ def _headline(plan: Plan) -> Text:
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
         if p.step_time_low_s is not None and p.step_time_high_s is not None:
             held = f"{p.step_time_coverage:.0%} of held-out runs" if p.step_time_coverage else "held-out runs"
-            text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)})")
+            text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)}")
+            text.append(f"; known: {p.step_time_band_of})" if p.step_time_band_of else ")")
         text.append(
             f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
             f"(MFU {p.mfu:.1%}), {fullest_text(p)} on the fullest GPU"
@@ -101,6 +102,8 @@ def _headline(plan: Plan) -> Text:
             text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
             text.append(f", ${p.usd_per_step:.2f} a step")
+    if plan.prediction is not None and plan.prediction.calibrated_by:
+        text.append(f"\ncalibrated by {plan.prediction.calibrated_by}")
     if plan.run is not None:
         text.append(f"\n{run_text(plan.run)}")
     return text

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from costmodels.bands import with_bands
+from costmodels.calibrated import calibrated_recipe
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
-from costmodels.recipe import attention_kernel
+from costmodels.recipe import Recipe, attention_kernel
 from costmodels.vocabulary.bounds import (
     MOST_DEVICES,
     MOST_ITEMS,
@@ -20,7 +22,8 @@ from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
-from planner.frameworks.kernels import attention_name_for
+from planner.frameworks.as_run import effective_zero_stage, with_overlap
+from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
 from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
 from planner.graph.graph_cache import Known, default_folder, known_graph, traced_graph
 from planner.graph.graph_file import read_graph
@@ -62,6 +65,28 @@ class Request:
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
     num_tokens: int | None = None  # of the whole training run, for what it takes
     planned: PlannedModel | None = None  # where ``model`` is that of a plan: its code is run as the plan records it
+
+
+@dataclass(frozen=True)
+class Software:
+    """What ran a measured run, in the words of a table of runs (docs/calibrate.md); blank where it is not said."""
+
+    framework: str
+    version: str = ""
+    kernels: tuple[str, ...] = ()
+    overlap: tuple[tuple[str, bool], ...] = ()
+    uses_flash: bool | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the framework's generation, with the overlaps that were chosen."""
+        told = dict(self.overlap)
+        found = recipe_for(self.framework, self.version, self.kernels, told)
+        return with_overlap(found, framework_of(self.framework).overlap_of(told))
+
+    def zero_stage(self, zero_stage: int, *, num_ranks: int, pp: int) -> int:
+        """What a ZeRO stage amounts to in that framework."""
+        return effective_zero_stage(self.recipe, zero_stage, num_ranks=num_ranks, pp=pp)
 
 
 def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
@@ -229,12 +254,23 @@ def target_of(
 
     What is searched is the same for every framework as yet, which ``notes`` then say.
     """
-    recipe = recipe_for(framework)
-    kernel = attention_kernel(attention_name_for(recipe, (), cluster.profile.device.name))
+    target = target_as_run(graph, cluster, precision, Software(framework))
     if framework != OUR_FRAMEWORK:
         borrowed = framework_of(framework).borrows
+        why = f"; {borrowed}" if borrowed else ""
         notes.append(
-            f"priced as {framework} runs a layout (recipe {recipe.name}{'; ' + borrowed if borrowed else ''}): layouts "
+            f"priced as {framework} runs a layout (recipe {target.recipe.name}{why}): layouts "
             f"that {framework} itself cannot run are not left out"
         )
-    return PricingTarget(graph, cluster, precision.value, recipe, kernel)
+    return target
+
+
+def target_as_run(graph: ModelGraph, cluster: ClusterSpec, precision: Precision, software: Software) -> PricingTarget:
+    """The same by ``software``; InputError where no framework goes by its name."""
+    calibration, device = cluster.profile.calibration, cluster.profile.device.name
+    recipe = with_bands(calibrated_recipe(software.recipe, calibration), device, calibration, software.framework)
+    name = attention_name_for(recipe, software.kernels, device, uses_flash=software.uses_flash)
+    once_a_node = dispatches_once_a_node(software.kernels)
+    kernel = attention_kernel(name)
+    framework = software.framework
+    return PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node, framework_name=framework)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from benchmarks.published.runs import Run
 from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
+from planner.formats.run_table import Run
 from planner.frameworks.kernels import attention_name_for
 from planner.frameworks.registry import framework_of, recipe_for
 

@@ -6,9 +6,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from benchmarks.published.runs import GIB, Hardware, Run, UnpriceableRunError
 from hardware_profiles.catalog import list_profiles, load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, NetworkTier, NodeProfile, Quantity
+from planner.formats.run_table import GIB, Hardware, Run, UnpriceableRunError
 
 # Words of a GPU's name, and the profile of a machine that holds such GPUs; the first entry with all of them counts.
 PROFILE_OF_GPU = (

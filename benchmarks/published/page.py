@@ -13,11 +13,11 @@ from statistics import fmean, median
 from benchmarks.published.data import UNSEEN
 from benchmarks.published.frameworks import recipe_called, study_recipe_names
 from benchmarks.published.pairs import POINTS, Pair, counts_of
-from benchmarks.published.runs import Run
 from benchmarks.published.summary import Row, Summary
 from costmodels.memory_band import DEFAULT_RISK
 from costmodels.recipe import list_recipes
 from hardware_profiles.sanity import quantities
+from planner.formats.run_table import Run
 
 INTRODUCTION = """# How close predictions come
 

@@ -10,9 +10,9 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.published.frameworks import attention_name_of, recipe_called, recipe_name_of
-from benchmarks.published.runs import Layout, Run
 from benchmarks.published.summary import Row
 from costmodels.vocabulary.choices import Recompute
+from planner.formats.run_table import Layout, Run
 
 POINTS = 0.03  # how far apart the two ratios may lie
 RECOMPUTE_ORDER = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)

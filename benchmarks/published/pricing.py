@@ -17,16 +17,17 @@ from benchmarks.published.frameworks import (
     with_dropout,
 )
 from benchmarks.published.machines import cluster_of
-from benchmarks.published.runs import Architecture, Run, Software, UnpriceableRunError
 from costmodels.communication import collective_time_s
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec, DeviceProfile
+from hardware_profiles.calibrated import Factors
+from hardware_profiles.schema import Calibration, ClusterProfile, ClusterSpec, DeviceProfile
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
+from planner.formats.run_table import Architecture, Run, Software, UnpriceableRunError
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
@@ -75,12 +76,16 @@ class Prediction:
 class RunPricer:
     """Prices runs one after another; graphs and placements that runs share are made once.
 
-    ``recipes``, ``kernels`` and ``devices`` stand in for the shipped ones of the same names.
+    ``recipes``, ``kernels`` and ``devices`` stand in for the shipped ones of the same names. ``profiles`` and
+    ``calibrations`` are of the rows of a cluster, by the name that the table gives it.
     """
 
     recipes: Mapping[str, Recipe] = field(default_factory=dict[str, Recipe])
     kernels: Mapping[str, AttentionKernel] = field(default_factory=dict[str, AttentionKernel])
     devices: Mapping[str, DeviceProfile] = field(default_factory=dict[str, DeviceProfile])
+    profiles: Mapping[str, ClusterProfile] = field(default_factory=dict[str, ClusterProfile])
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict[str, Calibration])
+    is_plain: bool = False  # clusters of studies have the plain profiles of their GPUs, too
 
     _graphs: dict[tuple[Architecture, str, float], ModelGraph] = field(
         default_factory=dict[tuple[Architecture, str, float], ModelGraph]
@@ -90,8 +95,11 @@ class RunPricer:
     )
     _solver: CpSatSolver = field(default_factory=CpSatSolver)
 
-    def price(self, run: Run) -> Prediction:
-        """The prediction for ``run``; UnpriceableRunError says why there is none."""
+    def price(self, run: Run, factors: Factors | None = None) -> Prediction:
+        """The prediction for ``run``; UnpriceableRunError says why there is none.
+
+        ``factors`` of its cluster in place of those that its calibration has, and of the constant that this has.
+        """
         cluster = self.cluster(run)
         layout = layout_of(run)
         precision = _precision(run)
@@ -103,6 +111,7 @@ class RunPricer:
         once_a_node = dispatches_once_a_node(run.software.kernels)
         target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
         decision = self._decision(target, run)
+        target = self._calibrated(target, run, factors)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
         split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
         table = build_table(target, training, {split: decision}, (layout,))
@@ -115,13 +124,22 @@ class RunPricer:
             evaluator = Evaluator(table, layout)
         return Prediction(evaluator.evaluate(starts), cluster, recipe.name, framework_name_of(run))
 
+    def _calibrated(self, target: PricingTarget, run: Run, factors: Factors | None) -> PricingTarget:
+        calibration = self.calibrations.get(run.software.cluster) or target.cluster.profile.calibration
+        if factors is not None:
+            return target.scaled(factors)
+        return target if calibration is None else target.scaled(calibration.values, calibration.constant_bytes)
+
     def recipe(self, name: str) -> Recipe:
         """The recipe called ``name``, as it stands here."""
         return self.recipes.get(name) or recipe_called(name)
 
     def cluster(self, run: Run) -> ClusterSpec:
         """The machine of ``run``, its device as it stands here."""
-        cluster = cluster_of(run)
+        own = self.profiles.get(run.software.cluster)
+        if self.is_plain:
+            run = replace(run, software=replace(run.software, cluster=""))
+        cluster = cluster_of(run) if own is None else ClusterSpec(profile=own, num_devices=run.hardware.num_devices)
         device = self.devices.get(cluster.profile.device.name)
         if device is None:
             return cluster

@@ -11,8 +11,8 @@ from statistics import fmean, median
 
 from benchmarks.published.frameworks import FALLBACK_FRAMEWORK, UNKNOWN
 from benchmarks.published.pricing import Prediction
-from benchmarks.published.runs import Rejected, Run
-from costmodels.ledger import MemoryLedger, RankMemory
+from costmodels.ledger import memory_as_measured
+from planner.formats.run_table import Rejected, Run
 
 MIN_GROUP_ROWS = 4
 
@@ -98,17 +98,6 @@ def _assumed_framework(run: Run, prediction: Prediction) -> tuple[str, ...]:
 def skipped_row(run: Run | Rejected, reason: str) -> Row:
     """The row of a run without a price."""
     return Row(run.id, run.source, getattr(run, "group", ""), run.step_time_s, skipped=reason)
-
-
-def memory_as_measured(ranks: Sequence[RankMemory], kind: str, of: str) -> float:
-    """Peak of the ``first``, ``last`` or ``worst`` rank, as a measurement of ``kind`` sees it; all where not known."""
-
-    def seen(ledger: MemoryLedger) -> float:
-        by_kind = {"allocated": ledger.allocated_bytes, "reserved": ledger.reserved_bytes}
-        return by_kind.get(kind, ledger.total_bytes)
-
-    measured = {"first": ranks[:1], "last": ranks[-1:]}.get(of, ranks)
-    return max(seen(ledger) for rank in measured for _, ledger in rank.phases)
 
 
 def summarise(rows: Sequence[Row], out_of_memory: Sequence[Row]) -> Summary:

@@ -157,6 +157,7 @@ class MemoryTerm(StrEnum):
     WAITING_COLLECTIVES = "waiting_collectives", Provenance.FITTED, Counted.RESERVED
     STRANDED_COPIES = "stranded_copies", Provenance.SPECIFIED, Counted.RESERVED
     ALLOCATOR_RESERVE = "allocator_reserve", Provenance.FITTED, Counted.RESERVED
+    WORKSPACE = "workspace", Provenance.MEASURED, Counted.ALLOCATED, True  # of libraries, on every rank
     COMMUNICATORS = "communicators", Provenance.MEASURED, Counted.OUTSIDE
     CONTEXT = "context", Provenance.MEASURED, Counted.OUTSIDE
 

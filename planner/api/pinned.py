@@ -34,6 +34,13 @@ class PricedRun:
     plan: Plan
     notes: tuple[str, ...]
 
+    def on(self, target: PricingTarget) -> Evaluated:
+        """The same layout, cut and placements on another cluster."""
+        layout = self.run.layout
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+        table = build_table(target, self.run.training, {split: self.decision}, (layout,))
+        return Evaluator(table, layout, self.evaluator.modes).evaluate(self.found.starts, exact=True)
+
     @property
     def answer(self) -> Answer:
         """The plan, and what was assumed."""

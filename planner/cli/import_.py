@@ -70,9 +70,9 @@ def import_config(  # over 6 arguments: one for each option of the command line
 
     check_output(output, better)
     target, read = read_config(file.name, config_text(file), from_format)
-    source, model_notes = _model(read, model, output)
+    source, model_notes = model_of(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
-    layout, assumed = completed(read.settings, given, _default_seq_len(source))
+    layout, assumed = completed(read.settings, given, default_seq_len(source))
     priced = price_run(pinned_run(source, target.framework, layout), hardware)
     notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
     show_answer(priced.plan, notes, as_json=as_json, output=output)
@@ -123,7 +123,7 @@ def config_text(file: Path) -> str:
         raise InputError(f"{file} is no text: {error}", hint="is it damaged, or another kind of file?") from error
 
 
-def _model(read: Read, named: str | None, output: Path | None) -> tuple[str, tuple[str, ...]]:
+def model_of(read: Read, named: str | None, output: Path | None) -> tuple[str, tuple[str, ...]]:
     """MODEL: what the user names, the preset that the file names or is, or a config written beside the plan."""
     from pydantic import ValidationError
 
@@ -157,7 +157,8 @@ def _model(read: Read, named: str | None, output: Path | None) -> tuple[str, tup
     return str(path), (f"the sizes of the model are in {path}",)
 
 
-def _default_seq_len(source: str) -> int | None:
+def default_seq_len(source: str) -> int | None:
+    """Tokens a sequence where nobody says: the model's own, up to what is pre-trained on; None: not known."""
     from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
 
     shape = family_config_of(source)

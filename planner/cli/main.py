@@ -11,6 +11,7 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from planner.cli import (
+    calibrate,
     check,
     compare,
     estimate,
@@ -50,8 +51,8 @@ def _root(
 
 
 for _group in (
-    search, fit, compare, check, estimate, explain, report, schedule, trace, models, hardware, profile, run, replan,
-    parity, verify, export, import_,
+    search, fit, compare, check, estimate, explain, report, schedule, trace, models, hardware, profile, calibrate, run,
+    replan, parity, verify, export, import_,
 ):  # fmt: skip
     _group.register(app)
 

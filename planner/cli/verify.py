@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
 from planner.cli.options import Trust
 from planner.cli.terminal import data_console
 from planner.errors import PlanError
+from planner.output_file import check_output, write_text
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan, PredictionSection
 from planner.render import seconds, size
@@ -30,8 +32,12 @@ def verify(
     timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write what was measured here, for `planner calibrate`.")
+    ] = None,
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
+    check_output(output)
     plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan)
     from planner.executor.outcome import on_all_ranks
@@ -42,6 +48,8 @@ def verify(
     measured = on_all_ranks(plan, lambda: measure(plan, options))
     if measured is None:
         return 0
+    if output is not None:
+        write_text(output, measured_text(plan_file, output, measured))
     times, memory = time_rows(prediction, measured), memory_rows(prediction, measured)
     if as_json:
         typer.echo(json.dumps({"time": times, "memory": memory, "measured": measured}))
@@ -51,6 +59,13 @@ def verify(
     console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
     console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))
     return 0
+
+
+def measured_text(plan_file: Path, output: Path, measured: dict[str, Any]) -> str:
+    """What `planner calibrate` reads: the plan, named from the folder of the file, its step time and its memory."""
+    plan = os.path.relpath(plan_file.resolve(), output.resolve().parent)
+    found = {"plan": plan, "step_time_s": measured["step_time_s"], "peak_memory_bytes": measured["memory_bytes"]}
+    return json.dumps(found, indent=1) + "\n"
 
 
 def time_rows(prediction: PredictionSection, measured: dict[str, Any]) -> list[dict[str, Any]]:

@@ -201,6 +201,8 @@ class PredictionSection(_Value):
     step_time_low_s: Number | None = None  # band that held most published runs the cost models were not fitted to
     step_time_high_s: Number | None = None
     step_time_coverage: Number | None = None  # share of those runs inside the band
+    step_time_band_of: Text = ""  # what is known of the cluster, by which that band was taken
+    calibrated_by: Text = ""  # the measured runs that correct the profile; "": it is not calibrated
     # That the fullest rank fits, by what published runs needed over what was predicted; None: never compared.
     fit_probability: Number | None = None
 

@@ -22,6 +22,7 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
     cluster = target.cluster
     groups = () if cluster.mixed is None else cluster.mixed.groups
     software = cluster.profile.software
+    workspace = software.workspace_bytes
     return ClusterFacts(
         name=cluster.profile.name,
         num_devices=cluster.num_devices,
@@ -31,7 +32,10 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
             for name, each in [("", cluster), *((group.name, group.cluster) for group in groups)]
         ),
         software=SoftwareBytes(
-            software.allocator_reserve_fraction.value, software.communicator_bytes.value, software.context_bytes.value
+            software.allocator_reserve_fraction.value,
+            software.communicator_bytes.value,
+            software.context_bytes.value,
+            0.0 if workspace is None else workspace.value,
         ),
         hosts=tuple(
             _host_facts(cluster, training, offload)

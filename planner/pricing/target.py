@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from costmodels.bands import time_tier
+from costmodels.calibrated import scaled_recipe
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.choices import ContextMethod
+from hardware_profiles.calibrated import Factors, scaled
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.framework import Framework
 from planner.graph.model_graph import ModelGraph
@@ -26,6 +29,28 @@ class PricingTarget:
     # A token goes to each node of its experts once, whatever the recipe says of that.
     dispatches_once_a_node: bool = False
     within: Within | None = None  # the layouts that are searched; None: all
+    framework_name: str = "planner"  # as the user names it: a recipe may be that of several
+
+    def scaled(self, factors: Factors, constant_bytes: float = 0.0) -> PricingTarget:
+        """The same on a cluster of which ``factors`` are so many times as large, with so much more memory in use."""
+        profile = scaled(self.cluster.profile, factors, constant_bytes)
+        cluster = self.cluster.model_copy(update={"profile": profile})
+        return replace(self, cluster=cluster, recipe=scaled_recipe(self.recipe, factors))
+
+    @property
+    def known_of_times(self) -> str:
+        """What is known of step times of this framework on this cluster, in words."""
+        profile = self.cluster.profile
+        return time_tier(self.recipe, profile.device.name, profile.calibration, self.framework_name).value
+
+    @property
+    def calibrated_by(self) -> str:
+        """The measured runs that correct the cluster's profile, in words; empty where there are none."""
+        found = self.cluster.profile.calibration
+        if found is None:
+            return ""
+        runs = f"{len(found.runs)} measured run{'s' if len(found.runs) > 1 else ''}"
+        return f"{runs} of {', '.join(found.frameworks)}, {found.date}"
 
     @property
     def attention_kernel(self) -> AttentionKernel:

@@ -250,6 +250,8 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         step_time_low_s=None if band is None else time * band.low,
         step_time_high_s=None if band is None else time * band.high,
         step_time_coverage=None if band is None else band.coverage,
+        step_time_band_of="" if band is None else target.known_of_times,
+        calibrated_by=target.calibrated_by,
         fit_probability=fit_probability(found, target),
     )
 

@@ -12,12 +12,12 @@ from benchmarks import calibrate
 from benchmarks.calibrate import RECIPES, extended_first, fit, put, residuals_of
 from benchmarks.published.frameworks import recipe_called
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.runs import Architecture, Hardware, Layout, Run, Software
 from costmodels.recipe import list_recipes, load_recipe
 from costmodels.vocabulary.choices import Recompute
 from hardware_profiles.sanity import quantities
 from hardware_profiles.schema import Quantity
 from planner.calibration.recipe_fit import FITTED_FACTS, neutral_values, with_values
+from planner.formats.run_table import Architecture, Hardware, Layout, Run, Software
 from tests.recipes import STUDY_RECIPES
 
 NEUTRAL = neutral_values()

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.published.machines import profile_name
-from benchmarks.published.runs import Hardware, UnpriceableRunError
+from planner.formats.run_table import Hardware, UnpriceableRunError
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from benchmarks.published.frameworks import (
 from benchmarks.published.machines import KNOWN_CLUSTERS, STUDY_PROFILES, cluster_of, study_profile
 from benchmarks.published.pairs import counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer, layout_of
-from benchmarks.published.runs import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
 from benchmarks.published.summary import Row, kendall_tau, order_in_group, row_of, summarise
 from costmodels.recipe import list_recipes, load_recipe
 from costmodels.vocabulary.choices import Recompute
@@ -25,6 +24,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.sanity import violations
+from planner.formats.run_table import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {

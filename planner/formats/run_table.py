@@ -1,4 +1,4 @@
-"""Published, measured training runs as rows of a CSV, read into plain values; the columns are those of shared/data."""
+"""Measured training runs as rows of a CSV, read into plain values; the columns are documented in docs/calibrate.md."""
 
 from __future__ import annotations
 

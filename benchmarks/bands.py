@@ -1,0 +1,128 @@
+"""Makes the bands by what is known of a cluster: ``python -m benchmarks.bands --write`` (``costmodels/bands.py``).
+
+Every source is left out in turn: recipes that others' runs tell, too, are fitted without it, all others have what other
+recipes have on average (``benchmarks/calibrate.py``), and clusters have the plain profiles of their GPUs. The residuals
+of sources whose recipe or GPU family no other source has are those of a user about whom nothing is known. Then so many
+rows of each cluster of the source calibrate it, and the residuals of the others are those of a calibrated cluster.
+
+Recipes start from the shipped values and are fitted to at most ``MAX_ROWS`` rows each, so that this takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import calibrate
+from benchmarks.published.anchors import anchored
+from benchmarks.published.data import RUNS, shipped
+from benchmarks.published.frameworks import recipe_called, recipe_name_of
+from benchmarks.published.machines import cluster_of
+from benchmarks.published.pricing import RunPricer
+from planner.calibration.recipe_fit import PARAMETERS, RecipeFit, error_band, what_others_say, with_values
+from planner.formats.run_table import Run
+
+BANDS = calibrate.RECIPES / "bands.json"
+NUMBERS = (1, 3, 10)  # of anchors
+MAX_ROWS = 40
+TOOL = "python -m benchmarks.bands --write"
+Ratios = Mapping[str, Sequence[float]]  # of each source or cluster: measured over predicted step time
+
+
+def main() -> int:
+    """Exit code 0; also where there is no table of runs, which is said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="table of runs")
+    parser.add_argument("--write", action="store_true", help="put the bands into costmodels/recipes/bands.json")
+    options = parser.parse_args()
+    path = options.runs or shipped(RUNS)
+    if path is None:
+        print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
+        return 0
+    runs = calibrate.priceable(path, RunPricer())
+    cold: dict[str, list[float]] = {}
+    warm: dict[int, dict[str, list[float]]] = {number: {} for number in NUMBERS}
+    for source, pricer in held_out_pricers(runs).items():
+        own = [run for run in runs if run.source == source]
+        cold[source] = ratios(own, pricer)
+        for number in NUMBERS:
+            found = anchored(own, number, pricer)
+            rest = [run for run in own if run.software.cluster in found.anchors and run.id not in found.ids]
+            for name in found.anchors:
+                of_cluster = [run for run in rest if run.software.cluster == name]
+                warm[number][f"{name}, {source}"] = ratios(of_cluster, found.calibrated(pricer))
+    document = bands_of(runs, cold, warm)
+    print(json.dumps(document, indent=1))
+    if options.write:
+        BANDS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
+    """For each source what prices its runs without having seen it, on plain profiles."""
+    families = calibrate.by_family(runs)
+    shipped_fits = {names: _shipped_fit(names, rows) for names, rows in families.items()}
+    plain = RunPricer(is_plain=True)
+    found: dict[str, RunPricer] = {}
+    for source in sorted({run.source for run in runs}):
+        others = [each.fit for each in shipped_fits.values() if set(each.sources) != {source}]
+        middle = {name: what_others_say(name, others) for name in PARAMETERS}
+        recipes = dict(plain.recipes)
+        for names, rows in families.items():
+            rest = [run for run in rows if run.source != source]
+            if len(rest) < len(rows):
+                thinned = rest[:: -(-len(rest) // MAX_ROWS)] if rest else []
+                values = calibrate.fit(names, thinned, plain, middle).fit.values if rest else middle
+                recipes |= {name: with_values(recipe_called(name), values) for name in names}
+        found[source] = replace(plain, recipes=recipes)
+    return found
+
+
+def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run]) -> calibrate.FamilyFit:
+    recipe = recipe_called(names[0])
+    facts = {name: getattr(recipe, name) for name in PARAMETERS}
+    values = {name: PARAMETERS[name].neutral if fact is None else fact.value for name, fact in facts.items()}
+    told = tuple(name for name, fact in facts.items() if fact is not None and fact.tag == "fitted")
+    sources = tuple(sorted({run.source for run in rows}))
+    return calibrate.FamilyFit(names, RecipeFit(values, told, told), len(rows), sources)
+
+
+def ratios(runs: Sequence[Run], pricer: RunPricer) -> list[float]:
+    """Measured over predicted step time of each."""
+    return [(run.step_time_s or 1.0) / pricer.price(run).priced.step_time_s for run in runs]
+
+
+def bands_of(runs: Sequence[Run], cold: Ratios, warm: Mapping[int, Ratios]) -> dict[str, Any]:
+    """The content of ``bands.json``."""
+    on: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for run in runs:
+        on[recipe_name_of(run), gpu_of(run)].add(run.source)
+    alone = {source for sources in on.values() if len(sources) == 1 for source in sources}
+    unseen = [cold[source] for source in sorted(alone) if source in cold]
+    text = f"{TOOL}, sources of whose recipe or GPU no other tells, left out: {'; '.join(sorted(alone))}"
+    found: dict[str, Any] = {"calibrated": []}
+    for number, of_cluster in warm.items():
+        said = f"{TOOL}, clusters of sources left out, calibrated by {number} of their runs: {'; '.join(of_cluster)}"
+        band = error_band(list(of_cluster.values()), said, None)
+        found["calibrated"].append({"num_runs": number, "error_band": band.model_dump(mode="json")})
+    found["unseen"] = {"error_band": error_band(unseen, text, None).model_dump(mode="json")}
+    seen: dict[str, list[str]] = defaultdict(list)
+    for name, gpu in sorted(on):
+        seen[name].append(gpu)
+    found["seen"] = seen
+    return found
+
+
+def gpu_of(run: Run) -> str:
+    """``A100`` of A100-SXM4-80GB: the family of the GPU that prices the run."""
+    return cluster_of(run).profile.device.name.partition("-")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A framework's recipe on a cluster whose calibration says how long its hosts take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodels.recipe import Recipe
+from hardware_profiles.schema import Calibration, FactorName, Quantity
+
+# The recipe's times of the host, all of which one factor corrects: hosts differ in speed.
+HOST_TIMES = (
+    "host_s_per_kernel",
+    "host_s_per_sharded_kernel",
+    "host_s_per_collective",
+    "host_s_per_collective_rank",
+)
+
+
+# The fact that says how late hosts come to a collective, which recipes may not have. Being a difference between hosts,
+# it is 0 for most: what a factor multiplies is the delay and this much more.
+DELAY = "host_s_per_collective_rank"
+USUAL_DELAY_S = 2e-5
+
+
+def scaled_recipe(recipe: Recipe, factors: Mapping[FactorName, float]) -> Recipe:
+    """``recipe`` where hosts take ``host_time`` times as long, and come ``collective_delay`` times as late.
+
+    A delay d becomes factor * (d + USUAL_DELAY_S) - USUAL_DELAY_S, at least 0.
+    """
+    factor, late = factors.get("host_time", 1.0), factors.get("collective_delay", 1.0)
+    known: dict[str, Quantity] = {name: of for name in HOST_TIMES if (of := getattr(recipe, name)) is not None}
+    times = {name: of.model_copy(update={"value": of.value * factor}) for name, of in known.items()}
+    delay_s = times[DELAY].value if DELAY in times else 0.0
+    delayed_s = max(0.0, late * (delay_s + USUAL_DELAY_S) - USUAL_DELAY_S)
+    if delayed_s != delay_s:
+        times[DELAY] = Quantity(value=delayed_s, tag="measured", source="runs that the profile is calibrated by")
+    return recipe.model_copy(update=times)
+
+
+def calibrated_recipe(recipe: Recipe, calibration: Calibration | None) -> Recipe:
+    """``recipe`` on a cluster with this calibration; itself where there is none."""
+    return recipe if calibration is None else scaled_recipe(recipe, calibration.values)

@@ -1,0 +1,52 @@
+"""How far the factors of a cluster lie from its profile before any of its runs is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hardware_profiles.schema import FactorName
+
+TIME_FACTORS: tuple[FactorName, ...] = (
+    "product_rate",
+    "attention_rate",
+    "memory_rate",
+    "host_time",
+    "collective_delay",
+    "network_inside",
+    "network_between",
+)
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Standard deviations of the logarithm of each factor, and of what no factor explains of a run's time and memory.
+
+    ``constant_bytes``: deviation of the memory that every run takes besides. Of noise, tails are those of Student's t.
+    """
+
+    spreads: Mapping[FactorName, float]
+    time_noise: float
+    memory_noise: float
+    constant_bytes: float
+    degrees_of_freedom: float
+    source: str
+
+
+PRIOR = Prior(
+    spreads={
+        "product_rate": 0.05,
+        "attention_rate": 0.25,
+        "memory_rate": 0.25,
+        "host_time": 0.4,
+        "collective_delay": 0.7,
+        "network_inside": 0.3,
+        "network_between": 0.4,
+        "allocator_reserve": 0.5,
+    },
+    time_noise=0.06,
+    memory_noise=0.05,
+    constant_bytes=1e9,
+    degrees_of_freedom=4.0,
+    source="to be fitted",
+)

@@ -1,0 +1,244 @@
+"""``planner calibrate``: a profile corrected by the user's own measured runs, for ``--hardware``."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from hardware_profiles.catalog import HardwareProfileError, default_profile_name, load_profile
+from hardware_profiles.mixed import is_mixed
+from hardware_profiles.sanity import NAME_PATTERN
+from hardware_profiles.schema import Calibration, ClusterProfile
+from planner.calibration.cluster import MeasuredRun, calibration_of
+from planner.cli.import_ import config_text, model_of
+from planner.cli.options import Hardware, Trust
+from planner.cli.terminal import data_console, talk_console
+from planner.errors import HardwareError, InputError, PlanError
+from planner.json_file import read_content, read_object
+from planner.output_file import check_output, is_stdout, write_text
+from planner.plan.plan_file import read_plan
+from planner.render import seconds, size
+
+if TYPE_CHECKING:
+    from planner.api.measured import Measured, Measurement
+    from planner.formats.completion import Given
+
+MAX_LOG_BYTES = 2**28  # of a log: weeks of steps
+GIB = 2**30
+
+
+def register(app: typer.Typer) -> None:
+    """Adds ``calibrate`` to ``app``."""
+    app.command("calibrate")(calibrate)
+
+
+def calibrate(  # over 6 arguments: one for each option of the command line
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUNS...",
+            help="Measured runs: PLAN:SECONDS or PLAN:LOG, where PLAN is a plan.json or a framework's config and LOG "
+            "what the framework logged; :GIB behind SECONDS is the peak allocated memory; what `planner verify -o` "
+            "wrote; a CSV of runs (docs/calibrate.md).",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write the calibrated profile here; - is stdout.")],
+    hardware: Hardware = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile. Default: NAME-calibrated.")] = None,
+    from_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="Of configs, as for `planner import`.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Of configs, likewise.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Of configs, likewise.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Of configs, likewise.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Of configs, likewise.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Of configs, likewise.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of configs, likewise.")] = None,
+    recompute: Annotated[Recompute | None, typer.Option(help="Of configs, likewise.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Correct a profile by measured runs of your own cluster: one helps, ten are near a full fit."""
+    check_output(output)
+    named = hardware or default_profile_name()
+    known = _profile(named)
+    if name is not None and not NAME_PATTERN.fullmatch(name):
+        raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
+    from planner.formats.completion import Given
+
+    notes = [] if hardware is not None else [f"no --hardware given: calibrating {named}"]
+    given = Given(gpus, seq_len, global_batch, micro_batch, precision, Optimizer.ADAMW, recompute)
+    reader = _Reader(named, given, from_format, model, trust, notes)
+    measured = [run for text in runs for run in reader.read(text)]
+    talk = talk_console()
+    for note in dict.fromkeys(notes):
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if not measured:
+        raise InputError("none of the runs can be used", hint="the notes above say why, run by run")
+    found = calibration_of(list(map(_as_calibrated, measured)), datetime.datetime.now(tz=datetime.UTC).date())
+    text = _calibrated(known, name, found).model_dump_json(indent=2) + "\n"
+    if is_stdout(output):
+        typer.echo(text, nl=False)
+    else:
+        write_text(output, text)
+    console = talk if is_stdout(output) else data_console()
+    console.print(_runs_table(found))
+    console.print(_factors_table(found))
+    talk.print(f"plan with it: planner search MODEL --hardware {escape(str(output))}", soft_wrap=True)
+
+
+def _profile(named: str) -> ClusterProfile:
+    """The profile that is calibrated, which is of one kind of node and not calibrated yet."""
+    if is_mixed(named):
+        raise HardwareError(f"{named} has several kinds of nodes", hint="calibrate the profile of each by itself")
+    try:
+        known = load_profile(named)
+    except HardwareProfileError as error:
+        raise HardwareError(error.message, hint=error.hint) from error
+    if known.calibration is not None:
+        raise HardwareError(
+            f"{named} is calibrated already, by {len(known.calibration.runs)} runs",
+            hint="give all runs together, old and new, with the profile that it was made of",
+        )
+    return known
+
+
+def _calibrated(known: ClusterProfile, name: str | None, found: Calibration) -> ClusterProfile:
+    update: dict[str, object] = {"name": name or f"{known.name}-calibrated", "aliases": (), "calibration": found}
+    return known.model_copy(update=update)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads what the command line names as runs."""
+
+    hardware: str
+    given: Given
+    from_format: str | None
+    model: str | None
+    trust: bool
+    notes: list[str]
+
+    def read(self, text: str) -> list[Measured]:
+        """The runs of one argument; InputError where it names none."""
+        from planner.api.measured import measured_rows
+
+        if text.lower().endswith(".csv"):
+            try:
+                return measured_rows(Path(text), self.hardware, self.notes)
+            except (OSError, ValueError) as error:
+                raise InputError(f"{text} cannot be read as a table of runs: {error}") from error
+        file, _, measured = text.partition(".json:") if ".json:" in text else text.partition(":")
+        path = Path(f"{file}.json" if ".json:" in text else file)
+        if not measured:
+            return [self._verified(path)]
+        return [self._named(path, measured)]
+
+    def _named(self, path: Path, measured: str) -> Measured:
+        """``PLAN:MEASURED``, the plan one of ours or a framework's config."""
+        from planner.api.measured import measured_config, measured_plan
+
+        if _is_plan(path):
+            plan = read_plan(path, trust=self.trust)
+            training = plan.training
+            found = _measurement(measured, (training.global_batch_size, training.seq_len, plan.num_devices))
+            return measured_plan(path.name, plan, self.hardware, found)
+        from planner.cli.import_ import default_seq_len
+        from planner.formats.completion import completed
+        from planner.formats.registry import read_config
+
+        with tempfile.TemporaryDirectory() as folder:
+            target, read = read_config(path.name, config_text(path), self.from_format)
+            source, said = model_of(read, self.model, Path(folder) / "config.json")
+            layout, assumed = completed(read.settings, self.given, default_seq_len(source))
+            self.notes.extend(f"{path.name}: {note}" for note in (*said, *read.notes, *assumed))
+            found = _measurement(measured, (layout.global_batch_size, layout.seq_len, layout.num_devices))
+            return measured_config(path.name, source, target.framework, layout, self.hardware, found)
+
+    def _verified(self, path: Path) -> Measured:
+        """What ``planner verify -o`` wrote of a plan beside it."""
+        from planner.api.measured import Measurement, measured_plan
+
+        document = read_object(path, InputError) if path.suffix == ".json" else {}
+        plan, step_s, peaks = (document.get(key) for key in ("plan", "step_time_s", "peak_memory_bytes"))
+        if not isinstance(plan, str) or not isinstance(step_s, int | float) or not 0 < step_s < 1e9:
+            raise InputError(
+                f"{path} has no measured step time beside it",
+                hint=f"give {path}:SECONDS, or {path}:LOG with the log of the framework",
+            )
+        known = [float(each) for each in peaks if isinstance(each, int)] if isinstance(peaks, list) else []
+        found = Measurement(float(step_s), max(known, default=None))
+        return measured_plan(path.name, read_plan(path.parent / plan, trust=self.trust), self.hardware, found)
+
+
+def _is_plan(path: Path) -> bool:
+    if path.suffix != ".json":
+        return False
+    content = read_object(path, PlanError)
+    return "mesh" in content and "model" in content
+
+
+def _measurement(text: str, job: tuple[int, int, int]) -> Measurement:
+    """``SECONDS``, ``SECONDS:GIB`` or the name of a log."""
+    from planner.api.measured import Measurement
+    from planner.formats.run_log import Job, read_log
+
+    try:
+        numbers = [float(part) for part in text.split(":")]
+    except ValueError:
+        content = read_content(Path(text), InputError, MAX_LOG_BYTES).decode("utf-8", errors="replace")
+        found = read_log(content, Job(*job), text)
+        return Measurement(found.step_time_s, found.peak_memory_bytes, found.memory_kind)
+    if len(numbers) > 2 or not all(0 < number < 1e9 for number in numbers):
+        raise InputError(f"{text!r} is not SECONDS or SECONDS:GIB, each above 0", hint="as in plan.json:12.3:61.5")
+    return Measurement(numbers[0], numbers[1] * GIB if len(numbers) == 2 else None)
+
+
+def _as_calibrated(run: Measured) -> MeasuredRun:
+    found = run.found
+    return MeasuredRun(
+        run.name, run.framework, run.price, found.step_time_s, found.peak_memory_bytes, found.memory_kind
+    )
+
+
+def _runs_table(found: Calibration) -> Table:
+    table = Table(title="Step time of the runs", title_justify="left")
+    table.add_column("run")
+    for name in ("measured", "predicted", "calibrated", "peak memory measured"):
+        table.add_column(name, justify="right")
+    for run in found.runs:
+        times = (run.step_time_s, run.predicted_step_time_s, run.calibrated_step_time_s)
+        cells = ["" if value is None else seconds(value) for value in times]
+        memory = "" if run.peak_memory_bytes is None else f"{size(run.peak_memory_bytes)} {run.memory_kind}"
+        table.add_row(escape(run.name), *cells, memory)
+    return table
+
+
+def _factors_table(found: Calibration) -> Table:
+    table = Table(title="So many times what the profile or the recipe says, with 80 %", title_justify="left")
+    for name in ("factor", "most probable", "before", "after"):
+        table.add_column(name, justify="left" if name == "factor" else "right")
+    for name, factor in found.factors.items():
+        table.add_row(
+            name,
+            f"{factor.value:.3f}",
+            _interval(1.0, factor.prior_spread),
+            _interval(factor.value, factor.spread),
+        )
+    if found.constant_bytes > 0:
+        table.add_row("memory besides", size(found.constant_bytes), "", "")
+    return table
+
+
+def _interval(middle: float, spread: float) -> str:
+    """The 10th to the 90th percentile of a log-normal distribution."""
+    reach = exp(1.2816 * spread)
+    return f"{middle / reach:.2f} to {middle * reach:.2f}"

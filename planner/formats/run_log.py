@@ -1,0 +1,160 @@
+"""The steady step time, and the memory, that the log of a training framework tells.
+
+Each framework has a record: the line that it writes of a step, and what that line counts. The first fifth of the steps
+that are logged, at least one and at most twenty, is warm-up: compilation, autotuning, the optimiser's first states. Of
+the others the median counts, so that checkpoints, evaluations and a slow step now and then do not.
+
+The formats, as public logs have them:
+
+    Megatron-LM   iteration 10/ 100 | ... | elapsed time per iteration (ms): 283.9 | ...
+    torchtitan    step: 10 loss: ... memory: 49.66GiB(52.28%) tps: 5,856 tflops: ...
+    DeepSpeed     ... epoch=0/micro_step=40/global_step=10, ... CurrSamplesPerSec=25.7, ... MaxMemAllocated=38.5GB
+                  [time] ... [Rank 0] step=10, skipped=0, lr=[...]
+    nanotron      iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 1.23K | ...
+    NeMo          ... | train_step_timing in s: 6.08 | ..., or train_step_timing in s=6.08 of its progress bar
+
+Written by megatron/training/training.py, torchtitan/components/metrics.py, deepspeed/utils/timer.py,
+nanotron/trainer.py and nemo's TimingCallback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from planner.errors import InputError
+
+LEAST_STEADY = 3  # steps that must be left when warm-up is skipped
+WARM_UP_SHARE, MOST_WARM_UP = 5, 20
+SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+GIB, MIB = 2**30, 2**20
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+NUMBER = r"([\d.,]+(?:[eE][+-]?\d+)?)"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a log does not say of a run, and its rates are of. Batches are in sequences."""
+
+    global_batch_size: int
+    seq_len: int
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a log tells. ``peak_memory_bytes`` None: nothing of memory."""
+
+    framework: str
+    step_time_s: float
+    num_steps: int  # whose median it is
+    peak_memory_bytes: float | None = None
+    memory_kind: Literal["allocated", "reserved"] = "allocated"
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """How a framework logs: seconds of a step from a match of its line, and the line of its memory, in bytes."""
+
+    framework: str
+    step: re.Pattern[str]
+    seconds: Callable[[re.Match[str], Job], float]
+    memory: re.Pattern[str] | None = None
+    memory_unit: float = 1.0
+    memory_kind: Literal["allocated", "reserved"] = "allocated"
+
+
+def read_log(text: str, job: Job, name: str = "the log") -> Logged:
+    """What ``text`` tells of ``job``; InputError where no framework's steps are found in it, or too few."""
+    text = COLOURS.sub("", text)
+    for of in FORMATS:
+        times = [of.seconds(match, job) for match in of.step.finditer(text)]
+        if times:
+            return _logged(of, times, text, name)
+    times = _between_deepspeed_steps(text)
+    if times:
+        return _logged(DEEPSPEED, times, text, name)
+    raise InputError(
+        f"{name} has no line of a step that is known",
+        hint="logs of Megatron-LM, torchtitan, DeepSpeed, nanotron and NeMo are; else give the seconds: PLAN:SECONDS",
+    )
+
+
+def _logged(of: LogFormat, times: Sequence[float], text: str, name: str) -> Logged:
+    steady = times[min(MOST_WARM_UP, max(1, len(times) // WARM_UP_SHARE)) :]
+    if len(steady) < LEAST_STEADY:
+        raise InputError(
+            f"{name} has {len(times)} steps of {of.framework}, of which {len(steady)} are past warm-up; at least "
+            f"{LEAST_STEADY} must be",
+            hint="give a longer log, or the seconds of a step: PLAN:SECONDS",
+        )
+    peaks = [] if of.memory is None else [_number(found) * of.memory_unit for found in of.memory.findall(text)]
+    return Logged(of.framework, median(steady), len(steady), max(peaks, default=None), of.memory_kind)
+
+
+def _number(text: str) -> float:
+    """``5,856``, ``1.23K`` or ``6.859e+03``; InputError where it is none, or 0."""
+    scaled = text.strip().replace(",", "")
+    scale = SCALES.get(scaled[-1:].upper(), 1.0) if scaled[-1:].isalpha() else 1.0
+    try:
+        value = float(scaled.rstrip("KMGBTkmgbt")) * scale
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise InputError(f"a log has {text!r} where a number above 0 is expected", hint="is it damaged?")
+    return value
+
+
+def _between_deepspeed_steps(text: str) -> list[float]:
+    """Seconds a step between lines of the optimiser's step, by the clock that stands before them."""
+    pattern = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*?\[Rank 0\] step=(\d{1,9}),")
+    stamps = [(int(step), datetime.fromisoformat(time.replace(",", "."))) for time, step in pattern.findall(text)]
+    pairs = pairwise(stamps)
+    spans = [((later - earlier).total_seconds(), last - first) for (first, earlier), (last, later) in pairs]
+    return [span / steps for span, steps in spans if steps > 0 and span > 0]
+
+
+DEEPSPEED = LogFormat(
+    "deepspeed",
+    # Of versions that say their micro-step the rate is of the whole batch; older ones leave accumulation out.
+    re.compile(rf"micro_step=\d+/global_step=\d+, [^\n]*?CurrSamplesPerSec={NUMBER}"),
+    lambda match, job: job.global_batch_size / _number(match[1].rstrip(",")),
+    re.compile(rf"MaxMemAllocated={NUMBER}GB"),
+    GIB,
+)
+FORMATS: tuple[LogFormat, ...] = (
+    LogFormat(
+        "nanotron",
+        re.compile(r"elapsed_time_per_iteration_ms: ([\d.]+[KMB]?)"),
+        lambda match, _job: _number(match[1]) / 1e3,
+        re.compile(r"Peak allocated:? ([\d.]+)MiB"),
+        MIB,
+    ),
+    LogFormat(
+        "megatron-lm",
+        re.compile(rf"elapsed time per iteration \(ms\): {NUMBER}"),
+        lambda match, _job: _number(match[1]) / 1e3,
+        re.compile(rf"max allocated: {NUMBER}"),  # in MB of 2**20 bytes, --log-memory-interval and after the first step
+        MIB,
+    ),
+    LogFormat(
+        "nemo",
+        re.compile(rf"train_step_timing in s(?:: |=){NUMBER}"),
+        lambda match, _job: _number(match[1].rstrip(",.")),
+        re.compile(rf"max_memory_allocated: {NUMBER}"),
+    ),
+    LogFormat(
+        "torchtitan",
+        re.compile(rf"step: +\d+ [^\n]*? tps: {NUMBER}"),  # tokens per second and GPU, of all GPUs of the job
+        lambda match, job: job.global_batch_size * job.seq_len / (_number(match[1]) * job.num_devices),
+        re.compile(rf"memory: +{NUMBER}GiB"),  # torch.cuda's reserved_bytes.all.peak
+        GIB,
+        "reserved",
+    ),
+    DEEPSPEED,
+)

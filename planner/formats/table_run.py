@@ -1,0 +1,112 @@
+"""A row of a table of runs as a whole layout and a model's shape, as any other config is read."""
+
+from __future__ import annotations
+
+from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.formats.run_table import Architecture, Run, UnpriceableRunError
+from planner.formats.settings import Layout
+from planner.models.config import FamilyConfig, MlpType
+
+# Words of a schedule's name, the most telling first.
+SCHEDULES = {
+    "zb-2p": ScheduleName.ZB_2P,
+    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    "zbv": ScheduleName.ZBV_ZERO_BUBBLE,
+    "dualpipe": ScheduleName.DUAL_PIPE_V,
+    "interleaved": ScheduleName.INTERLEAVED_1F1B,
+    "1f1b": ScheduleName.ONE_F_ONE_B,
+    "gpipe": ScheduleName.GPIPE,
+    "none": ScheduleName.ONE_F_ONE_B,
+}
+
+
+def layout_of(run: Run) -> Layout:
+    """How ``run`` was split; UnpriceableRunError where that does not add up, or is not priced."""
+    layout = run.layout
+    world = layout.dp * layout.tp * layout.pp * layout.cp
+    if world != run.hardware.num_devices:
+        raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
+    if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
+        raise UnpriceableRunError(
+            f"dp {layout.dp} * micro-batch {layout.micro_batch_size} does not divide {layout.global_batch_size}"
+        )
+    if layout.offload != "none":
+        raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
+    mesh = _mesh(run)
+    microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
+    schedule = _schedule(layout.schedule if layout.pp > 1 else "none")
+    if schedule is ScheduleName.ONE_F_ONE_B and 0 < microbatches < layout.pp:
+        schedule = ScheduleName.GPIPE  # fewer micro-batches than stages: all forwards come first anyway
+    return Layout(
+        num_devices=world,
+        pp=mesh.pp,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        zero_stage=layout.zero_stage if mesh.dp_shard * mesh.cp > 1 else 0,
+        micro_batch_size=layout.micro_batch_size,
+        num_microbatches=microbatches,
+        global_batch_size=layout.global_batch_size,
+        seq_len=run.architecture.seq_len,
+        precision=_precision(run.precision),
+        optimizer=Optimizer.ADAMW,
+        schedule=schedule,
+        virtual_stages=layout.virtual_stages if layout.pp > 1 else 1,
+        stage_blocks=run.software.stage_layers or None,
+        recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel,
+        offload=Offload.NONE,
+        cp_method=ContextMethod.ALL_GATHER,
+    )
+
+
+def shape_of(architecture: Architecture, dropout: float = 0.0) -> FamilyConfig:
+    """The member of the family builder with this shape: gated models as Llama, plain ones as GPT."""
+    try:
+        mlp = MlpType(architecture.mlp_type)
+    except ValueError as error:
+        raise UnpriceableRunError(f"mlp_type {architecture.mlp_type!r} is none of {', '.join(MlpType)}") from error
+    return FamilyConfig(
+        family="moe" if architecture.experts else ("llama" if mlp.is_gated else "gpt"),
+        layers=architecture.layers,
+        hidden=architecture.hidden,
+        heads=architecture.heads,
+        kv_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
+        ffn=architecture.ffn,
+        vocab=architecture.vocab,
+        seq_len=architecture.seq_len,
+        mlp=mlp,
+        tied=architecture.is_tied,
+        dropout=dropout,
+        experts=architecture.experts or None,
+        top_k=architecture.top_k or None,
+        expert_ffn=architecture.expert_ffn or None,
+    )
+
+
+def _mesh(run: Run) -> Mesh:
+    layout = run.layout
+    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
+    shard = 1 if layout.zero_stage == 0 else shard
+    if layout.dp % shard:
+        raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
+    return Mesh(layout.pp, layout.dp // shard, shard, layout.cp, layout.tp, layout.ep)
+
+
+def _schedule(name: str) -> ScheduleName:
+    found = next((schedule for word, schedule in SCHEDULES.items() if word in name.lower()), None)
+    if found is None:
+        raise UnpriceableRunError(f"schedule {name!r} is not priced")
+    return found
+
+
+def _precision(name: str) -> Precision:
+    try:
+        return Precision.FP8 if "fp8" in name else Precision(name)
+    except ValueError as error:
+        raise UnpriceableRunError(f"precision {name!r} is not priced") from error

@@ -1,0 +1,105 @@
+"""``planner calibrate``: what it takes as runs, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hardware_profiles.catalog import load_profile
+from planner.cli.main import app
+from planner.errors import InputError, PlannerError
+from tests.unit.benchmarks.test_published_runs import ROW
+
+HARDWARE = "dgx-a100-80gb"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    run(
+        "search", "llama-tiny", "--gpus", "8", "--hardware", HARDWARE, "--framework", "megatron-core", "--global-batch",
+        "64", "--tp", "2", "--pp", "2", "--zero", "1", "--micro-batch", "1", "--recompute", "none", "-o", str(path),
+    )  # fmt: skip
+    return path
+
+
+def step_s(path: Path) -> float:
+    return json.loads(path.read_text())["prediction"]["step_time_s"]
+
+
+def test_one_slow_run_makes_the_same_plan_slower_and_the_plan_says_so(plan: Path, tmp_path: Path) -> None:
+    profile, again = tmp_path / "profile.json", tmp_path / "again.json"
+    before = step_s(plan)
+    run("calibrate", f"{plan}:{before * 1.2:.6f}:3", "--hardware", HARDWARE, "-o", str(profile))
+    overlay = load_profile(str(profile)).calibration
+    assert overlay is not None
+    assert overlay.frameworks == ("megatron-core",)
+    assert (overlay.num_timed, overlay.num_weighed) == (1, 1)
+    assert all(factor.spread < factor.prior_spread for factor in overlay.factors.values())
+    run("estimate", str(plan), "--hardware", str(profile), "-o", str(again))
+    assert before < step_s(again) < before * 1.25
+    prediction = json.loads(again.read_text())["prediction"]
+    assert prediction["calibrated_by"].startswith("1 measured run of megatron-core")
+    assert "workspace" in prediction["memory_breakdown_bytes"][0]
+
+
+def test_a_log_and_what_verify_wrote_are_measurements(plan: Path, tmp_path: Path) -> None:
+    before = step_s(plan)
+    log = tmp_path / "log.txt"
+    line = " iteration        {0}/ 100 | elapsed time per iteration (ms): {1:.4f} | learning rate: 1.0E-04 |\n"
+    log.write_text("".join(line.format(step, before * (900 if step == 1 else 1.1) * 1e3) for step in range(1, 8)))
+    verified = tmp_path / "measured.json"
+    verified.write_text(json.dumps({"plan": str(plan), "step_time_s": before * 1.1, "peak_memory_bytes": [2**30]}))
+    overlays: list[dict[str, float]] = []
+    for said in (f"{plan}:{log}", str(verified)):
+        run("calibrate", said, "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))
+        overlay = load_profile(str(tmp_path / "profile.json")).calibration
+        assert overlay is not None
+        overlays.append(overlay.values)
+    assert overlays[0] == pytest.approx(overlays[1], rel=1e-3)
+
+
+def test_a_table_of_runs(tmp_path: Path) -> None:
+    rows = [
+        {"id": "one"},
+        {"id": "two", "tp": "4", "pp": "1"},
+        {"id": "odd", "dp": "3"},
+        {"id": "who", "framework": ""},
+    ]
+    with (tmp_path / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(ROW))
+        writer.writeheader()
+        writer.writerows({**ROW, **row} for row in rows)
+    result = CliRunner().invoke(
+        app, ["calibrate", str(tmp_path / "runs.csv"), "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json")]
+    )
+    assert result.exit_code == 0, result.output
+    overlay = load_profile(str(tmp_path / "profile.json")).calibration
+    assert overlay is not None
+    assert [each.name for each in overlay.runs] == ["one", "two"]
+    assert "odd: left out" in result.stderr
+    assert "who: left out, it names no framework" in result.stderr
+
+
+def test_a_calibrated_profile_is_not_calibrated_twice(plan: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    run("calibrate", f"{plan}:1.0", "--hardware", HARDWARE, "-o", str(profile))
+    with pytest.raises(PlannerError, match="calibrated already, by 1 runs"):
+        run("calibrate", f"{plan}:1.0", "--hardware", str(profile), "-o", str(profile))
+
+
+@pytest.mark.parametrize("said", ["", ":0", ":-1", ":1:2:3", ":nan", ":nowhere.txt"])
+def test_what_says_no_step_time_is_refused(plan: Path, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        run("calibrate", f"{plan}{said}", "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))

@@ -1,0 +1,124 @@
+"""Logs of training frameworks, in short excerpts as each framework writes them."""
+
+import pytest
+
+from planner.errors import InputError
+from planner.formats.run_log import GIB, MIB, Job, read_log
+
+JOB = Job(global_batch_size=512, seq_len=4096, num_devices=64)
+
+
+def megatron(times_ms: list[float]) -> str:
+    return (
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: 999.5 | max allocated: 8696.25 | reserved: 8786.0\n"
+        + (
+            "\n".join(
+                f" [2024-10-16 06:21:12] iteration {step:8d}/  500000 | consumed samples:  256 | elapsed time per "
+                f"iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 401.5 | learning rate: 4.0E-07 | global "
+                f"batch size:   512 | lm loss: 1.192634E+01 | loss scale: 1.0 | grad norm: 5.960 |"
+                for step, ms in enumerate(times_ms, start=1)
+            )
+        )
+    )
+
+
+def titan(rates: list[str]) -> str:
+    return "\n".join(
+        f"[rank0]:\x1b[31m[titan] 2025-06-16 22:30:50,322 - root - INFO - \x1b[31mstep: {step:2d}  \x1b[32mloss:  6.1  "
+        f"\x1b[38;2;54;234;195mgrad_norm:  0.8  \x1b[33mmemory: 49.66GiB(52.28%)  \x1b[34mtps: {rate}  \x1b[36mtflops: "
+        "339.16  \x1b[35mmfu: 34.29%\x1b[39m"
+        for step, rate in enumerate(rates, start=1)
+    )
+
+
+def deepspeed(rates: list[float]) -> str:
+    return "\n".join(
+        f"[2023-11-07 01:55:23,711] [INFO] [logging.py:96:log_dist] [Rank 0] step={step}0, skipped=4, lr=[4.9e-05], "
+        f"mom=[(0.9, 0.95)]\n[2023-11-07 01:55:23,714] [INFO] [timer.py:260:stop] epoch=0/micro_step={step}40/"
+        f"global_step={step}0, RunningAvgSamplesPerSec=25, CurrSamplesPerSec={rate}, MemAllocated=4.32GB, "
+        "MaxMemAllocated=38.49GB"
+        for step, rate in enumerate(rates, start=1)
+    )
+
+
+def nanotron(times: list[str]) -> str:
+    return "\n".join(
+        "08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]:  Memory usage: 64.15MiB. Peak allocated 309.29MiB. Peak reserved: "
+        f"496.00MiB\n08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]: iteration: {step} / 15 | consumed_tokens: 512 | "
+        f"elapsed_time_per_iteration_ms: {time} | tokens_per_sec: 109 | tokens_per_sec_per_gpu: 109 | batch: "
+        "512 | lm_loss: 5.32 | lr: 0.00015 | model_tflops_per_gpu: 410"
+        for step, time in enumerate(times, start=1)
+    )
+
+
+def nemo(times: list[float]) -> str:
+    return "\n".join(
+        f"Training epoch 0, iteration {step}/99 | lr: 6.897e-06 | global_batch_size: 512 | global_step: {step} | "
+        f"max_memory_reserved: 127785762816 | max_memory_allocated: 115792977920 | reduced_train_loss: 11.96 | "
+        f"train_step_timing in s: {time} | TFLOPS_per_GPU: 1.249e+03 | consumed_samples: 5888"
+        for step, time in enumerate(times)
+    )
+
+
+def test_megatron_lm() -> None:
+    """The first step compiles and allocates; one of the others writes a checkpoint: neither is the median."""
+    found = read_log(megatron([271607.0, 2034.8, 2030.0, 9000.0, 2031.2]), JOB)
+    assert (found.framework, found.num_steps) == ("megatron-lm", 4)
+    assert found.step_time_s == pytest.approx((2.0312 + 2.0348) / 2)
+    assert found.peak_memory_bytes == 8696.25 * MIB
+    assert found.memory_kind == "allocated"
+
+
+def test_torchtitan_says_tokens_per_second_and_gpu() -> None:
+    found = read_log(titan(["123", "5,856", "5,593", "5,868"]), JOB)
+    assert found.framework == "torchtitan"
+    assert found.step_time_s == pytest.approx(512 * 4096 / (5856 * 64))
+    assert (found.peak_memory_bytes, found.memory_kind) == (pytest.approx(49.66 * GIB), "reserved")
+
+
+def test_deepspeed_says_samples_per_second() -> None:
+    found = read_log(deepspeed([3.0, 25.6, 25.7, 25.5]), JOB)
+    assert found.framework == "deepspeed"
+    assert found.step_time_s == pytest.approx(512 / 25.6)
+    assert found.peak_memory_bytes == pytest.approx(38.49 * GIB)
+
+
+def test_deepspeed_of_old_is_read_by_the_clock() -> None:
+    """Its rate leaves gradient accumulation out, so that lines of the optimiser's steps tell the time."""
+    text = "\n".join(
+        f"[2022-03-11 02:0{minute}:{second},985] [INFO] [logging.py:69:log_dist] [Rank 0] step={step}, skipped=2, "
+        f"lr=[5e-05], mom=[[0.9, 0.999]]\n[2022-03-11 02:0{minute}:{second},985] [INFO] [timer.py:189:stop] 0/{step}, "
+        "SamplesPerSec=83.4"
+        for step, minute, second in [(10, 1, "00"), (20, 2, "00"), (30, 2, "15"), (40, 2, "30"), (60, 3, "01")]
+    )
+    found = read_log(text, JOB)
+    assert (found.framework, found.num_steps) == ("deepspeed", 3)
+    assert found.step_time_s == pytest.approx(1.5)
+
+
+def test_nanotron_shortens_its_numbers() -> None:
+    found = read_log(nanotron(["4.71K", "983", "1.01K", "1K"]), JOB)
+    assert (found.framework, found.step_time_s) == ("nanotron", pytest.approx(1.0))
+    assert found.peak_memory_bytes == pytest.approx(309.29 * MIB)
+
+
+def test_nemo_in_lines_and_in_its_progress_bar() -> None:
+    found = read_log(nemo([40.0, 6.08, 6.1, 6.06]), JOB)
+    assert (found.framework, found.step_time_s) == ("nemo", 6.08)
+    assert found.peak_memory_bytes == 115792977920
+    bar = "\rEpoch 0: :  10%|#         | {0}/100 [00:30<04:30, reduced_train_loss=10.40, train_step_timing in s={1}]"
+    assert read_log("".join(bar.format(n, t) for n, t in enumerate([30, 2.87, 2.9, 2.85])), JOB).step_time_s == 2.87
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hello\nstep 3 took 4 s", "no line of a step"),
+        (megatron([5000.0, 2000.0]), "2 steps of megatron-lm, of which 1 are past warm-up"),
+        (megatron([1.0, 0.0, 0.0, 0.0]), "where a number above 0 is expected"),
+        (titan(["1", "1.2.3", "4", "5"]), "where a number above 0 is expected"),
+    ],
+)
+def test_what_tells_nothing_is_refused(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read_log(text, JOB)
