@@ -1,6 +1,5 @@
-"""Every recipe there is, and the values that they had before any extended another."""
+"""Every recipe there is, and its values as they were recorded."""
 
-import json
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -8,11 +7,11 @@ from pydantic import BaseModel
 from hardware_profiles.schema import Quantity
 
 ROOT = Path(__file__).resolve().parent
-FROZEN: dict[str, dict[str, object]] = json.loads((ROOT / "fixtures" / "resolved_recipes.json").read_text())
+FROZEN_FILE = ROOT / "fixtures" / "resolved_recipes.json"
 STUDY_RECIPES = {
     path.stem: str(path) for path in sorted((ROOT.parent / "benchmarks" / "data" / "recipes").glob("*.json"))
 }
-# Texts, the file's own, and what no recipe had then.
+# Texts, and the file's own.
 UNFROZEN = ("description", "schema_version", "error_band.source", "context_methods.source", "memory_band")
 
 

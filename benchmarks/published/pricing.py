@@ -158,7 +158,8 @@ class RunPricer:
         """Placements as Megatron splits blocks, whatever the links: those that are best inside a node."""
         layout, profile = run.layout, target.cluster.profile
         split = TensorSplit(layout.tp, layout.sequence_parallel)
-        key = (run.architecture, target.recipe.name, target.precision, profile.device.name, split)
+        of_graph = run.architecture, target.recipe.dropout
+        key = (*of_graph, target.recipe.name, target.precision, profile.device.name, split)
         if key not in self._decisions:
             inside = profile.tiers[0].model_copy(update={"num_devices": None})
             cluster = target.cluster.model_copy(update={"profile": profile.model_copy(update={"tiers": (inside,)})})
