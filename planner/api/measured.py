@@ -58,7 +58,7 @@ def measured_plan(name: str, plan: Plan, hardware: str, found: Measurement) -> M
 
 def measured_config(
     name: str, model: str, framework: str, layout: Settings, hardware: str, found: Measurement
-) -> Measured:  # over 6 arguments: a name, and what a config says
+) -> Measured:
     """A run of a framework's config on this hardware; errors as of ``planner import``."""
     return _measured(name, price_run(pinned_run(model, framework, layout), hardware), found)
 
