@@ -1,7 +1,8 @@
 """Fits the prior of ``planner calibrate`` to published runs: ``python -m benchmarks.calibration_priors``.
 
-How far do clusters lie from their profiles? Every run is priced with the profile of its GPU, and with each factor a
-little larger and smaller. To first order the logarithm of measured over predicted is then
+How far do clusters lie from their profiles? Every run is priced with the plain profile of its GPU and a recipe that
+never saw its source (``benchmarks/bands.py``), and with each factor a little larger and smaller. To first order the
+logarithm of measured over predicted is then
 
     r = sum over factors of slope * x + noise,    x ~ N(0, s) one a cluster, noise ~ Student's t (4) of one run
 
@@ -27,14 +28,15 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.bands import held_out_pricers, ratios
+from benchmarks.calibrate import priceable
 from benchmarks.published.anchors import REST, spread_over
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
 from hardware_profiles.schema import FactorName
 from planner.calibration.posterior import STEP
 from planner.calibration.priors import TIME_FACTORS
-from planner.errors import PlannerError
-from planner.formats.run_table import Run, UnpriceableRunError, read_runs
+from planner.formats.run_table import Run
 
 Array = npt.NDArray[np.float64]
 DEGREES_OF_FREEDOM = 4.0
@@ -106,17 +108,13 @@ def _error(residuals: Array) -> float:
 
 def clusters_of(path: Path) -> dict[str, Cluster]:
     """Every cluster with enough rows, priced by plain profiles."""
-    pricer = RunPricer(is_plain=True)
+    runs = priceable(path, RunPricer(is_plain=True))
+    pricers = held_out_pricers(runs)
     rows: dict[str, list[tuple[Run, float, list[float]]]] = defaultdict(list)
-    for run in read_runs(path):
-        if not isinstance(run, Run) or run.step_time_s is None:
-            continue
-        try:
-            found = pricer.price(run, {})
-        except (UnpriceableRunError, ValueError, PlannerError):
-            continue
+    for run in runs:
+        pricer = pricers[run.source]
         slopes = [_slope(run, pricer, name) for name in TIME_FACTORS]
-        rows[run.software.cluster].append((run, log(run.step_time_s / found.priced.step_time_s), slopes))
+        rows[run.software.cluster].append((run, log(ratios([run], pricer)[0]), slopes))
     return {
         name: Cluster(tuple(run for run, _, _ in own), np.array([r for _, r, _ in own]), np.array([s for *_, s in own]))
         for name, own in rows.items()

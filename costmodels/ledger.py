@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Phase
@@ -124,14 +123,3 @@ class RankMemory:
     def ledger(self, phase: Phase) -> MemoryLedger:
         """The ledger of ``phase``."""
         return dict(self.phases)[phase]
-
-
-def memory_as_measured(ranks: Sequence[RankMemory], kind: str, of: str) -> float:
-    """Peak of the ``first``, ``last`` or ``worst`` rank, as a measurement of ``kind`` sees it; all where not known."""
-
-    def seen(ledger: MemoryLedger) -> float:
-        by_kind = {"allocated": ledger.allocated_bytes, "reserved": ledger.reserved_bytes}
-        return by_kind.get(kind, ledger.total_bytes)
-
-    measured = {"first": ranks[:1], "last": ranks[-1:]}.get(of, ranks)
-    return max(seen(ledger) for rank in measured for _, ledger in rank.phases)

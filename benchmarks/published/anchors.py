@@ -17,13 +17,13 @@ from statistics import fmean, median
 
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import Row
-from costmodels.ledger import memory_as_measured
 from costmodels.vocabulary.choices import Recompute
 from hardware_profiles.calibrated import Factors
 from hardware_profiles.schema import Calibration
 from planner.calibration.cluster import MeasuredRun, MemoryKind, calibration_of
 from planner.calibration.priors import PRIOR, Prior
 from planner.errors import PlannerError
+from planner.evaluation.measured_memory import memory_as_measured
 from planner.formats.run_table import Run, UnpriceableRunError
 
 REST = 3  # rows that a cluster must have besides its anchors

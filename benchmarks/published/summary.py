@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from benchmarks.published.frameworks import FALLBACK_FRAMEWORK, UNKNOWN
 from benchmarks.published.pricing import Prediction
-from costmodels.ledger import memory_as_measured
+from planner.evaluation.measured_memory import memory_as_measured
 from planner.formats.run_table import Rejected, Run
 
 MIN_GROUP_ROWS = 4

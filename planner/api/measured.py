@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from costmodels.ledger import memory_as_measured
 from planner.api import planned_layout
 from planner.api.pinned import PricedRun, pinned_run, price_on, price_run
 from planner.errors import PlannerError
 from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.measured_memory import memory_as_measured
 from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_runs
 from planner.formats.settings import Layout as Settings
 from planner.formats.table_run import layout_of, shape_of
@@ -58,7 +58,7 @@ def measured_plan(name: str, plan: Plan, hardware: str, found: Measurement) -> M
 
 def measured_config(
     name: str, model: str, framework: str, layout: Settings, hardware: str, found: Measurement
-) -> Measured:  # over 6 arguments: a name, and what a config says
+) -> Measured:
     """A run of a framework's config on this hardware; errors as of ``planner import``."""
     return _measured(name, price_run(pinned_run(model, framework, layout), hardware), found)
 

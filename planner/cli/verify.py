@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("verify")(verify)
 
 
-def verify(
+def verify(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search`")],
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,

@@ -8,7 +8,6 @@ from statistics import fmean
 
 import pytest
 
-from costmodels.ledger import memory_as_measured
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
@@ -16,6 +15,7 @@ from hardware_profiles.schema import FactorName
 from planner.calibration.cluster import MeasuredRun, calibration_of
 from planner.calibration.priors import PRIOR
 from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.measured_memory import memory_as_measured
 from planner.layout.layout import Layout
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
