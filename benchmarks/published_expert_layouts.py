@@ -116,7 +116,7 @@ LAYOUTS = (
         "left is compute that runs slower beside them, and both ends of the step. Peak memory is that of "
         "a run that recomputes nothing: the report recomputes norms and attention's up-projections and "
         "keeps inputs of products in 8 bits. Schedules that split backward passes cannot recompute here, "
-        "so the search takes another one with everything recomputed.",
+        "so the search takes another one.",
         stage_layers=(1, *(2,) * 29, 1, 1),
     ),
     *(

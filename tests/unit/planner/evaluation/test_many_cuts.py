@@ -21,7 +21,7 @@ from tests.planning import problem_of
 )
 def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
-    rng, fit, short = random.Random(2), 0, 0
+    rng, fit, short, left_out = random.Random(2), 0, 0, 0
     pipelines = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
     for layout in rng.sample(pipelines, min(60, len(pipelines))):
         pricer = Pricer(problem.table, layout)
@@ -41,5 +41,18 @@ def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> N
             else:
                 fit += 1
                 assert step_s == pytest.approx(alone.step_time_s, rel=1e-12), (layout, starts)
+                evaluator = pricer.evaluator.with_modes(alone.modes)
+                for rank, stages in enumerate(evaluator.stages_of_ranks(starts)):
+                    excess = evaluator.excess_bytes(rank, stages)  # looks at the phases of a step alone
+                    total = alone.ledgers[rank].total_bytes
+                    assert excess + alone.capacity_bytes[rank] == pytest.approx(total, rel=1e-12)
+        limit_s = float(np.median(together))
+        if np.isfinite(limit_s):
+            limited = ManyCuts(pricer.evaluator, pricer.least).step_s(cuts, limit_s)
+            below = together < limit_s
+            assert (limited[below] == together[below]).all()
+            assert ((limited == together) | np.isinf(limited)).all()
+            left_out += int((limited != together).sum())
     assert fit >= 30
+    assert left_out > 0  # cuts of which one rank alone works as long as the limit
     assert short >= 10 or options.get("hardware") is None  # where memory is short some do not fit
