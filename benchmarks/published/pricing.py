@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,13 +27,13 @@ from hardware_profiles.schema import Calibration, ClusterProfile, ClusterSpec, D
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
 from planner.formats.run_table import Architecture, Run, Software, UnpriceableRunError
+from planner.formats.table_run import schedule_of, shape_of
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
-from planner.models.config import FamilyConfig, MlpType
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
@@ -48,18 +47,6 @@ from planner.table.shared_vocabulary import VocabularySharing, with_shared_vocab
 # As the planner traces: a batch of two cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
 ACTIVATION_BYTES = 2  # of one element between blocks
-# By the names of the table's column, without spaces, hyphens and what stands in brackets. Any other name is a schedule
-# of its own, which has no price.
-SCHEDULES = {
-    "zb2p": ScheduleName.ZB_2P,
-    "zb1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
-    "zbv": ScheduleName.ZBV_ZERO_BUBBLE,
-    "interleaved1f1b": ScheduleName.INTERLEAVED_1F1B,
-    "1f1b": ScheduleName.ONE_F_ONE_B,
-    "gpipe": ScheduleName.GPIPE,
-    "afab": ScheduleName.GPIPE,
-    "none": ScheduleName.ONE_F_ONE_B,
-}
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,7 @@ class RunPricer:
         """The traced graph of the run's model."""
         key = (run.architecture, precision.value, dropout)
         if key not in self._graphs:
-            config = family_config(run.architecture).model_copy(update={"dropout": dropout})
+            config = shape_of(run.architecture, dropout)
             loaded = family_model(ModelSource("published run", ModelKind.PRESET), config)
             self._graphs[key] = trace_model(loaded, TRACED_BATCH_SIZE, config.seq_len, traced_dtype(precision))
         return self._graphs[key]
@@ -227,7 +214,7 @@ def layout_of(run: Run) -> Layout:
     if stages > run.architecture.layers + 2:
         raise UnpriceableRunError(f"{stages} pipeline stages for {run.architecture.layers} layers")
     num_microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
-    schedule = _schedule(layout.schedule if layout.pp > 1 else "none")
+    schedule = schedule_of(layout.schedule if layout.pp > 1 else "none")
     problems = schedule.rules.violations(layout.pp, layout.virtual_stages, num_microbatches)
     if schedule is ScheduleName.ONE_F_ONE_B and 0 < num_microbatches < layout.pp:
         schedule, problems = ScheduleName.GPIPE, ()  # fewer micro-batches than stages: all forwards come first anyway
@@ -250,13 +237,6 @@ def _zero_stage(run: Run) -> int:
     return effective_zero_stage(recipe, layout.zero_stage, num_ranks=layout.dp * layout.cp, pp=layout.pp)
 
 
-def _schedule(name: str) -> ScheduleName:
-    found = SCHEDULES.get(re.sub(r"\(.*\)|[\s-]", "", name.lower()))
-    if found is None:
-        raise UnpriceableRunError(f"schedule {name!r} is not priced")
-    return found
-
-
 def _mesh(run: Run) -> Mesh:
     layout = run.layout
     shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
@@ -277,25 +257,3 @@ def _precision(run: Run) -> Precision:
         return Precision(run.precision)
     except ValueError as error:
         raise UnpriceableRunError(f"precision {run.precision!r} is not priced") from error
-
-
-def family_config(architecture: Architecture) -> FamilyConfig:
-    """The member of the family builder with this shape: gated models as Llama, plain ones as GPT."""
-    mlp = MlpType(architecture.mlp_type)
-    family = "moe" if architecture.experts else ("llama" if mlp.is_gated else "gpt")
-    return FamilyConfig(
-        family=family,
-        layers=architecture.layers,
-        hidden=architecture.hidden,
-        heads=architecture.heads,
-        kv_heads=architecture.kv_heads,
-        head_dim=architecture.head_dim,
-        ffn=architecture.ffn,
-        vocab=architecture.vocab,
-        seq_len=architecture.seq_len,
-        mlp=mlp,
-        tied=architecture.is_tied,
-        experts=architecture.experts or None,
-        top_k=architecture.top_k or None,
-        expert_ffn=architecture.expert_ffn or None,
-    )

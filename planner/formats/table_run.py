@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
@@ -9,15 +11,16 @@ from planner.formats.run_table import Architecture, Run, UnpriceableRunError
 from planner.formats.settings import Layout
 from planner.models.config import FamilyConfig, MlpType
 
-# Words of a schedule's name, the most telling first.
+# By the names of the table's column, without spaces, hyphens and what stands in brackets. Any other name is a schedule
+# of its own, which has no price.
 SCHEDULES = {
-    "zb-2p": ScheduleName.ZB_2P,
-    "zb-1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
+    "zb2p": ScheduleName.ZB_2P,
+    "zb1p": ScheduleName.INTERLEAVED_ZERO_BUBBLE,
     "zbv": ScheduleName.ZBV_ZERO_BUBBLE,
-    "dualpipe": ScheduleName.DUAL_PIPE_V,
-    "interleaved": ScheduleName.INTERLEAVED_1F1B,
+    "interleaved1f1b": ScheduleName.INTERLEAVED_1F1B,
     "1f1b": ScheduleName.ONE_F_ONE_B,
     "gpipe": ScheduleName.GPIPE,
+    "afab": ScheduleName.GPIPE,
     "none": ScheduleName.ONE_F_ONE_B,
 }
 
@@ -36,7 +39,7 @@ def layout_of(run: Run) -> Layout:
         raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
     mesh = _mesh(run)
     microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
-    schedule = _schedule(layout.schedule if layout.pp > 1 else "none")
+    schedule = schedule_of(layout.schedule if layout.pp > 1 else "none")
     if schedule is ScheduleName.ONE_F_ONE_B and 0 < microbatches < layout.pp:
         schedule = ScheduleName.GPIPE  # fewer micro-batches than stages: all forwards come first anyway
     return Layout(
@@ -98,8 +101,9 @@ def _mesh(run: Run) -> Mesh:
     return Mesh(layout.pp, layout.dp // shard, shard, layout.cp, layout.tp, layout.ep)
 
 
-def _schedule(name: str) -> ScheduleName:
-    found = next((schedule for word, schedule in SCHEDULES.items() if word in name.lower()), None)
+def schedule_of(name: str) -> ScheduleName:
+    """The schedule of that name in the table; UnpriceableRunError where there is none."""
+    found = SCHEDULES.get(re.sub(r"\(.*\)|[\s-]", "", name.lower()))
     if found is None:
         raise UnpriceableRunError(f"schedule {name!r} is not priced")
     return found
