@@ -7,6 +7,8 @@ runs that code and counts the same. The pass goes over the units of a stage from
   hook gathers it again once there is a gradient of the logits.
 - A unit begins with its own parameters and those gathered for the next one, and with the gradients of the unit behind
   it in the buffer from which they are reduced. There is one such buffer (``reduce_scatter_max_input_buffers``).
+- In a pipeline the buffer of the pass before, of another micro-batch or stage, is held until the first unit's gradients
+  follow (ZeRO 2 and 3); stages of a rank have one buffer together (``planner/executor/pipeline.py``).
 - A unit ends with its gradients in the dtype of compute, copied into the next buffer, and with what it kept freed.
 - Where gradients stay whole until the last micro-batch (ZeRO 0 and 1) buffers are needed only there. Each unit frees
   its copy of the parameters before its gradients are reduced, and of these leaves nothing but its shard.
@@ -63,9 +65,12 @@ class Moment:
         return Moment(max(0.0, self.working), self.gathered, rest)
 
 
-def fullest_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
-    """The fullest of a micro-batch that finds gradients of earlier ones; ``stage``: its units in order."""
-    return max((moment.of_rows() for moment in _moments(stage, sharding)), key=_total)
+def fullest_moment(stage: Sequence[UnitAtWork], sharding: Sharding, before: float = 0.0) -> Moment:
+    """The fullest of a micro-batch that finds gradients of earlier ones; ``stage``: its units in order.
+
+    ``before``: elements whose gradients are still in the buffer when it begins.
+    """
+    return max((moment.of_rows() for moment in _moments(stage, sharding, before)), key=_total)
 
 
 def fullest_last_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Moment:
@@ -73,15 +78,15 @@ def fullest_last_moment(stage: Sequence[UnitAtWork], sharding: Sharding) -> Mome
     return max((moment.of_rows() for moment in _last_moments(stage, sharding)), key=_total)
 
 
-def _moments(stage: Sequence[UnitAtWork], sharding: Sharding) -> Iterator[Moment]:
-    freed = behind = 0.0  # bytes kept, and elements of the unit behind
+def _moments(stage: Sequence[UnitAtWork], sharding: Sharding, before: float) -> Iterator[Moment]:
+    freed, behind = 0.0, before  # bytes kept, and elements of the unit behind
     buffer = sharding.buffer_bytes * sharding.reduces_each
-    yield Moment(0.0, 0.0, 0.0)
+    yield Moment(0.0, 0.0, buffer * behind)
     copy_bytes = sharding.compute_bytes * sharding.gathers_units
     for place, unit in reversed([*enumerate(stage)]):
         own, following = copy_bytes * unit.elements, copy_bytes * stage[place - 1].elements if place else 0.0
         if unit.loss:
-            yield Moment(unit.loss - freed, 0.0, 0.0)
+            yield Moment(unit.loss - freed, 0.0, buffer * behind)
         yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
         yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
         yield Moment(-freed - unit.kept, following, (sharding.compute_bytes + buffer) * unit.elements)

@@ -217,7 +217,9 @@ class RankMemoryModel:
         last = None
         if self._table.framework.has_fsdp_moments:
             sharding, at_work = self._sharding, [[self._unit_at_work(each) for each in stage] for stage in stages]
-            backward = max((fullest_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
+            before = max(stage[0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
+            backward = max((fullest_moment(stage, sharding, before) for stage in at_work), key=lambda each: each.total)
             if not sharding.reduces_each:
                 last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is

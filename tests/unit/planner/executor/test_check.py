@@ -65,13 +65,16 @@ WITHIN = 0.03  # of the ledger
         *(Pins(zero=zero, pp=1, dp=4, recompute=Recompute.NONE) for zero in (1, 2, 3)),
         Pins(zero=3, pp=1, dp=4, recompute=Recompute.FULL),
         Pins(zero=1, pp=2, dp=2, recompute=Recompute.NONE, schedule=ScheduleName.ONE_F_ONE_B),
+        Pins(zero=2, pp=2, dp=2, recompute=Recompute.NONE, schedule=ScheduleName.INTERLEAVED_1F1B, virtual_stages=2),
+        Pins(zero=1, pp=1, tp=2, sequence_parallel=True, recompute=Recompute.SELECTIVE),
+        Pins(zero=1, pp=1, cp=2, recompute=Recompute.SELECTIVE),
     ],
     ids=lambda pins: pins.describe().replace(", ", " "),
 )
 def test_tensors_take_what_the_ledger_says(pins: Pins, tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(WIDE)
-    pins = replace(pins, tp=1, cp=1, dp_replicate=1, micro_batch=2)
+    pins = replace(pins, tp=pins.tp or 1, cp=pins.cp or 1, dp_replicate=1, micro_batch=2)
     request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False)
     plan = find_plan(request).plan
     found = _check_rank(plan, loaded_model(plan), 0)
