@@ -257,18 +257,17 @@ def _run(left: Sequence[tuple[int, Drawn]], folder: Path, end_s: float) -> Itera
         for num_ranks in sorted({each.plan.num_devices for _, each in batch}):
             of_size = [(place, each) for place, each in batch if each.plan.num_devices == num_ranks]
             runnable = [(place, each) for place, each in of_size if not each.refusals]
-            rows += [
-                {"place": place, "plan": each.name, "verdict": f"refused: {each.refusals[0]}"}
-                for place, each in of_size
-                if each.refusals
-            ]
+            rows += [_row(place, each, f"refused: {each.refusals[0]}") for place, each in of_size if each.refusals]
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 found = outcomes(num_ranks, [each.plan for _, each in runnable], Path(own))
                 rows += [
-                    {"place": place, "plan": each.name, "verdict": verdict(errors)}
-                    for (place, each), errors in zip(runnable, found, strict=True)
+                    _row(place, each, verdict(errors)) for (place, each), errors in zip(runnable, found, strict=True)
                 ]
         yield from sorted(rows, key=lambda row: int(str(row["place"])))
+
+
+def _row(place: int, drawn: Drawn, said: str) -> dict[str, object]:
+    return {"place": place, "plan": drawn.name, "verdict": said}
 
 
 def page(rows: Sequence[dict[str, str]], seed: int) -> str:

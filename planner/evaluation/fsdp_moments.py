@@ -9,7 +9,8 @@ runs that code and counts the same. The pass goes over the units of a stage from
   it in the buffer from which they are reduced. There is one such buffer (``reduce_scatter_max_input_buffers``).
 - In a pipeline the buffer of the pass before, of another micro-batch or stage, is held until the first unit's gradients
   follow (ZeRO 2 and 3); stages of a rank have one buffer together (``planner/executor/pipeline.py``).
-- A unit ends with its gradients in the dtype of compute, copied into the next buffer, and with what it kept freed.
+- A unit ends with its gradients in the dtype of compute: first beside all of the above but what it kept, which is
+  freed by then, and after its parameters are freed as well copied into the next buffer, and with what it kept freed.
 - Where gradients stay whole until the last micro-batch (ZeRO 0 and 1) buffers are needed only there. Each unit frees
   its copy of the parameters before its gradients are reduced, and of these leaves nothing but its shard.
 """
@@ -89,6 +90,8 @@ def _moments(stage: Sequence[UnitAtWork], sharding: Sharding, before: float) -> 
             yield Moment(unit.loss - freed, 0.0, buffer * behind)
         yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
         yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
+        gradients = sharding.compute_bytes * unit.elements  # all there before the unit's parameters are freed
+        yield Moment(-freed - unit.kept, own + following, gradients + buffer * behind)
         yield Moment(-freed - unit.kept, following, (sharding.compute_bytes + buffer) * unit.elements)
         freed, behind = freed + unit.kept, unit.elements
 
