@@ -102,7 +102,7 @@ class ContextAxis(Axis[ContextKey]):
         cp, seq_len = run.layout.mesh.cp, run.graph.seq_len
         if cp == 1:
             return []
-        problems = list(unshared_positions(run.graph))
+        problems = list(unshared_positions(run.graph, cp))
         if seq_len % (2 * cp):
             problems.append(f"each rank gets two equal chunks, but 2 * cp does not divide the {seq_len} tokens")
         return [

@@ -209,10 +209,17 @@ class Recomputation:
     roles: frozenset[Role] = frozenset()  # whose collectives run again
     waits_for_host: bool = False  # the host issues all that runs again, as it does forward
     stops_before: float = inf  # neither this kernel nor what comes behind it runs again, collectives included
+    keeps_results: bool = False  # of collectives too, and what products make for them to sum
+
+    def keeps(self, collective: Collective) -> bool:
+        """Whether a forward collective's result is kept. Attention brings keys and values inside one operator."""
+        within = collective.role is Role.ATTENTION and collective.kind is not CollectiveKind.ALL_TO_ALL
+        return self.keeps_results and collective.runs_in is Pass.FORWARD and not within
 
     def repeats(self, collective: Collective) -> bool:
-        """Whether a collective of the forward pass runs again."""
-        return collective.role in self.roles and max(collective.of, default=-1) < self.stops_before
+        """Whether a forward collective runs again."""
+        is_asked = collective.runs_in is Pass.FORWARD and collective.role in self.roles
+        return is_asked and not self.keeps(collective) and max(collective.of, default=-1) < self.stops_before
 
 
 @dataclass(frozen=True)

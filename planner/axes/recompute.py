@@ -58,7 +58,8 @@ def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputat
         return Recomputation(unit.saved, extras, keeps_logits=True, kernels=frozenset())
     if mode is Recompute.FULL or selective == "blocks":
         return Recomputation(unit.entering, frozenset(), False, everything, roles=frozenset(Role), waits_for_host=True)
-    # Selective recomputation repeats kernels alone: not the wait for the host, nor tensor-parallel collectives.
+    # Selective recomputation repeats kernels: not the wait for the host, nor tensor-parallel collectives. Our own
+    # keeps the results of all collectives that are operators; those inside attention run again.
     attention = frozenset(kernel.id for kernel in unit.kernels if kernel.op_class is OpClass.ATTENTION)
     if selective == "attention":
         return Recomputation(unit.saved, everything - attention, keeps_logits=False, kernels=attention)
@@ -68,7 +69,8 @@ def recomputation(unit: RankUnit, mode: Recompute, selective: str) -> Recomputat
         kept_extras_of=attention,
         keeps_logits=False,
         kernels=everything - {kernel.id for kernel in products},
-        roles=frozenset({Role.DISPATCH}),  # rows go to their experts once more: inputs of products are made again
+        roles=frozenset({Role.DISPATCH, Role.ATTENTION} if selective == "products" else {Role.DISPATCH}),
+        keeps_results=selective == "products",
     )
 
 

@@ -7,7 +7,10 @@ runs that code and counts the same. The pass goes over the units of a stage from
   hook gathers it again once there is a gradient of the logits.
 - A unit begins with its own parameters and those gathered for the next one, and with the gradients of the unit behind
   it in the buffer from which they are reduced. There is one such buffer (``reduce_scatter_max_input_buffers``).
-- A unit ends with its gradients in the dtype of compute, copied into the next buffer, and with what it kept freed.
+- In a pipeline the buffer of the pass before, of another micro-batch or stage, is held until the first unit's gradients
+  follow (ZeRO 2 and 3); stages of a rank have one buffer together (``planner/executor/pipeline.py``).
+- A unit ends with its gradients in the dtype of compute: first beside all of the above but what it kept, which is
+  freed by then, and after its parameters are freed as well copied into the next buffer, and with what it kept freed.
 - Where gradients stay whole until the last micro-batch (ZeRO 0 and 1) buffers are needed only there. Each unit frees
   its copy of the parameters before its gradients are reduced, and of these leaves nothing but its shard.
 """
@@ -63,14 +66,16 @@ class Moment:
         return Moment(max(0.0, self.working), self.gathered, rest)
 
 
-Runs = Sequence[
-    tuple[UnitAtWork, int]
-]  # the units of a stage in order: equal ones that follow each other, and how many
+# The units of a stage in order: equal ones that follow each other, and how many.
+Runs = Sequence[tuple[UnitAtWork, int]]
 
 
-def fullest_moment(stage: Runs, sharding: Sharding) -> Moment:
-    """The fullest of a micro-batch that finds gradients of earlier ones."""
-    return max(_moments(stage, sharding), key=_needed).of_rows()
+def fullest_moment(stage: Runs, sharding: Sharding, before: float = 0.0) -> Moment:
+    """The fullest of a micro-batch that finds gradients of earlier ones.
+
+    ``before``: elements whose gradients are still in the buffer when it begins.
+    """
+    return max(_moments(stage, sharding, before), key=_needed).of_rows()
 
 
 def fullest_last_moment(stage: Runs, sharding: Sharding) -> Moment:
@@ -78,16 +83,18 @@ def fullest_last_moment(stage: Runs, sharding: Sharding) -> Moment:
     return max(_last_moments(stage, sharding), key=_needed).of_rows()
 
 
-def _moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
+def _moments(stage: Runs, sharding: Sharding, before: float) -> Iterator[Moment]:
     buffer = sharding.buffer_bytes * sharding.reduces_each
-    yield Moment(0.0, 0.0, 0.0)
+    yield Moment(0.0, 0.0, buffer * before)
     copy_bytes = sharding.compute_bytes * sharding.gathers_units
-    for unit, behind, next_elements, freed, _ in _from_the_end(stage):
+    for unit, behind, next_elements, freed, _ in _from_the_end(stage, before):
         own, following = copy_bytes * unit.elements, copy_bytes * next_elements
         if unit.loss:
-            yield Moment(unit.loss - freed, 0.0, 0.0)
+            yield Moment(unit.loss - freed, 0.0, buffer * behind)
         yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
         yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
+        gradients = sharding.compute_bytes * unit.elements  # all there before the unit's parameters are freed
+        yield Moment(-freed - unit.kept, own + following, gradients + buffer * behind)
         yield Moment(-freed - unit.kept, following, (sharding.compute_bytes + buffer) * unit.elements)
 
 
@@ -104,19 +111,19 @@ def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
         yield Moment(-freed - unit.kept, 0.0, copied - reduced)
 
 
-def _from_the_end(stage: Runs) -> Iterator[tuple[UnitAtWork, float, float, float, float]]:
+def _from_the_end(stage: Runs, before: float = 0.0) -> Iterator[tuple[UnitAtWork, float, float, float, float]]:
     """Units whose turn may be the fullest moment, with what their backward pass finds.
 
     That is: elements of the unit behind and of the one that comes next, bytes that the units behind kept and have
     freed, and their elements. Of equal units in a row only the first two and the last are looked at: from the second to
-    the last but one nothing changes but that more has been freed.
+    the last but one nothing changes but that more has been freed. ``before``: elements behind the last unit.
     """
-    behind = freed = done = 0.0
+    behind, freed, done = before, 0.0, 0.0
     for place in reversed(range(len(stage))):
         unit, count = stage[place]
-        before = stage[place - 1][0].elements if place else 0.0
+        following = stage[place - 1][0].elements if place else 0.0
         for turn in sorted({0, min(1, count - 1), count - 1}):
-            next_elements = before if turn == count - 1 else unit.elements
+            next_elements = following if turn == count - 1 else unit.elements
             behind = unit.elements if turn else behind
             yield unit, behind, next_elements, freed + turn * unit.kept, done + turn * unit.elements
         behind, freed, done = unit.elements, freed + count * unit.kept, done + count * unit.elements

@@ -243,7 +243,9 @@ class RankMemoryModel:
             sharding = self._sharding
             unlike = dict.fromkeys(map(tuple, stages))  # in a rank of several stages most are alike
             at_work = [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
-            backward = max((fullest_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
+            before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
+            backward = max((fullest_moment(stage, sharding, before) for stage in at_work), key=lambda each: each.total)
             if not sharding.reduces_each:
                 last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is

@@ -44,7 +44,7 @@ NUM_STEPS = 2  # the first makes the optimiser's states; the last is counted
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What the first rank of a pipeline rank came to; others of it do the same on other data."""
+    """What one rank of a pipeline rank came to; others of it do the same on other data."""
 
     pp_rank: int
     allocated_bytes: int | None  # the most that tensors held in a step; None where it could not be run
@@ -89,7 +89,9 @@ def check_rank(plan_text: str, pp_rank: int) -> RankCheck:
 
 def _check_rank(plan: Plan, loaded: LoadedModel, pp_rank: int) -> RankCheck:
     size, start_s = plan.mesh.shape().world_size, time.perf_counter()
-    dist.init_process_group("fake", rank=pp_rank * (size // plan.mesh.pp), world_size=size, store=FakeStore())
+    # Of ranks that share sequences the last sees all keys of the others: it keeps most where attention goes by blocks.
+    rank = pp_rank * (size // plan.mesh.pp) + (plan.mesh.cp - 1) * plan.mesh.tp
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     allocated, problem = None, None
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks

@@ -79,7 +79,7 @@ class Context:
     def mode(self) -> TorchFunctionMode:
         """Inside, the model is on this rank's shard. May be entered more than once."""
         positions = positions_of(self.group.rank(), self.group.size(), self.seq_len)
-        return _Sharded(self._attention, positions)
+        return Sharded(self._attention, positions)
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         blocks = blocks._replace(rank=self.group.rank(), num_ranks=self.group.size())
@@ -108,7 +108,7 @@ def context_of(plan: Plan, mesh: DeviceMesh) -> Context | None:
 _Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Blocks], torch.Tensor]
 
 
-class _Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of ``scaled_dot_product_attention``."""
 
     query: torch.Tensor
@@ -121,7 +121,10 @@ class _Call(NamedTuple):
     enable_gqa: bool = False
 
 
-class _Sharded(TorchFunctionMode):
+_ATTENTION = F.scaled_dot_product_attention  # whatever stands for it in its module later
+
+
+class Sharded(TorchFunctionMode):
     """Answers calls of attention by ``attention``, and of ``arange`` over the sequence by ``positions``."""
 
     def __init__(self, attention: _Attention, positions: torch.Tensor) -> None:
@@ -132,9 +135,9 @@ class _Sharded(TorchFunctionMode):
         self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             with torch._C.DisableTorchFunction():  # modes may be nested: recomputation enters its own
-                return self._attend(_Call(*args, **kwargs))  # pyright: ignore[reportArgumentType]
+                return self._attend(AttentionCall(*args, **kwargs))  # pyright: ignore[reportArgumentType]
         if func is torch.arange and _end_of(args, kwargs) == len(self._positions):
             with torch._C.DisableTorchFunction():
                 plain = func(*args, **kwargs)
@@ -142,7 +145,7 @@ class _Sharded(TorchFunctionMode):
                 return self._positions.to(plain).requires_grad_(plain.requires_grad)
         return func(*args, **kwargs)
 
-    def _attend(self, call: _Call) -> torch.Tensor:
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
         _check_attention(call, len(self._positions))
         query, key, value = call.query, call.key, call.value
         blocks = Blocks(0, 1, call.is_causal, query.shape[-1] ** -0.5 if call.scale is None else call.scale)
@@ -155,7 +158,7 @@ class _Sharded(TorchFunctionMode):
         return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
-def _check_attention(call: _Call, length: int) -> None:
+def _check_attention(call: AttentionCall, length: int) -> None:
     problem = None
     if call.attn_mask is not None:
         problem = "gives attention a mask of its own"
@@ -210,7 +213,7 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
         watched = _Watched(context.length, length)
         with watched:
             expected = call_model(copied, tokens)
-        with _Sharded(_masked_attention(shuffled), shuffled), _NoDropout():
+        with Sharded(_masked_attention(shuffled), shuffled), _NoDropout():
             found = call_model(copied, {key: value[:, shuffled] for key, value in tokens.items()})
     watched.refuse()
     pairs = [

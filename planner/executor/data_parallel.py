@@ -94,6 +94,18 @@ def prepare_backward(module: nn.Module, zero_stage: int, *, last: bool, pipeline
     module.set_is_last_backward(last or not pipelined)
 
 
+def share_reductions(module: nn.Module, reductions: list[Any]) -> None:
+    """Lets ``module`` wait for what is being reduced in ``reductions``, as for what it reduced itself.
+
+    Before it makes another buffer of gradients FSDP waits for the one that it made last and frees that. Each stage of
+    a rank is a module of its own to FSDP, and would keep its last buffer from one micro-batch to the next. torch's
+    ``share_comm_ctx`` shares more: the order of units as well, which one stage's last backward pass would clear under
+    the others. Call after the module's first forward pass, which makes a list of its own.
+    """
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._comm_ctx.reduce_scatter_states = reductions
+
+
 def finish_backward(module: nn.Module, *, last: bool) -> None:
     """Does what FSDP's hooks do at the end of a backward pass, after one that they did not see.
 

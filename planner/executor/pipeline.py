@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.mesh import MeshAxis
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.executor.data_parallel import finish_backward, prepare_backward
+from planner.executor.data_parallel import finish_backward, prepare_backward, share_reductions
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
 from planner.executor.stage_trace import META, TensorMeta
@@ -59,9 +59,10 @@ class _Stage(PipelineStage):
     """
 
     def __init__(
-        self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, device: torch.device
+        self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, reductions: list[object]
     ) -> None:
-        self._zero_stage = plan.zero_stage
+        self._zero_stage, self._reductions = plan.zero_stage, reductions
+        device = next(module.parameters()).device
         num_stages = len(plan.pipeline.stages)
         sent = module.output_metas if index < num_stages - 1 else (LOSS_META,)
         super().__init__(
@@ -83,6 +84,7 @@ class _Stage(PipelineStage):
         is_weight = backward_type == "weight"
         # Weights' gradients may pass a unit's hook on their way: it must not free parameters that others still need.
         prepare_backward(root, self._zero_stage, last=last_backward and not is_weight, pipelined=True)
+        share_reductions(root, self._reductions)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if is_weight:
             prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
@@ -159,8 +161,8 @@ def _release(infos: Iterable[_RecvInfo]) -> None:
 def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:
     """The plan's schedule over this rank's stages. Losses come ready scaled, so it scales nothing."""
     group = mesh[MeshAxis.PP.value].get_group()
-    device = next(stages[0].parameters()).device
-    built = [_Stage(stage, index, plan, group, device) for stage, index in zip(stages, indices, strict=True)]
+    reductions: list[object] = []  # one list for all stages
+    built = [_Stage(stage, index, plan, group, reductions) for stage, index in zip(stages, indices, strict=True)]
     microbatches = plan.pipeline.num_microbatches
     name = plan.pipeline.schedule
     if name in _OF_ONE_STAGE:

@@ -12,21 +12,27 @@ def untrainable(graph: ModelGraph) -> tuple[str, ...]:
     return (*_inputs(graph), *_positions(graph))
 
 
-def unshared_positions(graph: ModelGraph) -> tuple[str, ...]:
-    """What keeps `planner run` from giving ranks a shard of each sequence, once for each kind: as clauses.
+def unshared_positions(graph: ModelGraph, num_shards: int) -> tuple[str, ...]:
+    """What keeps `planner run` from giving each of ``num_shards`` ranks a shard of a sequence, once a kind: as clauses.
 
-    It answers calls of attention and of ``arange``; what else depends on positions it does not see.
+    It answers calls of attention and of ``arange``; what else depends on positions it does not see. It knows an
+    ``arange`` over positions by its length, that of a shard.
     """
+    length = graph.seq_len // num_shards
     attention = [node for node in graph.nodes if node.op_class is OpClass.ATTENTION]
     other = [op_name(node.op) for node in attention if op_name(node.op) != "scaled_dot_product_attention"]
     masked = [node.module or "its forward" for node in attention if len(node.operands) > 3]
     dropping = [node.module or "its forward" for node in attention if node.attributes.get("dropout_p", 0.0)]
     tables = [node.module or "its forward" for node in graph.nodes if _is_first_of_table(node, graph.seq_len)]
+    counted = [
+        node.module or "its forward" for node in graph.nodes if op_name(node.op) == "arange" and node.shape == (length,)
+    ]
     found = {
         "attention is {}, not scaled_dot_product_attention": other,
         "attention in {} is given a mask of its own": masked,
         "{} drops weights of attention": dropping,
         "{} takes the first positions of a table by a slice, not by torch.arange": tables,
+        f"{{}} counts {length} of something else with torch.arange, as many as a rank has positions": counted,
     }
     return tuple(text.format(where[0]) for text, where in found.items() if where)
 

@@ -16,8 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from costmodels.vocabulary.terms import Holding, Pass
+from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.framework import Framework
-from planner.axes.lowered import Kernel, RankUnit, Recomputation, Tensor
+from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role, Tensor
 from planner.layout.columns import Array
 from planner.pricing.kernels import is_plain_attention, kernels_issued
 from planner.pricing.split_work import is_deferred
@@ -34,6 +35,25 @@ def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array
     held = _Held(unit, framework, launch_queue)
     modes = [held.under(mode) for mode in unit.recomputations]
     return np.array([[mode[holding] for holding in Holding] for mode in modes])
+
+
+def kept_results(work: RankWork, mode: Recomputation) -> tuple[float, float]:
+    """Bytes of a sequence that ``mode`` keeps because of collectives, and the part that backward has anyway.
+
+    A sum keeps what a product made for it, whole, beside its result, which counts as the product's. What is gathered
+    is the input of a product, which recomputation need not make again then. Attention that reaches other ranks'
+    positions is one product a block of keys, each with an output of its own.
+    """
+    unit, sent = work.unit, [each for each in work.collectives if mode.keeps_results and each.runs_in is Pass.FORWARD]
+    results = [each for each in sent if mode.keeps(each)]
+    kept = sum(each.num_bytes(unit.tensors) for each in results)
+    gathers = [each for each in results if each.kind is CollectiveKind.ALL_GATHER]
+    saved = sum(each.num_bytes(unit.tensors) for each in gathers if unit.saved.issuperset(each.of))
+    num_blocks = max((each.group.num_ranks for each in sent if each.role is Role.ATTENTION and each not in results),
+                     default=1)  # fmt: skip
+    attention = [kernel for kernel in unit.kernels if kernel.keys_and_values]
+    outputs = sum(unit.tensors[kernel.id].bytes + kernel.saved_extra_bytes for kernel in attention)
+    return kept + (num_blocks - 1) * outputs, saved
 
 
 class _Held:

@@ -19,7 +19,7 @@ from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, RankUnit, RankWork, Recomputation, Role
 from planner.layout.columns import Array, Positions
 from planner.pricing.blocks import BlockTimes, beside_blocks, block_times, more_kernels
-from planner.pricing.holdings import holdings
+from planner.pricing.holdings import holdings, kept_results
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
 from planner.pricing.split_work import WeightGradients, weight_gradients
@@ -58,6 +58,10 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
         is_ahead = priced.is_host_ahead(exchanged)[at, None]
         for holding in (Holding.COLLECTIVE, Holding.QUEUED):  # where the device is ahead, no collective is waited for
             num_bytes[rows, :, PLACE[holding]] *= is_ahead
+        for mode, recomputation in enumerate(unit.recomputations):
+            kept, saved = kept_results(work, recomputation)
+            num_bytes[rows, mode, PLACE[Holding.KEPT]] += kept * on_rank[rows]
+            num_bytes[rows, mode, PLACE[Holding.WORKING]] -= saved * on_rank[rows]
     return WorkPrices(time_s, num_bytes)
 
 
@@ -101,10 +105,11 @@ class _Exchanges(NamedTuple):
 
     def repeated(self, mode: Recomputation, zero: Array) -> tuple[Array, Array]:
         """Exposed seconds of what recomputation sends again, and compute that hides it."""
-        places = [
-            place for place, each in enumerate(self.collectives) if each.runs_in is Pass.FORWARD and mode.repeats(each)
-        ]
-        return sum((self.seconds[i] for i in places), zero), sum((self.hiding_s[i] for i in places), zero)
+        places = [place for place, each in enumerate(self.collectives) if mode.repeats(each)]
+        bare = [place for place in places if not mode.kernels.issuperset(self.collectives[place].behind)]
+        hidden = [place for place in places if place not in bare]  # the kernels that hide them run again as well
+        exposed = sum((self.seconds[i] for i in places), zero) + sum((self.hiding_s[i] for i in bare), zero)
+        return exposed, sum((self.hiding_s[i] for i in hidden), zero)
 
 
 class _PricedUnit:

@@ -122,6 +122,7 @@ class Model(nn.Module):
 def build_model():
     return Model()
 """
+COUNTING = "torch.arange(length, device=input_ids.device) + 0 * torch.arange(8).sum()"
 INDEXED, CAUSAL = "torch.arange(length, device=input_ids.device)", "is_causal=True"
 MASK = "attn_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril(), dropout_p=0.1"
 
@@ -130,6 +131,14 @@ MASK = "attn_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.
     ("index", "options", "seq_len", "cp", "says"),
     [
         (INDEXED, CAUSAL, 16, 2, ()),
+        (COUNTING, CAUSAL, 16, 1, ()),
+        (
+            COUNTING,
+            CAUSAL,
+            16,
+            2,
+            ("its forward counts 8 of something else with torch.arange, as many as a rank has positions",),
+        ),
         (":length", MASK, 18, 1, ()),
         (
             ":length",
@@ -144,7 +153,7 @@ MASK = "attn_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.
             ),
         ),
     ],
-    ids=["sound", "not shared", "of every kind"],
+    ids=["sound", "counts, not shared", "counts as many as a rank has positions", "not shared", "of every kind"],
 )
 def test_sequences_that_ranks_cannot_share(
     tmp_path: Path, index: str, options: str, seq_len: int, cp: int, says: tuple[str, ...]

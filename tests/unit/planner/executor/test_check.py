@@ -13,6 +13,7 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
+from planner.executor import pipeline
 from planner.executor.build import loaded_model
 from planner.executor.check import _check_rank
 from planner.layout.layout import Pins
@@ -65,13 +66,14 @@ WITHIN = 0.03  # of the ledger
         *(Pins(zero=zero, pp=1, dp=4, recompute=Recompute.NONE) for zero in (1, 2, 3)),
         Pins(zero=3, pp=1, dp=4, recompute=Recompute.FULL),
         Pins(zero=1, pp=2, dp=2, recompute=Recompute.NONE, schedule=ScheduleName.ONE_F_ONE_B),
+        Pins(zero=1, pp=1, cp=2, recompute=Recompute.SELECTIVE),
     ],
     ids=lambda pins: pins.describe().replace(", ", " "),
 )
 def test_tensors_take_what_the_ledger_says(pins: Pins, tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(WIDE)
-    pins = replace(pins, tp=1, cp=1, dp_replicate=1, micro_batch=2)
+    pins = replace(pins, tp=1, cp=pins.cp or 1, dp_replicate=1, micro_batch=2)
     request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False)
     plan = find_plan(request).plan
     found = _check_rank(plan, loaded_model(plan), 0)
@@ -92,3 +94,21 @@ def test_a_pipeline_holds_no_more_for_more_micro_batches() -> None:
     assert counted[1] is not None
     sequence = plan.training.seq_len * 8  # bytes of one sequence of token ids, which a step holds with their labels
     assert counted[1] - counted[0] <= 24 * plan.pipeline.micro_batch_size * 2 * sequence * 1.1
+
+
+def test_stages_of_a_rank_have_one_buffer_of_gradients_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(WIDE.replace("layers=2", "layers=4").replace("vocab=8192", "vocab=256"))
+    pins = Pins(zero=2, pp=2, dp=2, tp=1, cp=1, dp_replicate=1, micro_batch=1, recompute=Recompute.NONE,
+                schedule=ScheduleName.INTERLEAVED_1F1B, virtual_stages=2)  # fmt: skip
+    request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=8, pins=pins, may_idle=False)
+    plan = find_plan(request).plan
+    together = _check_rank(plan, loaded_model(plan), 0).allocated_bytes
+    monkeypatch.setattr(pipeline, "share_reductions", lambda root, reductions: None)
+    apart = _check_rank(plan, loaded_model(plan), 0).allocated_bytes
+    assert together is not None
+    assert apart is not None
+    block = 1024 * (1024 + 2 * 512 + 1024 + 3 * 2816) + 2 * 1024  # parameters
+    assert apart - together > block  # gradients are reduced in float32; the peak is another moment than it was

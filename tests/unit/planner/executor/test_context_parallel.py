@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from costmodels.vocabulary.choices import ContextMethod
 from planner.errors import ModelError
 from planner.executor.context_attention import Blocks
-from planner.executor.context_parallel import Context, _Sharded, check_model
+from planner.executor.context_parallel import Context, Sharded, check_model
 from planner.model_file import load_model, resolve_model
 from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss, num_targets
 
@@ -164,7 +164,7 @@ def test_positions_are_those_of_the_shard(call: Callable[[], torch.Tensor], is_p
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         return query
 
-    mode = _Sharded(attention, torch.tensor([2, 3, 4, 5]))
+    mode = Sharded(attention, torch.tensor([2, 3, 4, 5]))
     with mode, mode:  # recomputation enters it again
         found = call()
     plain = call()

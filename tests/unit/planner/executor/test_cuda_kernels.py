@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 
 from planner.executor.cuda_kernels import cuda_kernels
@@ -17,13 +18,13 @@ def kept_bytes(module: nn.Module, x: torch.Tensor) -> int:
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(x)
     for parameter in module.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+        kept.pop(parameter.untyped_storage()._cdata, None)
     return sum(kept.values())
 
 
@@ -66,3 +67,27 @@ def test_torch_is_as_before_afterwards(x: torch.Tensor) -> None:
         raise RuntimeError
     assert (F.rms_norm, F.dropout) == before
     assert torch.equal(F.dropout(x, 0.0), x)
+
+
+class Attention(nn.Module):
+    """Of keys of size 24 and values of size 16, all of them ``x``'s."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key, value = x.new_ones(2, 4, 32, 24, requires_grad=True), x.new_ones(2, 4, 32, 16, requires_grad=True)
+        return F.scaled_dot_product_attention(x, key, value, is_causal=True)
+
+
+def test_attention_with_values_of_another_size_keeps_its_operands_its_output_and_a_number_a_row() -> None:
+    positions = 2 * 4 * 32
+    with FakeTensorMode():
+        x = torch.ones(2, 4, 32, 24, dtype=torch.bfloat16, requires_grad=True)
+        on_cpu = kept_bytes(Attention(), x)
+        with cuda_kernels():
+            counters = 2 * 8  # of random numbers, kept though nothing is dropped
+            assert kept_bytes(Attention(), x) == pytest.approx(positions * (2 * (24 + 24 + 16 + 16) + 4), abs=counters)
+            y = Attention()(x)
+            assert (y.shape, y.dtype) == ((2, 4, 32, 16), torch.bfloat16)
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+    assert on_cpu > positions * 32 * 2  # scores of every pair

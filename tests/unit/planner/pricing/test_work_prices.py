@@ -93,8 +93,12 @@ def test_activations_of_a_layer_are_those_that_megatron_counts(
 @pytest.mark.parametrize("cp", [1, 2, 8])
 def test_context_parallelism_divides_what_is_kept(cp: int) -> None:
     whole, part = (Row("llama3-8b", 2048, WorkKey(WHOLE, 1, each, 2)) for each in (1, cp))
-    for mode in Recompute:
+    for mode in (Recompute.NONE, Recompute.FULL):
         assert part.held(Holding.KEPT, mode) == pytest.approx(whole.held(Holding.KEPT, mode) / cp)
+    # Attention is one kept product a block of keys: an output of 2 bytes and a statistic of 4 a head for each but one.
+    more = (cp - 1) * 2 * 2048 / cp * 32 * (2 * 128 + 4)
+    kept = whole.held(Holding.KEPT, Recompute.SELECTIVE) / cp + more
+    assert part.held(Holding.KEPT, Recompute.SELECTIVE) == pytest.approx(kept)
     assert part.held(Holding.BOUNDARY) == 2 * 2048 * 4096 * 2 / cp
 
 
@@ -191,9 +195,13 @@ def test_experts_exchange_rows_and_hold_them_twice() -> None:
     assert shared.seconds(Time.EXPERT_FORWARD) == pytest.approx(2 * one, rel=1e-12)
     assert shared.seconds(Time.EXPERT_BACKWARD) == pytest.approx(2 * one, rel=1e-12)
     assert shared.held(Holding.WORKING) == pytest.approx(whole.held(Holding.WORKING) + size)
-    # Selective recomputation makes inputs of products again, so rows go to their experts once more; full, and back.
-    again = [each.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) for each in (whole, shared)]
-    assert again[1] - again[0] == pytest.approx(one, rel=1e-9)
+    # Our selective recomputation keeps the rows that were sent, another makes inputs of products again; full, and back.
+    for selective, exchanges in (("products", 0), ("alternate_products", 1)):
+        framework = framework_of()
+        other = replace(framework, recipe=framework.recipe.model_copy(update={"selective": selective}))
+        rows = [Row("mixtral-8x7b", 1024, WorkKey(WHOLE, ep, 1, 2), other) for ep in (1, 8)]
+        again = [each.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) for each in rows]
+        assert again[1] - again[0] == pytest.approx(exchanges * one, rel=1e-9)
     whole = Row("mixtral-8x7b", 1024, WorkKey(WHOLE, 8, 1, 2), reentrant(framework_of()))
     forward = whole.seconds(Time.COMPUTE_FORWARD) + whole.seconds(Time.EXPERT_FORWARD)
     assert whole.seconds(Time.RECOMPUTE, Recompute.FULL) == pytest.approx(forward, rel=1e-12)
