@@ -32,6 +32,7 @@ OF_MEMORY: Mapping[MemoryTerm, str] = {
     MemoryTerm.WAITING_COLLECTIVES: "freed, but still used by a collective",
     MemoryTerm.STRANDED_COPIES: "freed, but too small to be used again",
     MemoryTerm.ALLOCATOR_RESERVE: "gaps that the allocator cannot fill",
+    MemoryTerm.WORKSPACE: "of libraries such as cuBLAS, whatever the layout",
     MemoryTerm.COMMUNICATORS: "buffers of NCCL or gloo",
     MemoryTerm.CONTEXT: "driver and libraries",
 }

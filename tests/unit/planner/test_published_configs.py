@@ -45,19 +45,19 @@ class Published:
 RUNS = (
     Published("megatron_llama2_70b.sh", "dgx-h100-80gb", 4.799),
     Published("nanotron_smollm3.yaml", "dgx-h100-80gb", 192 * 3 * 4096 / (384 * 14_000), model=str(SMOLLM3)),
+    # The band of this recipe, which no other source tells, ends at 0.98 of the prediction.
     Published(
-        "accelerate_mpt_30b.yaml", "dgx-h100-80gb", 7.4502, Given(128, 2048, 1024, 8), model=str(MPT_30B),
+        "accelerate_mpt_30b.yaml", "dgx-h100-80gb", 7.4502, Given(128, 2048, 1024, 8), model=str(MPT_30B), error=0.03,
     ),
-    # The band of this recipe begins at the prediction itself.
-    Published("torchtitan_llama3_8b.toml", "dgx-a100-80gb", 8192 / 2973, Given(64), error=0.023),
+    Published("torchtitan_llama3_8b.toml", "dgx-a100-80gb", 8192 / 2973, Given(64)),
     # Compiled; without that an import prices.
     Published(
         "accelerate_llama2_7b.yaml", "dgx-a100-80gb", 256 * 4096 / (128 * 4550), Given(None, 4096, 256, 2),
-        model="llama2-7b", error=0.161,
+        model="llama2-7b", error=0.248,
     ),
     # Of 2021 and 2022; an import prices as today's Megatron-Core and DeepSpeed run.
     Published("megatron_gpt3_175b.sh", "dgx-a100-80gb", 13.75, error=-0.157),
-    Published("megatron_mt_nlg_530b.sh", "dgx-a100-80gb", 60.1, error=-0.268),
+    Published("megatron_mt_nlg_530b.sh", "dgx-a100-80gb", 60.1, error=-0.248),
     # Narayanan et al. 2021, table 2: 144 TFLOP/s a GPU. The recipe has no band.
     Published("deepspeed_gpt3_175b.json", "dgx-a100-80gb", 81.58, Given(384, 2048), model="gpt3-175b", error=-0.235),
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_every_readable_format_has_a_run() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["accelerate_mpt_30b.yaml", "deepspeed_gpt3_175b.json", "torchtitan_llama3_8b.toml", "megatron_gpt3_175b.sh"],
+    ["accelerate_llama2_7b.yaml", "torchtitan_llama3_8b.toml", "megatron_gpt3_175b.sh"],
 )
 def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
     """It is read back by the format's own reader, trains the same, and its price is what was promised."""
@@ -125,9 +125,10 @@ def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
     assert back.found.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
 
 
-def test_the_set_up_of_smollm3_is_the_best_that_nanotron_can_run() -> None:
-    """Hugging Face chose it by hand: the search, at the same risk of memory, finds nothing faster."""
-    mine = priced("nanotron_smollm3.yaml")
+@pytest.mark.parametrize("file", ["nanotron_smollm3.yaml", "accelerate_mpt_30b.yaml", "deepspeed_gpt3_175b.json"])
+def test_some_set_ups_are_the_best_that_their_framework_can_run(file: str) -> None:
+    """They were chosen by hand: the search, at the same risk of memory, finds nothing faster."""
+    mine = priced(file)
     model = ModelFacts.of(mine.run.model, family_config_of(mine.run.model), 8)
     assert better_plan(mine, model, Deadline.never()) is None
 

@@ -81,7 +81,7 @@ def test_where_no_framework_has_a_plan_the_code_is_3(run: Run, tmp_path: Path) -
     code, out, _ = run("compare", "llama-tiny", "--gpus", 1, "--hardware", small, "--seq-len", 64)
     assert code == 3
     assert "planner: no plan. nothing fits" in out
-    assert "megatron-core, megatron-lm, torchtitan: no plan." in " ".join(out.split())
+    assert "megatron-core, megatron-lm, nemo, torchtitan: no plan." in " ".join(out.split())
 
 
 def test_where_there_is_no_time_the_code_is_4(run: Run) -> None:

@@ -99,7 +99,8 @@ def test_the_peak_of_fsdp_is_what_torch_counts(graph: ModelGraph) -> None:
     (memory,) = memory_of(graph, FSDP)
     ledger = memory.ledger(Phase.BACKWARD)
     moments = graph.num_params * 8 / 8
-    assert ledger.allocated_bytes - moments == pytest.approx(counted["Total"], rel=0.01)
+    libraries = ledger.bytes_of(MemoryTerm.WORKSPACE)  # of which fake tensors have none
+    assert ledger.allocated_bytes - moments - libraries == pytest.approx(counted["Total"], rel=0.01)
     assert ledger.bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(counted["ACT"], rel=0.01)
     assert ledger.bytes_of(MemoryTerm.WORKING_SET) == pytest.approx(counted["TEMP"], rel=0.01)
 
@@ -208,7 +209,7 @@ def test_reserve_is_of_what_comes_and_goes_and_less_where_nothing_mixes(graph: M
     share = cluster_of(A100, 8).profile.software.allocator_reserve_fraction.value
     plain, split = (memory_of(graph, replace_mesh(FSDP, tp))[0].peak for tp in (1, 2))
     for ledger, expected in ((plain, share / 4), (split, share)):
-        passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, STATES))
+        passing = ledger.allocated_bytes - sum(map(ledger.bytes_of, (*STATES, MemoryTerm.WORKSPACE)))
         assert ledger.bytes_of(MemoryTerm.ALLOCATOR_RESERVE) == pytest.approx(expected * passing)
 
 
