@@ -24,9 +24,9 @@ INTRODUCTION = """# How close predictions come
 Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by hand. Every row of the table of
 published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
 recipes (`costmodels/recipes`, and `benchmarks/data/recipes` for single studies) were fitted by
-`python -m benchmarks.calibrate` to nearly all of these rows, so the figures here are **in sample**; rows of sources
-that no fit names have a section of their own, and the section "Held out" says what remains when a source had no part
-in the fit. An error is predicted over measured, less one.
+`python -m benchmarks.calibrate` to these rows, so the figures here are **in sample**; rows of sources that no fit names,
+where there are some, have a section of their own, and the section "Held out" says what remains when a source had no
+part in the fit. An error is predicted over measured, less one.
 """
 NOT_MODELLED = """## What is not modelled
 
@@ -95,7 +95,7 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         _worst(priced),
         NOT_MODELLED,
     ]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    path.write_text("\n".join(part for part in parts if part), encoding="utf-8")
 
 
 def _summary(summary: Summary) -> str:
@@ -173,6 +173,8 @@ def _unfitted(rows: Sequence[Row]) -> str:
     fits = [quantity.fit for name in names for _, quantity in quantities(recipe_called(name))]
     fitted_to = " ".join(fit.to for fit in fits if fit is not None)
     found = [row for row in rows if row.source not in fitted_to]
+    if not found:
+        return ""
     lines = [
         "## Rows of sources that no recipe was fitted to\n",
         "| source | rows | MAPE | median | bias |",
