@@ -24,9 +24,9 @@ INTRODUCTION = """# How close predictions come
 Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by hand. Every row of the table of
 published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
 recipes (`costmodels/recipes`, and `benchmarks/data/recipes` for single studies) were fitted by
-`python -m benchmarks.calibrate` to these rows, so the figures here are **in sample**; rows of sources that no fit names,
-where there are some, have a section of their own, and the section "Held out" says what remains when a source had no
-part in the fit. An error is predicted over measured, less one.
+`python -m benchmarks.calibrate` to these rows, so the figures here are **in sample**; rows of sources that no fit
+names, where there are some, have a section of their own, and the section "Held out" says what remains when a source had
+no part in the fit. An error is predicted over measured, less one.
 """
 NOT_MODELLED = """## What is not modelled
 
