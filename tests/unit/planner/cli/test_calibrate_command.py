@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hardware_profiles.catalog import load_profile
+from hardware_profiles.schema import FactorName
 from planner.cli.main import app
 from planner.errors import InputError, PlannerError
 from tests.unit.benchmarks.test_published_runs import ROW
@@ -61,7 +62,7 @@ def test_a_log_and_what_verify_wrote_are_measurements(plan: Path, tmp_path: Path
     log.write_text("".join(line.format(step, before * (900 if step == 1 else 1.1) * 1e3) for step in range(1, 8)))
     verified = tmp_path / "measured.json"
     verified.write_text(json.dumps({"plan": str(plan), "step_time_s": before * 1.1, "peak_memory_bytes": [2**30]}))
-    overlays: list[dict[str, float]] = []
+    overlays: list[dict[FactorName, float]] = []
     for said in (f"{plan}:{log}", str(verified)):
         run("calibrate", said, "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))
         overlay = load_profile(str(tmp_path / "profile.json")).calibration
