@@ -27,7 +27,7 @@ from hardware_profiles.schema import Calibration, ClusterProfile, ClusterSpec, D
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
 from planner.formats.run_table import Architecture, Run, Software, UnpriceableRunError
-from planner.formats.table_run import schedule_of, shape_of
+from planner.formats.table_run import check_split, precision_of, schedule_of, shape_of
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.graph.model_graph import ModelGraph
@@ -89,7 +89,7 @@ class RunPricer:
         """
         cluster = self.cluster(run)
         layout = layout_of(run)
-        precision = _precision(run)
+        precision = precision_of(run.precision)
         recipe = with_kernels(with_dropout(self.recipe(recipe_name_of(run)), run), run.software.kernels)
         recipe = with_overlap(recipe, overlap_of(run))
         name = attention_name_of(run, recipe)
@@ -199,17 +199,9 @@ def _shared(table: CostTable, run: Run, layout: Layout, cluster: ClusterSpec) ->
 def layout_of(run: Run) -> Layout:
     """The layout of ``run``."""
     layout = run.layout
-    world = layout.dp * layout.tp * layout.pp * layout.cp
-    if world != run.hardware.num_devices:
-        raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
+    check_split(run)
     if run.architecture.experts % layout.ep:
         raise UnpriceableRunError(f"ep {layout.ep} does not divide the {run.architecture.experts} experts")
-    if layout.offload != "none":
-        raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
-    if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
-        raise UnpriceableRunError(
-            f"dp {layout.dp} * micro-batch {layout.micro_batch_size} does not divide {layout.global_batch_size}"
-        )
     stages = layout.pp * layout.virtual_stages
     if stages > run.architecture.layers + 2:
         raise UnpriceableRunError(f"{stages} pipeline stages for {run.architecture.layers} layers")
@@ -248,12 +240,3 @@ def _mesh(run: Run) -> Mesh:
         raise UnpriceableRunError(f"ep {layout.ep} does not divide the {shard * layout.cp} ranks that shard")
     replicas = layout.dp // shard
     return Mesh(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)
-
-
-def _precision(run: Run) -> Precision:
-    if "fp8" in run.precision:  # however its scales are found
-        return Precision.FP8
-    try:
-        return Precision(run.precision)
-    except ValueError as error:
-        raise UnpriceableRunError(f"precision {run.precision!r} is not priced") from error

@@ -25,25 +25,31 @@ SCHEDULES = {
 }
 
 
-def layout_of(run: Run) -> Layout:
-    """How ``run`` was split; UnpriceableRunError where that does not add up, or is not priced."""
+def check_split(run: Run) -> None:
+    """UnpriceableRunError where the degrees of ``run`` do not make its GPUs and its batch, or states are offloaded."""
     layout = run.layout
     world = layout.dp * layout.tp * layout.pp * layout.cp
     if world != run.hardware.num_devices:
         raise UnpriceableRunError(f"dp*tp*pp*cp = {world}, but the row has {run.hardware.num_devices} GPUs")
+    if layout.offload != "none":
+        raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
     if layout.global_batch_size % (layout.dp * layout.micro_batch_size):
         raise UnpriceableRunError(
             f"dp {layout.dp} * micro-batch {layout.micro_batch_size} does not divide {layout.global_batch_size}"
         )
-    if layout.offload != "none":
-        raise UnpriceableRunError(f"offload to {layout.offload} is not priced")
+
+
+def layout_of(run: Run) -> Layout:
+    """How ``run`` was split; UnpriceableRunError where that does not add up, or is not priced."""
+    layout = run.layout
+    check_split(run)
     mesh = _mesh(run)
     microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
     schedule = schedule_of(layout.schedule if layout.pp > 1 else "none")
     if schedule is ScheduleName.ONE_F_ONE_B and 0 < microbatches < layout.pp:
         schedule = ScheduleName.GPIPE  # fewer micro-batches than stages: all forwards come first anyway
     return Layout(
-        num_devices=world,
+        num_devices=run.hardware.num_devices,
         pp=mesh.pp,
         dp_replicate=mesh.dp_replicate,
         dp_shard=mesh.dp_shard,
@@ -55,7 +61,7 @@ def layout_of(run: Run) -> Layout:
         num_microbatches=microbatches,
         global_batch_size=layout.global_batch_size,
         seq_len=run.architecture.seq_len,
-        precision=_precision(run.precision),
+        precision=precision_of(run.precision),
         optimizer=Optimizer.ADAMW,
         schedule=schedule,
         virtual_stages=layout.virtual_stages if layout.pp > 1 else 1,
@@ -109,7 +115,8 @@ def schedule_of(name: str) -> ScheduleName:
     return found
 
 
-def _precision(name: str) -> Precision:
+def precision_of(name: str) -> Precision:
+    """The precision of that name in the table, however scales of 8 bits are found; UnpriceableRunError for others."""
     try:
         return Precision.FP8 if "fp8" in name else Precision(name)
     except ValueError as error:
