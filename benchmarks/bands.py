@@ -25,7 +25,7 @@ from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import recipe_called, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
-from planner.calibration.recipe_fit import PARAMETERS, RecipeFit, error_band, what_others_say, with_values
+from planner.calibration.recipe_fit import PARAMETERS, RecipeFit, error_band, told_by, what_others_say, with_values
 from planner.formats.run_table import Run
 
 BANDS = calibrate.RECIPES / "bands.json"
@@ -67,8 +67,8 @@ def main() -> int:
 def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
     """For each source what prices its runs without having seen it, on plain profiles."""
     families = calibrate.by_family(runs)
-    shipped_fits = {names: _shipped_fit(names, rows) for names, rows in families.items()}
     plain = RunPricer(is_plain=True)
+    shipped_fits = {names: _shipped_fit(names, rows, plain) for names, rows in families.items()}
     found: dict[str, RunPricer] = {}
     for source in sorted({run.source for run in runs}):
         others = [each.fit for each in shipped_fits.values() if set(each.sources) != {source}]
@@ -84,13 +84,15 @@ def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
     return found
 
 
-def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run]) -> calibrate.FamilyFit:
+def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer) -> calibrate.FamilyFit:
     recipe = recipe_called(names[0])
     facts = {name: getattr(recipe, name) for name in PARAMETERS}
     values = {name: PARAMETERS[name].neutral if fact is None else fact.value for name, fact in facts.items()}
-    told = tuple(name for name, fact in facts.items() if fact is not None and fact.tag == "fitted")
+    had = tuple(name for name, fact in facts.items() if fact is not None)
+    thinned = rows[:: -(-len(rows) // MAX_ROWS)]
+    told = told_by(had, calibrate.residuals_of(names, thinned, pricer), values)
     sources = tuple(sorted({run.source for run in rows}))
-    return calibrate.FamilyFit(names, RecipeFit(values, told, told), len(rows), sources)
+    return calibrate.FamilyFit(names, RecipeFit(values, had, told, values), len(rows), sources)
 
 
 def ratios(runs: Sequence[Run], pricer: RunPricer) -> list[float]:

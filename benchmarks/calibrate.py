@@ -1,8 +1,8 @@
 """Fits the few physical parameters of each framework recipe to published runs: ``python -m benchmarks.calibrate``.
 
 The fit is the product's (``planner.calibration.recipe_fit``); here stand the runs, which of them belong to a recipe,
-and the report. Beside the error in sample it prints the error with one source left out: the fit then starts from what
-the other recipes have on average, and stays there where no other source used the recipe. ``--write`` puts the values
+and the report. A fit starts from what runs of the other recipes tell on average, and stays there where none of its own
+says otherwise. Beside the error in sample it prints the error with one source left out. ``--write`` puts the values
 into the recipes' files with their provenance.
 """
 
@@ -83,7 +83,7 @@ def main() -> int:
     pricer = RunPricer()
     runs = priceable(path, pricer)
     families = by_family(runs)
-    fits = {names: fit(names, rows, pricer) for names, rows in families.items()}
+    fits = fit_all(families, pricer)
     report(fits, families, pricer)
     held_out = report_held_out(fits, families, pricer) if options.held_out else {}
     if options.write:
@@ -116,6 +116,16 @@ def by_family(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
         name = recipe_name_of(run)
         found[next((family for family in FAMILIES if name in family), (name,))].append(run)
     return dict(found)
+
+
+def fit_all(families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer) -> dict[tuple[str, ...], FamilyFit]:
+    """The parameters of every family, twice: from neutral values, then from what the others are found to tell."""
+    alone = {names: fit(names, rows, pricer) for names, rows in families.items()}
+    found: dict[tuple[str, ...], FamilyFit] = {}
+    for names, rows in families.items():
+        others = [other.fit for key, other in alone.items() if key != names]
+        found[names] = fit(names, rows, pricer, {name: what_others_say(name, others) for name in PARAMETERS})
+    return found
 
 
 def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: Values | None = None) -> FamilyFit:

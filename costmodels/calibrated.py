@@ -14,26 +14,27 @@ HOST_TIMES = (
     "host_s_per_collective",
     "host_s_per_collective_rank",
 )
-
-
-# The fact that says how late hosts come to a collective, which recipes may not have. Being a difference between hosts,
-# it is 0 for most: what a factor multiplies is the delay and this much more.
-DELAY = "host_s_per_collective_rank"
+# The facts that say how late hosts come to a collective. A recipe has one of them or none; being a difference between
+# hosts, it is 0 for most: what a factor multiplies is the delay and this much more, by the rank.
+DELAYS = ("collective_delay_s", "host_s_per_collective_rank")
 USUAL_DELAY_S = 2e-5
 
 
 def scaled_recipe(recipe: Recipe, factors: Mapping[FactorName, float]) -> Recipe:
     """``recipe`` where hosts take ``host_time`` times as long, and come ``collective_delay`` times as late.
 
-    A delay d becomes factor * (d + USUAL_DELAY_S) - USUAL_DELAY_S, at least 0.
+    A delay d becomes factor * (d + USUAL_DELAY_S) - USUAL_DELAY_S, at least 0. A recipe that knows of none gets it by
+    the rank of a collective's group.
     """
     factor, late = factors.get("host_time", 1.0), factors.get("collective_delay", 1.0)
     known: dict[str, Quantity] = {name: of for name in HOST_TIMES if (of := getattr(recipe, name)) is not None}
     times = {name: of.model_copy(update={"value": of.value * factor}) for name, of in known.items()}
-    delay_s = times[DELAY].value if DELAY in times else 0.0
+    name = next((name for name in DELAYS if getattr(recipe, name) is not None), DELAYS[-1])
+    fact = times.get(name, getattr(recipe, name))
+    delay_s = 0.0 if fact is None else fact.value
     delayed_s = max(0.0, late * (delay_s + USUAL_DELAY_S) - USUAL_DELAY_S)
     if delayed_s != delay_s:
-        times[DELAY] = Quantity(value=delayed_s, tag="measured", source="runs that the profile is calibrated by")
+        times[name] = Quantity(value=delayed_s, tag="measured", source="runs that the profile is calibrated by")
     return recipe.model_copy(update=times)
 
 

@@ -63,11 +63,12 @@ FITTED_FACTS = (*PARAMETERS, "host_s_per_collective")
 
 @dataclass(frozen=True)
 class RecipeFit:
-    """The parameters found, those that were free to move, and of these the ones that the runs tell."""
+    """The parameters found, those that were free to move, of these the ones that the runs tell, and the start."""
 
     values: Values
     free: tuple[str, ...]
     told: tuple[str, ...]
+    start: Values
 
 
 def neutral_values() -> dict[str, float]:
@@ -80,11 +81,8 @@ def fit_recipe(free: Sequence[str], residuals: Residuals, start: Values | None =
     start = start or neutral_values()
     values = dict(start)
 
-    def misfit(candidate: Values) -> float:
-        return sum(min(abs(residual), CAP) for residual in residuals(candidate))
-
     def cost(candidate: Values) -> float:
-        return misfit(candidate) + PULL * sum(abs(math.log(candidate[name] / start[name])) for name in free)
+        return _misfit(residuals, candidate) + PULL * sum(abs(math.log(candidate[name] / start[name])) for name in free)
 
     best = cost(values)
     for factor in FACTORS:
@@ -99,13 +97,22 @@ def fit_recipe(free: Sequence[str], residuals: Residuals, start: Values | None =
                     if found < best - 1e-4:
                         best, values, moved = found, candidate, True
                         break
-    reached = misfit(values)
-    told = [
+    return RecipeFit(values, tuple(free), told_by(free, residuals, values), start)
+
+
+def told_by(names: Sequence[str], residuals: Residuals, values: Values) -> tuple[str, ...]:
+    """Which of the parameters named the runs tell: ``residuals`` grow whether it is larger or smaller than its value."""
+    reached = _misfit(residuals, values)
+    return tuple(
         name
-        for name in free
-        if min(misfit({**values, name: values[name] * step}) for step in (TELLING, 1 / TELLING)) > reached + 1e-3
-    ]
-    return RecipeFit(values, tuple(free), tuple(told))
+        for name in names
+        if min(_misfit(residuals, {**values, name: values[name] * step}) for step in (TELLING, 1 / TELLING))
+        > reached + 1e-3
+    )
+
+
+def _misfit(residuals: Residuals, values: Values) -> float:
+    return sum(min(abs(residual), CAP) for residual in residuals(values))
 
 
 def with_values(recipe: Recipe, values: Values) -> Recipe:
@@ -130,26 +137,29 @@ def what_others_say(name: str, fits: Sequence[RecipeFit]) -> float:
 def facts_of(found: RecipeFit, recipe: Recipe, fit: Fit, tool: str) -> dict[str, Quantity]:
     """The numbers of ``recipe`` that the fit gives, each with its provenance.
 
-    Those that were not free keep their start, which is then our own choice and not the runs'.
+    What no run of the recipe tells, and the fit did not move, keeps its start: what runs of other recipes tell.
     """
     today = datetime.datetime.now(tz=datetime.UTC).date()
 
     def fitted(value: float, source: str) -> Quantity:
-        rounded = float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-        return Quantity(value=rounded, tag="fitted", source=source, date=today, fit=fit)
+        return Quantity(value=_rounded(value), tag="fitted", source=source, date=today, fit=fit)
 
     facts: dict[str, Quantity] = {}
     for name, value in found.values.items():
         if getattr(recipe, name) is None:
             continue
-        if name in found.free:
+        if name in found.told or value != found.start[name]:
             facts[name] = fitted(value, tool)
         else:
-            neutral = "neutral value: no published run of this recipe tells it"
-            facts[name] = Quantity(value=value, tag="specified", source=neutral)
+            source = f"{tool}: what published runs of other recipes tell on average; none of this recipe tells it"
+            facts[name] = Quantity(value=_rounded(value), tag="specified", source=source)
     per_collective = KERNELS_PER_COLLECTIVE * found.values["host_s_per_kernel"]
     twice = f"{tool}: as long as two kernels (planner/calibration/recipe_fit.py)"
     return {**facts, "host_s_per_collective": fitted(per_collective, twice)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: float | None) -> ErrorBand:

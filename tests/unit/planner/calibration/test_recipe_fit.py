@@ -78,7 +78,8 @@ def test_values_go_only_where_a_recipe_has_the_fact() -> None:
 
 def test_strangers_get_what_others_agree_on() -> None:
     def told(rate: float, *names: str) -> RecipeFit:
-        return RecipeFit({**neutral_values(), "product_rate": rate, "host_s_per_collective_rank": 1.0}, names, names)
+        values = {**neutral_values(), "product_rate": rate, "host_s_per_collective_rank": 1.0}
+        return RecipeFit(values, names, names, neutral_values())
 
     fits = [told(0.5, "product_rate"), told(2.0, "product_rate"), told(9.0)]
     assert what_others_say("product_rate", fits) == pytest.approx(1.0)
