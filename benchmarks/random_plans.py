@@ -116,7 +116,7 @@ class Draw:
         """For ever."""
         while True:
             model, num_ranks = self._random.choice(MODELS), self._random.choice(sizes)
-            yield Drawn(model, self._plan(self._problem(model, num_ranks)))
+            yield Drawn(model, random_plan(self._problem(model, num_ranks), self._random))
 
     def _problem(self, model: str, num_ranks: int) -> Problem:
         if (model, num_ranks) not in self._problems:
@@ -134,34 +134,38 @@ class Draw:
             self._problems[model, num_ranks] = Problem.build(question.target, question.training, NO_PINS)
         return self._problems[model, num_ranks]
 
-    def _plan(self, problem: Problem) -> Plan:
-        layout = self._layout(problem.space.layouts)
-        modes = [
-            self._random.choice(list(Recompute)) if layout.recompute is None and is_block else Recompute.NONE
-            for is_block in problem.table.units.is_block
-        ]
-        evaluator = Evaluator(problem.table, layout, modes)
-        starts = self._starts(evaluator.even_starts(), len(problem.table.units.kinds))
-        return described(problem, evaluator.evaluate(starts))
 
-    def _layout(self, layouts: Columns[Layout]) -> Layout:
-        meshes = layouts.values_of("mesh")
-        depth = self._random.choice(sorted({mesh.pp for mesh in meshes if isinstance(mesh, Mesh)}))
-        layouts = layouts.where(_Meshes, lambda key: key.mesh.pp == depth)
-        for field in FIELDS:
-            codes = layouts.codes_of(field)
-            layouts = layouts.take(np.flatnonzero(codes == self._random.choice(np.unique(codes).tolist())))
-        return layouts[self._random.randrange(len(layouts))]
+def random_plan(problem: Problem, chance: random.Random) -> Plan:
+    """A plan of the problem's space: a layout, borders of stages, recomputation block by block."""
+    layout = _layout(problem.space.layouts, chance)
+    modes = [
+        chance.choice(list(Recompute)) if layout.recompute is None and is_block else Recompute.NONE
+        for is_block in problem.table.units.is_block
+    ]
+    evaluator = Evaluator(problem.table, layout, modes)
+    starts = _starts(evaluator.even_starts(), len(problem.table.units.kinds), chance)
+    return described(problem, evaluator.evaluate(starts))
 
-    def _starts(self, even: tuple[int, ...], num_units: int) -> tuple[int, ...]:
-        """Borders moved by a unit at random; every stage keeps a unit."""
-        starts = list(even)
-        for border in range(1, len(starts)):
-            moved = starts[border] + self._random.choice((-1, 0, 0, 1))
-            behind = starts[border + 1] if border + 1 < len(starts) else num_units
-            if starts[border - 1] < moved < behind:
-                starts[border] = moved
-        return tuple(starts)
+
+def _layout(layouts: Columns[Layout], chance: random.Random) -> Layout:
+    meshes = layouts.values_of("mesh")
+    depth = chance.choice(sorted({mesh.pp for mesh in meshes if isinstance(mesh, Mesh)}))
+    layouts = layouts.where(_Meshes, lambda key: key.mesh.pp == depth)
+    for field in FIELDS:
+        codes = layouts.codes_of(field)
+        layouts = layouts.take(np.flatnonzero(codes == chance.choice(np.unique(codes).tolist())))
+    return layouts[chance.randrange(len(layouts))]
+
+
+def _starts(even: tuple[int, ...], num_units: int, chance: random.Random) -> tuple[int, ...]:
+    """Borders moved by a unit at random; every stage keeps a unit."""
+    starts = list(even)
+    for border in range(1, len(starts)):
+        moved = starts[border] + chance.choice((-1, 0, 0, 1))
+        behind = starts[border + 1] if border + 1 < len(starts) else num_units
+        if starts[border - 1] < moved < behind:
+            starts[border] = moved
+    return tuple(starts)
 
 
 def run_rank(task: Path, out: Path) -> None:

@@ -101,14 +101,14 @@ def fit_recipe(free: Sequence[str], residuals: Residuals, start: Values | None =
 
 
 def told_by(names: Sequence[str], residuals: Residuals, values: Values) -> tuple[str, ...]:
-    """Which of the parameters named the runs tell: ``residuals`` grow whether it is larger or smaller than its value."""
+    """Which of the parameters named the runs tell: ``residuals`` grow whether it is made larger or smaller."""
     reached = _misfit(residuals, values)
-    return tuple(
-        name
-        for name in names
-        if min(_misfit(residuals, {**values, name: values[name] * step}) for step in (TELLING, 1 / TELLING))
-        > reached + 1e-3
-    )
+
+    def is_told(name: str) -> bool:
+        changed = ({**values, name: values[name] * step} for step in (TELLING, 1 / TELLING))
+        return min(_misfit(residuals, each) for each in changed) > reached + 1e-3
+
+    return tuple(name for name in names if is_told(name))
 
 
 def _misfit(residuals: Residuals, values: Values) -> float:
