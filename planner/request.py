@@ -25,6 +25,7 @@ from planner.errors import HardwareError, InputError, ModelError, PlanError, Unt
 from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
 from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
+from planner.graph.alignment import alignment_warnings
 from planner.graph.graph_cache import Known, default_folder, known_graph, traced_graph
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
@@ -138,6 +139,12 @@ def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
             f"{cluster.profile.device.name} has no {precision.value} arithmetic in its profile",
             hint=f"choose --precision from {', '.join(p.value for p in Precision if p.value in known)}",
         )
+
+
+def alignment_notes(graph: ModelGraph, cluster: ClusterSpec, precision: Precision) -> tuple[str, ...]:
+    """Sizes of the model that the tensor cores of the cluster's devices do not take well."""
+    has_tensor_cores = "nvidia" in cluster.profile.device.vendor.lower()
+    return alignment_warnings(graph) if has_tensor_cores and precision is not Precision.FP32 else ()
 
 
 def check_offload(cluster: ClusterSpec, offload: Offload | None, *, activations: bool | None = False) -> None:

@@ -32,6 +32,7 @@ from planner.problem import EVEN_RISK, Problem, Solved, at_its_smallest, decided
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
+    alignment_notes,
     check_memory_risk,
     check_offload,
     check_precision,
@@ -86,6 +87,7 @@ class Question:
         graph = graph_of(request, notes)
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
+        notes += alignment_notes(graph, cluster, training.precision)
         target = target_of(graph, cluster, training.precision, request.framework, notes)
         return Question(request, target, training, tuple(notes))
 

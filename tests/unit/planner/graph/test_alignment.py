@@ -1,0 +1,65 @@
+"""Whoever has sizes that tensor cores do not take well is told which, and what would do."""
+
+from pathlib import Path
+
+import pytest
+
+from costmodels.vocabulary.choices import Precision
+from planner.api import Question
+from planner.graph.alignment import alignment_warnings
+from planner.request import Request, load_graph
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding({vocab}, {width})
+        self.qkv = nn.Linear({width}, 3 * {width})
+        self.out = nn.Linear({width}, {vocab})
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        q, k, v = (each.unflatten(-1, ({heads}, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+def build_model():
+    return Net()
+"""
+
+
+def model(folder: Path, **sizes: int) -> str:
+    path = folder / "model.py"
+    path.write_text(SOURCE.format(**sizes))
+    return str(path)
+
+
+def test_each_size_is_told_once_with_what_would_do(tmp_path: Path) -> None:
+    graph = load_graph(model(tmp_path, vocab=1001, width=72, heads=6), 64, Precision.BF16)  # heads of 12
+    heads, weights = alignment_warnings(graph)
+    assert "heads are 12 wide" in heads
+    assert "16 would be quicker" in heads
+    assert weights.startswith("out.weight: a side of 1001 is no multiple of 8")  # the embedding is not multiplied
+    assert weights.endswith("pad it to 1008")
+
+
+def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
+    assert alignment_warnings(load_graph(model(tmp_path, vocab=1000, width=64, heads=4), 64, Precision.BF16)) == ()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "is_told"),
+    [
+        ("dgx-a100-80gb", Precision.BF16, True),
+        ("dgx-a100-80gb", Precision.FP32, False),
+        ("cpu-gloo", Precision.BF16, False),
+    ],
+)
+def test_it_is_told_where_tensor_cores_would_be_used(
+    tmp_path: Path, hardware: str, precision: Precision, is_told: bool
+) -> None:
+    request = Request(model(tmp_path, vocab=1001, width=64, heads=4), 2, hardware, seq_len=64, precision=precision)
+    assert any("a side of 1001" in note for note in Question.of(request).notes) == is_told
