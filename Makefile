@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint test-of-one-process bench clean
 
 setup: $(STAMP)
 
@@ -27,11 +27,14 @@ lint: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
-# Tests of one process run on every core; those that start processes of their own need all cores, one after the other.
-# pytest comes last: its closing line is the verdict.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/distributed -n auto --dist loadfile
+# Tests of one process run on every core, with lint, which is one core's work, beside them; those that start processes of
+# their own need all cores, one after the other. pytest comes last: its closing line is the verdict.
+test: setup
+	$(MAKE) --no-print-directory --jobs=2 lint test-of-one-process
 	$(BIN)/python -m pytest tests/distributed
+
+test-of-one-process: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/distributed -n auto --dist worksteal
 
 # every file of benchmarks/ is a program of its own
 bench: setup

@@ -1,7 +1,9 @@
 """Settings that every test shares."""
 
 import os
+from collections.abc import Generator
 
+import pytest
 from hypothesis import settings
 
 # The same examples on every run and machine, so that a red test stays red; shared cores make deadlines meaningless.
@@ -11,5 +13,10 @@ settings.load_profile("repeatable")
 # Configurations are files of ours: a test that reaches for a model hub is wrong, and says so at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Tests leave the user's cache of traced graphs alone; those of the cache itself name a folder of their own.
-os.environ.setdefault("PLANNER_CACHE", "off")
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Traces are kept for this session alone: the user's cache is left alone, and no model is traced twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield

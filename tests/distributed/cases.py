@@ -236,8 +236,8 @@ CASES = {
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
 }
 
-NUM_LEARNING_STEPS = 50
-NUM_HALF_PRECISION_STEPS = 10  # DTensor's bookkeeping makes a step of these slow on a shared CPU
+NUM_LEARNING_STEPS = 25
+NUM_HALF_PRECISION_STEPS = 5  # DTensor's bookkeeping makes a step of these slow on a shared CPU
 LEARNING_CASES = {
     "pp2-dp2-learns": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2, optimizer=Optimizer.ADAMW),
     "tp2-dp2-sp-bf16": Case(

@@ -149,11 +149,11 @@ def two_stage_plan(folder: Path, model: str) -> Path:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *arguments: str) -> Generator[tuple[subprocess.Popen[bytes], Path]]:
-    """A run of the example that has finished its first step, and what it says; ended at the end."""
+def training(folder: Path, *arguments: str, plan: Path = EXAMPLE) -> Generator[tuple[subprocess.Popen[bytes], Path]]:
+    """A run of ``plan`` that has finished its first step, and what it says; ended at the end."""
     talk = folder / "talk"
     with talk.open("w") as out:
-        command = [*COMMAND, str(EXAMPLE), "--steps", "100000", *arguments]
+        command = [*COMMAND, str(plan), "--steps", "100000", *arguments]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
     try:
         deadline_s = time.monotonic() + 900
@@ -212,9 +212,9 @@ def test_nothing_listens_to_other_machines_and_interrupt_ends_all_ranks(tmp_path
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with training(tmp_path) as (process, _):
+    with training(tmp_path, plan=two_rank_plan(tmp_path, TWO_LAYER_MODEL)) as (process, _):
         ranks = psutil.Process(process.pid).children(recursive=True)
-        assert len(ranks) >= 4
+        assert len(ranks) >= 2
         process.kill()
         process.wait(timeout=120)
         _, alive = psutil.wait_procs(ranks, timeout=120)
@@ -247,8 +247,8 @@ def test_error_inside_a_stage_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    with training(tmp_path, "--checkpoint-dir", str(folder)) as (process, talk):
+    folder, plan = tmp_path / "checkpoints", two_rank_plan(tmp_path, TWO_LAYER_MODEL)
+    with training(tmp_path, "--checkpoint-dir", str(folder), plan=plan) as (process, talk):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=360) == 128 + signal.SIGTERM
         words = talk.read_text()
@@ -257,9 +257,9 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_p
     (saved,) = folder.iterdir()
     assert saved.name == f"step-{len(before)}"
     total = len(before) + 2
-    resumed = run(str(EXAMPLE), "--steps", str(total), "--checkpoint-dir", str(folder))
+    resumed = run(str(plan), "--steps", str(total), "--checkpoint-dir", str(folder))
     assert resumed.returncode == 0, resumed.stderr
-    whole = run(str(EXAMPLE), "--steps", str(total))
+    whole = run(str(plan), "--steps", str(total))
     assert losses(whole.stdout.splitlines())[-2:] == losses(resumed.stdout.splitlines())
     assert losses(whole.stdout.splitlines())[:-2] == losses(before)
 

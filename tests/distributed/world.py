@@ -85,8 +85,12 @@ def main(out: Path, names: list[str]) -> None:
 
 
 def _mesh_of(plan: Plan, build: Callable[[Plan, str], DeviceMesh] = build_mesh) -> DeviceMesh:
-    """One mesh for all plans of a shape: each of gloo's process groups has threads of its own."""
-    key = (plan.mesh, plan.zero_stage == 0, build)
+    """One mesh for all plans of a shape: each of gloo's process groups has threads of its own, which never rest.
+
+    Dividing experts changes their own mesh alone.
+    """
+    mesh = plan.mesh.model_copy(update={"ep": 1}) if build is build_mesh else plan.mesh
+    key = (mesh, plan.zero_stage == 0, build)
     if key not in MESHES:
         MESHES[key] = build(plan, "cpu")
     return MESHES[key]
@@ -127,12 +131,11 @@ def _learn(case: Case) -> dict[str, object]:
 
 
 def _run(case: Case) -> dict[str, object]:
-    before = {fqn: p.detach() for fqn, p in _build(case).named_parameters(remove_duplicate=False)}
     model, losses = _train(case, steps=1)
     gathered = _gather(model)
     if dist.get_rank() != 0:
         return {}
-    expected, expected_loss = _train_serially(case)
+    before, expected, expected_loss = _train_serially(case.model)
     return {
         "loss": losses[0],
         "expected_loss": expected_loss,
@@ -260,8 +263,12 @@ def _note_mask(seen: list[str], module: nn.Module, arguments: object, output: to
 
 
 def _build(case: Case) -> nn.Module:
+    return _seeded(case.model)
+
+
+def _seeded(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[case.model].build()
+    return MODELS[name].build()
 
 
 def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
@@ -282,16 +289,17 @@ def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
     return model, losses
 
 
-def _train_serially(case: Case) -> tuple[Parameters, float]:
-    """One step on the whole batch at once, in one process, with nothing of the executor."""
-    module = _build(case)
+@functools.cache
+def _train_serially(name: str) -> tuple[Parameters, Parameters, float]:
+    """Parameters before and after one step on the whole batch at once, in one process, with nothing of the executor."""
+    module = _seeded(name)
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters(remove_duplicate=False)}
     tokens, labels = _global_batch(_data(), 0)
     loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
-    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters(remove_duplicate=False)}, float(
-        loss.detach()
-    )
+    after = {fqn: p.detach() for fqn, p in module.named_parameters(remove_duplicate=False)}
+    return before, after, float(loss.detach())
 
 
 def _global_batch(data: TokenData, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,6 +332,7 @@ def _distance(value: torch.Tensor, other: torch.Tensor) -> float:
     return float((value - other).norm())
 
 
+@functools.cache
 def _data() -> TokenData:
     return TokenData(load_tokens(None), SEQ_LEN, seed=0)
 

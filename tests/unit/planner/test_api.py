@@ -12,12 +12,6 @@ from planner.request import Request, default_batch
 A100 = "dgx-a100-80gb"
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Traces are kept for this session alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def plan_of(request: Request) -> Plan:
     return find_plan(request).plan
 

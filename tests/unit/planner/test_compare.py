@@ -27,11 +27,6 @@ DEEPSPEED = """{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "bf
 "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}"""
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @cache
 def tiny() -> Comparison:
     """All frameworks, and pins of a user."""

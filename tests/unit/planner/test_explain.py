@@ -33,12 +33,6 @@ PINS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Traces are kept for this session alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def request_of(pins: Pins) -> Request:
     return Request("llama-tiny", 4, hardware=A100, global_batch_size=8, seq_len=32, pins=pins, may_idle=False)
 

@@ -33,12 +33,6 @@ MIXED = f"{A100}:8,{H100}:8"
 ROUNDING = 1 + 1e-9
 
 
-@pytest.fixture(autouse=True)
-def traces(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Traces are kept for this session alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @cache
 def mixed_problem(hardware: str, *, model: str = "llama3-8b", batch: int = 64, pins: Pins = NO_PINS) -> Problem:
     seq_len = 64 if model.endswith("tiny") else 2048

@@ -64,11 +64,6 @@ RUNS = (
 BY_NAME = {run.file: run for run in RUNS}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @cache
 def priced(file: str) -> PricedRun:
     """The run of a file, as ``planner import`` prices it."""

@@ -22,10 +22,9 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The narrowest terminal, and traces kept for this session alone."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest terminal."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def test_a_table_of_80_columns_names_every_framework(run: Run) -> None:

@@ -26,10 +26,9 @@ QUICK = ("--search", "none")
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The narrowest terminal, and traces kept for this session alone."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest terminal."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,9 @@ BESIDE = {
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A wide terminal, and traces kept for this session alone."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide terminal."""
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ HOSTILE = "<script>document.title='hacked'</script><img src=x onerror=\"document
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Traces are kept for this session alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @cache
 def report() -> Report:
     pins = Pins(pp=2, tp=1, zero=1)
