@@ -99,14 +99,14 @@ class MemoryLedger:
         )
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
-        rows = list(self.rows)
+        names = [name for name, _ in self.rows]
         for name, num_bytes in more:
             if num_bytes < 0:
                 raise ValueError(f"memory of {name} must not be negative, got {num_bytes}")
-            if any(row == name for row, _ in rows):
+            if name in names:
                 raise ValueError(f"the ledger already has a row {name}")
-            rows.append((name, num_bytes))
-        return MemoryLedger(tuple(rows))
+            names.append(name)
+        return MemoryLedger((*self.rows, *more))
 
 
 @dataclass(frozen=True)

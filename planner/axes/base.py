@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 from hardware_profiles.schema import ClusterSpec
@@ -79,8 +80,13 @@ class Axis(ABC, Generic[OwnT]):
 
 def divisors(n: int) -> list[int]:
     """Divisors of ``n``, ascending."""
+    return list(_divisors(n))
+
+
+@lru_cache(maxsize=4096)
+def _divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def pinned_degrees(left: int, pin: int | None, allowed: list[int]) -> list[int]:

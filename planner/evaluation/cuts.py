@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
     """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
@@ -65,12 +68,19 @@ def stage_sizes(num_blocks: int, num_stages: int) -> StageSizes:
 
 def is_allowed(starts: Sequence[int], is_block: Sequence[bool]) -> bool:
     """Whether every stage holds a unit, and as many blocks as ``stage_sizes`` says."""
-    ends = (*starts[1:], len(is_block))
-    if any(start >= end for start, end in zip(starts, ends, strict=True)):
-        return False
-    sizes = stage_sizes(sum(is_block), len(starts))
-    held = [sum(is_block[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return max(held) <= sizes.most and min(held[1:-1], default=sizes.least) >= sizes.least
+    return bool(are_allowed(np.array([starts]), is_block)[0])
+
+
+def are_allowed(cuts: NDArray[np.integer], is_block: Sequence[bool]) -> NDArray[np.bool]:
+    """The same of many cuts, [cuts, stages]."""
+    num_units, (num_cuts, num_stages) = len(is_block), cuts.shape
+    borders = np.concatenate([cuts, np.full((num_cuts, 1), num_units)], axis=1)
+    found = np.all(np.diff(borders, axis=1) > 0, axis=1)
+    blocks_before = np.concatenate(([0], np.cumsum(is_block)))
+    held = np.diff(blocks_before[np.clip(borders, 0, num_units)], axis=1)
+    sizes = stage_sizes(sum(is_block), num_stages)
+    is_even = np.all(held <= sizes.most, axis=1) & np.all(held[:, 1:-1] >= sizes.least, axis=1)
+    return np.logical_and(found, is_even)
 
 
 def balanced_starts(work_s: Sequence[float], num_stages: int) -> tuple[int, ...] | None:

@@ -1,54 +1,77 @@
-"""A closer lower bound of one layout over a pipeline of like devices.
+"""A closer lower bound of layouts over a pipeline of like devices, of many layouts at once.
 
-The loads of its ranks in whole blocks, with what they must recompute to fit; and where ranks hold several stages, or
+The loads of their ranks in whole blocks, with what they must recompute to fit; and where ranks hold several stages, or
 halves of backward passes apart, the longest paths of the schedule, over all ways to spread the work over the stages.
-``bounds`` leaves both out: they take milliseconds.
+``bounds`` leaves both out: they take some tenths of a millisecond each.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import permutations, product
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from costmodels.ledger import MemoryLedger
 from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
-from planner.evaluation.block_modes import MODES, held_bytes
+from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
-from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.unit_times import LayoutRows, unit_times
-from planner.layout.columns import Array, Columns, Positions, key_of
+from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
-from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, flying_by_stage
+from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches, flying_by_stage
+from planner.solver.passing_bytes import KnownBytes, PassingBytes
 from planner.table.cost_table import CostTable
+
+# Numbers in the largest array of layouts that are bounded together.
+MOST_NUMBERS = 400_000
+
+
+class Closer(NamedTuple):
+    """Of each layout two lower bounds in seconds. ``path_s`` is 0 where it was not asked for, or adds nothing."""
+
+    loads_s: Array
+    path_s: Array
+
+    @property
+    def most_s(self) -> Array:
+        """The larger of the two."""
+        return np.maximum(self.loads_s, self.path_s)
 
 
 class CloserBounds:
-    """Of layouts with the prices of one table; ``number``: how many were bounded closely."""
+    """Of layouts with the prices of one table."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table, self.number = table, 0
-        self._passing_bytes: dict[tuple[object, ...], float] = {}
+        self._table = table
+        self._known = KnownBytes({}, {})
 
-    def of(self, one: Columns[Layout], enough_s: float = np.inf) -> float:
-        """Seconds that no cut of the only layout of ``one`` undercuts; above ``enough_s`` more need not be known.
+    @staticmethod
+    def knows_more(layout: Layout) -> bool:
+        """Whether more is known of it than ``bounds`` says: not without a pipeline, nor of one over unlike devices."""
+        return layout.mesh.pp > 1 and not layout.groups
 
-        0 where it has no pipeline, or one over unlike devices, of which no more is known than ``bounds`` says.
-        """
-        layout = one[0]
-        if layout.mesh.pp == 1 or layout.groups:
-            return 0.0
-        self.number += 1
-        bound = _Pipeline(self._table, one, self._passing_bytes)
-        loads_s = bound.loads_s()
-        if layout.schedule.rules.has_one_stage or loads_s >= enough_s:
-            return loads_s
-        return max(loads_s, bound.path_s())
+    def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
+        """Seconds that no cut of each layout undercuts; of one whose loads take ``enough_s``, the loads alone."""
+        found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
+        rows = LayoutRows.of(self._table, listed)
+        keys, alike = listed.by(AlikeKey)
+        for place, key in enumerate(keys):
+            if key.pp == 1 or key.groups:
+                continue
+            members = np.flatnonzero(alike == place)
+            at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
+            for start in range(0, len(members), at_once):
+                part = members[start : start + at_once]
+                group = _Pipelines(self._known, AlikeLayouts(self._table, key, listed.take(part), rows.take(part)))
+                found.loads_s[part] = loads_s = group.loads_s()
+                if not key.schedule.rules.has_one_stage:
+                    found.path_s[part] = group.path_s(loads_s < enough_s)
+        return found
 
 
 class _End(NamedTuple):
@@ -59,18 +82,12 @@ class _End(NamedTuple):
     rank: int
 
 
-class _Pipeline:
-    """One layout. Blocks of several kinds have no bound of loads."""
+class _Pipelines:
+    """Layouts that are alike (``AlikeKey``). Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, table: CostTable, one: Columns[Layout], passing_bytes: dict[tuple[object, ...], float]) -> None:
-        """``passing_bytes``: what is known of this and of other layouts with the same prices."""
-        self._known_bytes, layout = passing_bytes, one[0]
-        self._rows_of_modes = rows = LayoutRows.of_one(table, layout)
-        first = np.zeros(1, dtype=np.intp)
-        rows = replace(
-            rows, work=rows.work[:1], mode=first if layout.recompute is None else first + MODES[layout.recompute]
-        )
-        self._of = AlikeLayouts(table, key_of(AlikeKey, layout), one, rows)
+    def __init__(self, known: KnownBytes, of: AlikeLayouts) -> None:
+        """``known``: of this and of other layouts with the same prices."""
+        self._known, self._of = known, of
 
     @cached_property
     def _block(self) -> int | None:
@@ -79,16 +96,20 @@ class _Pipeline:
         kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def path_s(self) -> float:
-        """What the longest paths of the schedule take (``costmodels.pipeline_paths``)."""
-        paths = coefficients(self._of.schedule, self._of.pp, self._of.virtual_stages, int(self._of.num_microbatches[0]))
-        times = self._of.times
-        weight_s = times.weight_s if self._of.schedule.rules.splits_backward else np.zeros_like(times.weight_s)
-        units = paths.least(times.forward_s[0], times.backward_s[0] - weight_s[0], weight_s[0]) @ self._of.counts
-        recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s()
-        return float(units + recomputed + paths.sends * self._of.send_s[0] + self._of.once_s()[0])
+    def path_s(self, wanted: NDArray[np.bool]) -> Array:
+        """What the longest paths of the schedule take (``costmodels.pipeline_paths``) for those ``wanted``, else 0."""
+        of, found = self._of, np.zeros(len(wanted))
+        weight_s = of.times.weight_s if of.schedule.rules.splits_backward else np.zeros_like(of.times.weight_s)
+        for m in np.unique(of.num_microbatches[wanted]).tolist():
+            part = np.flatnonzero(wanted & (of.num_microbatches == m))
+            paths = coefficients(of.schedule, of.pp, of.virtual_stages, int(m))
+            times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
+            recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s[part]
+            found[part] = paths.least(*times) @ of.counts + recomputed + paths.sends * of.send_s[part]
+            found[part] += self._once_s[part]
+        return found
 
-    def loads_s(self) -> float:
+    def loads_s(self) -> Array:
         """However the blocks are dealt out, some rank takes so long.
 
         A rank with n blocks takes m times their seconds, with what they must recompute so that it may fit, after the
@@ -97,72 +118,72 @@ class _Pipeline:
         Example: seven blocks of 1 s on two ranks, four micro-batches, and a head of 1.5 s: 5 and 2 blocks take 20 s, 4
         and 3 take 18 s: T >= 18 s, where the mean says 17 s.
         """
-        units = self._of.table.units
+        num_layouts, num_blocks = len(self._of.num_microbatches), sum(self._of.table.units.is_block)
         if self._block is None or self._of.schedule.rules.overlaps_steps:
-            return 0.0
+            return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
-        candidates = np.unique(costs[np.isfinite(costs)])
-        low, high = 0, len(candidates) - 1
-        if high < 0 or self._dealt(fewest, costs, candidates[-1]) < sum(units.is_block):
-            return float("inf")
-        while low < high:
+        costs = self._loads_of_ranks_s(self._block, fewest, extra_s)  # [layouts, ranks, numbers]
+        candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
+        low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
+        every = np.arange(num_layouts)
+        longest_s = candidates[every, np.maximum(high, 0)]
+        possible = (high >= 0) & (self._dealt(fewest, costs, longest_s) >= num_blocks)
+        high = np.where(possible, high, 0)
+        while (low < high).any():
             middle = (low + high) // 2
-            enough = self._dealt(fewest, costs, candidates[middle]) >= sum(units.is_block)
-            low, high = (low, middle) if enough else (middle + 1, high)
-        return float(candidates[low] * (1 - 1e-12) + self._of.once_s()[0])
+            enough = self._dealt(fewest, costs, candidates[every, middle]) >= num_blocks
+            low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
+        return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._once_s, np.inf)
 
-    def _extra_of_ranks_s(self) -> float:
+    @cached_property
+    def _once_s(self) -> Array:
+        return self._of.once_s()
+
+    @cached_property
+    def _extra_of_ranks_s(self) -> Array:
         """What all ranks must at least recompute of one micro-batch, however the blocks are dealt out.
 
         What a rank recomputes rises ever faster with its blocks, so that the cheapest next blocks are dealt first.
         """
+        num_layouts = len(self._of.num_microbatches)
         if self._block is None or len(self._of.modes) == 1:
-            return 0.0
+            return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        left = sum(self._of.table.units.is_block) - int(fewest.sum())
+        left = max(0, sum(self._of.table.units.is_block) - int(fewest.sum()))
         with np.errstate(invalid="ignore"):
-            steps = np.diff(extra_s, axis=1)
-        more = np.sort(steps[np.isfinite(steps)])
-        if left > len(more) or not np.isfinite(extra_s[:, 0]).all():
-            return float("inf")
-        return float(extra_s[:, 0].sum() + more[: max(0, left)].sum())
+            steps = np.diff(extra_s, axis=2).reshape(num_layouts, -1)
+        if left > steps.shape[1]:
+            return np.full(num_layouts, np.inf)
+        more = np.sort(np.where(np.isfinite(steps), steps, np.inf), axis=1)[:, :left]
+        return extra_s[:, :, 0].sum(axis=1) + more.sum(axis=1)
 
     @staticmethod
-    def _dealt(fewest: Positions, costs: Array, limit_s: float) -> float:
+    def _dealt(fewest: Positions, costs: Array, limit_s: Array) -> Array:
         """The most blocks that ranks take within a time; less than nothing where one cannot take its least."""
-        if not (costs[:, 0] <= limit_s).all():
-            return -np.inf
-        return float((fewest + (costs <= limit_s).sum(axis=1) - 1).sum())
+        within = costs <= limit_s[:, None, None]
+        return np.where(within[:, :, 0].all(axis=1), fewest.sum() + within.sum(axis=(1, 2)) - len(fewest), -np.inf)
 
     def _loads_of_ranks_s(self, kind: int, fewest: Positions, extra_s: Array) -> Array:
-        """The seconds that each rank takes with its fewest blocks, one more, and so on, [ranks, numbers]."""
-        own = fewest[:, None] + np.arange(extra_s.shape[1])
-        ends = np.zeros(self._of.pp)
+        """The seconds that each rank takes with its fewest blocks, one more, and so on, [layouts, ranks, numbers]."""
+        own = fewest[:, None] + np.arange(extra_s.shape[2])
+        ends = np.zeros(extra_s.shape[:2])
         for end in self._ends:
-            ends[end.rank] += self._of.work_s[0, end.kind]
-        seconds = ends[:, None] + own * self._of.work_s[0, kind] + extra_s
-        whole_s = float(self._of.num_microbatches[0]) * seconds + self._before_s(kind)[:, None]
+            ends[:, end.rank] += self._of.work_s[:, end.kind]
+        seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s
+        whole_s = self._of.num_microbatches[:, None, None] * seconds + self._before_s(kind)[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
     def _waiting_s(self, seconds: Array) -> Array:
-        """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [ranks, numbers]."""
-        p, m = self._of.pp, int(self._of.num_microbatches[0])
-        total_s = float(self._of.work_s[0] @ self._of.counts) + self._extra_of_ranks_s()
-        ways_s = 2 * float(self._of.send_s[0]) * (p - 1)
+        """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
+        p, m = self._of.pp, self._of.num_microbatches[:, None, None]
+        total_s = self._of.work_s @ self._of.counts + self._extra_of_ranks_s
+        whole_s = total_s[:, None, None] + (2 * (p - 1) * self._of.send_s)[:, None, None]
         if self._of.schedule.rules.forwards_first:
-            return np.where(
-                np.isfinite(seconds), total_s + (m - 1) * np.nan_to_num(seconds, posinf=0.0) + ways_s, np.inf
-            )
-        if m <= p:
-            return np.zeros_like(seconds)
+            finite = np.isfinite(seconds)
+            return np.where(finite, whole_s + (m - 1) * np.where(finite, seconds, 0.0), np.inf)
         behind = np.arange(p - 1, -1, -1)[:, None]
-        return total_s + (m - 1 - behind) * seconds + behind * self._least_work_s + ways_s
-
-    @property
-    def _least_work_s(self) -> float:
-        """Of a rank that holds one unit."""
-        return float(self._of.work_s[0].min())
+        least_s = self._of.work_s.min(axis=1)[:, None, None]  # of a rank that holds one unit
+        return np.where(m > p, whole_s + np.maximum(1, m - 1 - behind) * seconds + behind * least_s, 0.0)
 
     @cached_property
     def _ends(self) -> tuple[_End, ...]:
@@ -187,16 +208,16 @@ class _Pipeline:
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:
         """The fewest blocks of each rank; what so many, one more, and so on must at least recompute so that they fit.
 
-        Seconds of one micro-batch, [ranks, numbers]; infinite where so many do not fit. Where blocks may go to the host
-        either none does, or they do in one way, for which the rank has buffers.
+        Seconds of one micro-batch, [layouts, ranks, numbers]; infinite where so many do not fit. Where blocks may go to
+        the host either none does, or they do in one way, for which the rank has buffers.
         """
         num_modes, ways = len(self._of.modes), self._of.buffers if self._of.offloads_activations else {}
         here = list(range(num_modes - len(ways)))
-        fewest, extra_s = self._extra_of_mix(here, 0.0)
-        mixes = [self._extra_of_mix([*here, way], float(more[0]))[1] for way, more in ways.items()]
+        fewest, extra_s = self._extra_of_mix(here, np.zeros(len(self._of.num_microbatches)))
+        mixes = [self._extra_of_mix([*here, way], more)[1] for way, more in ways.items()]
         return fewest, np.min([extra_s, *mixes], axis=0)
 
-    def _extra_of_mix(self, modes: list[int], more_bytes: float) -> tuple[Positions, Array]:
+    def _extra_of_mix(self, modes: list[int], more_bytes: Array) -> tuple[Positions, Array]:
         """The same with blocks in some ``modes`` alone, and ``more_bytes`` taken besides.
 
         For any price of a byte: a block in stage s costs the least over all modes of its seconds and the price of what
@@ -205,154 +226,138 @@ class _Pipeline:
         """
         kind, p, num_stages = self._block, self._of.pp, self._of.pp * self._of.virtual_stages
         assert kind is not None
-        rules, held = self._of.schedule.rules, self._held_of_modes[modes, kind]
-        extra_s = self._extra_s_of_modes[modes, kind][:, None, None, None]
+        rules, held = self._of.schedule.rules, self._held_of_modes[:, modes, kind]  # [layouts, modes, Holding]
+        extra_s, reserve = self._extra_s_of_modes[:, modes, kind], self._of.reserve[:, None, None, None]
         least = np.array([self._sizes.least if 0 < stage < num_stages - 1 else 0 for stage in range(num_stages)])
         ranks = np.array([rules.rank_of(stage, p) for stage in range(num_stages)])
         of_rank = np.argsort(ranks, kind="stable").reshape(p, -1)  # [ranks, stages of one]
-        flying, waits = (each[of_rank] for each in self._flying)
-        kept = np.multiply.outer(held[:, PLACE[Holding.KEPT]], flying)
-        kept = (kept + np.multiply.outer(held[:, PLACE[Holding.WAITING]], waits)) * self._of.reserve[0]
-        least, static = least[of_rank], self._of.static_bytes[0][kind]
-        fewest, prices = least.sum(axis=1), self._prices(kept, extra_s[:, 0, 0, 0])
-        # Of a block in each stage at each price, with its own states; [ranks, prices, stages of one].
-        each = np.min(extra_s + prices[:, :, None] * kept[:, :, None, :], axis=0)
-        total = (each * least[:, None]).sum(axis=2)[..., None] + self._filled(each + prices[..., None] * static, least)
-        room = self._room_bytes(fewest, total.shape[2]) - more_bytes
-        total += prices[..., None] * (static * fewest[:, None] - room)[:, None]
-        slight = kept.min(axis=0)
-        smallest = (slight * least).sum(axis=1)[:, None] + self._filled(slight[:, None], least)[:, 0]
-        numbers = fewest[:, None] + np.arange(total.shape[2])
-        fits = smallest + numbers * static <= room * (1 + 1e-12)
-        return fewest, np.where(fits, np.maximum(0.0, total.max(axis=1)), np.inf)
+        flying, waits = (self._flying[:, None, each][..., of_rank] for each in range(2))
+        kept = held[:, :, PLACE[Holding.KEPT], None, None] * flying
+        kept = (kept + held[:, :, PLACE[Holding.WAITING], None, None] * waits) * reserve  # [layouts, modes, *of_rank]
+        least, static = least[of_rank], self._of.static_bytes[:, kind, None, None]
+        fewest, prices = least.sum(axis=1), self._prices(kept, extra_s)
+        slight = kept.min(axis=1)
+        smallest = (slight * least).sum(axis=2)[..., None] + self._filled(slight[:, :, None], least)[:, :, 0]
+        room = self._room_bytes(fewest, smallest.shape[2]) - more_bytes[:, None, None]
+        states = (fewest[:, None] + np.arange(smallest.shape[2])) * static
+        fits = smallest + states <= room * (1 + 1e-12)
+        # Of a block in each stage at each price, with its own states; [layouts, ranks, prices, stages of one].
+        each = np.full((*prices.shape, least.shape[1]), np.inf)
+        for mode in range(len(modes)):
+            of_mode = prices[..., None] * kept[:, mode, :, None, :]
+            np.minimum(each, of_mode + extra_s[:, mode, None, None, None], out=each)
+        total = (each * least[:, None]).sum(axis=3)[..., None]
+        total = total + self._filled(each + prices[..., None] * static[..., None], least)
+        total += prices[..., None] * ((static * fewest[:, None] - room)[:, :, None])
+        return fewest, np.where(fits, np.maximum(0.0, total.max(axis=2)), np.inf)
 
     @cached_property
     def _flying(self) -> Array:
-        """Micro-batches in flight, and waiting for gradients of weights, at the peak of each stage's rank."""
-        p, rules = self._of.pp, self._of.schedule.rules
-        shortened = rules.shortened_to_peak(p, int(self._of.num_microbatches[0]), MOST_ROUNDS)
-        return flying_by_stage(self._of.schedule, p, self._of.virtual_stages, shortened)
+        """Micro-batches in flight, and waiting for gradients of weights, at the peak of each stage's rank.
+
+        [layouts, 2, stages].
+        """
+        p, v, schedule = self._of.pp, self._of.virtual_stages, self._of.schedule
+
+        def peak(key: NumMicroBatches) -> Array:
+            m = schedule.rules.shortened_to_peak(p, key.num_microbatches, MOST_ROUNDS)
+            return flying_by_stage(schedule, p, v, m)
+
+        return self._of.layouts.each(NumMicroBatches, peak)
 
     def _filled(self, each: Array, least: Positions) -> Array:
-        """The least that no, one, two, ... blocks beyond a rank's fewest take, [ranks, rows, numbers].
+        """The least that no, one, two, ... blocks beyond a rank's fewest take, [layouts, ranks, rows, numbers].
 
-        ``each``: of one block in each stage, [ranks, rows, stages of one]; ``least``: the fewest there, [ranks, stages
-        of one]. Infinite beyond what the rank's stages may hold.
+        ``each``: of one block in each stage, [layouts, ranks, rows, stages of one]; ``least``: the fewest there,
+        [ranks, stages of one]. Infinite beyond what the rank's stages may hold.
         """
         if least.shape[1] == 1:
             return each * np.arange(self._sizes.most + 1)
         slots = np.arange(self._sizes.most)
         free = slots < (self._sizes.most - least)[..., None]  # [ranks, stages of one, slots]
-        more = np.where(free[:, None], each[..., None], np.inf).reshape(*each.shape[:2], -1)
-        more = np.sort(more, axis=2)[..., : int(free.sum(axis=(1, 2)).max())]
-        return np.concatenate([np.zeros((*more.shape[:2], 1)), np.cumsum(more, axis=2)], axis=2)
+        more = np.where(free[:, None], each[..., None], np.inf).reshape(*each.shape[:3], -1)
+        more = np.sort(more, axis=3)[..., : int(free.sum(axis=(1, 2)).max())]
+        return np.concatenate([np.zeros((*more.shape[:3], 1)), np.cumsum(more, axis=3)], axis=3)
 
     def _room_bytes(self, fewest: Positions, most: int) -> Array:
         """What blocks' states and kept activations find on each rank with its fewest blocks, one more, and so on.
 
-        The ends of the model, software and what passes while a unit is at work take the rest; [ranks, numbers].
+        The ends of the model, software and what passes while a unit is at work take the rest; [layouts, ranks,
+        numbers].
         """
-        p, reserve = self._of.pp, float(self._of.reserve[0])
-        taken = np.full(p, self._outside_bytes)
+        p = self._of.pp
+        taken = np.repeat(self._known_bytes[:, :1], p, axis=1)
         for kind, stage, rank in self._ends:
-            kept = float(self._held_of_modes[:, kind, PLACE[Holding.KEPT]].min())
-            taken[rank] += self._of.static_bytes[0][kind] + self._flying[0][stage] * kept * reserve
-        held = [tuple(end.kind for end in self._ends if end.rank == rank) for rank in range(p)]
-        known = {ends: self._passing_bytes(ends) for ends in set(held)}
-        passing = np.array([known[ends] for ends in held])
+            kept = self._held_of_modes[:, :, kind, PLACE[Holding.KEPT]].min(axis=1)
+            taken[:, rank] += self._of.static_bytes[:, kind] + self._flying[:, 0, stage] * kept * self._of.reserve
+        place_of = {ends: place for place, ends in enumerate(self._unlike_ends)}
+        of_rank = [place_of[ends] for ends in self._held_ends]
+        passing = self._known_bytes[:, 1:].reshape(-1, len(place_of), 2)[:, of_rank]  # [layouts, ranks, few or more]
         numbers = fewest[:, None] + np.arange(most)
         # More blocks than stages: two are in one stage; where the model ends, in one before that.
         few = np.full(p, self._of.virtual_stages)
         few[self._of.schedule.rules.rank_of(p * self._of.virtual_stages - 1, p)] += self._sizes.most - 1
-        at_work = np.where(numbers > few[:, None], passing[:, 1:], passing[:, :1])
-        return self._of.table.cluster.devices[0].memory_bytes - taken[:, None] - at_work
-
-    @property
-    def _kinds_between(self) -> list[int]:
-        """Kinds of the units that are no blocks, besides the first and the last of the model."""
-        units = self._of.table.units
-        pairs = list(zip(units.kinds, units.is_block, strict=True))[1:-1]
-        return [kind for kind, is_block in pairs if not is_block]
+        at_work = np.where(numbers > few[:, None], passing[:, :, 1:], passing[:, :, :1])
+        return self._of.table.cluster.devices[0].memory_bytes - taken[:, :, None] - at_work
 
     @cached_property
-    def _memory_model(self) -> RankMemoryModel:
-        layout, table = self._of.layouts[0], self._of.table
-        return RankMemoryModel(table, layout, self._rows_of_modes, [0] * len(table.units.kinds))
+    def _held_ends(self) -> list[tuple[int, ...]]:
+        """Kinds of the ends of the model that each rank holds."""
+        return [tuple(end.kind for end in self._ends if end.rank == rank) for rank in range(self._of.pp)]
 
     @cached_property
-    def _outside_bytes(self) -> float:
-        model = self._memory_model
-        return MemoryLedger().with_reserve(model.software, model.num_communicators).total_bytes
-
-    def _passing_bytes(self, ends: tuple[int, ...]) -> tuple[float, float]:
-        """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
-
-        ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
-        whatever each recomputes. Where ranks hold several stages each has one that ends with a block, or with a unit
-        that stands between blocks and the model's end; of a rank's only stage the last unit may be of any kind.
-        """
-        kind, between = self._block, self._kinds_between
-        assert kind is not None
-        last = self._of.table.units.kinds[-1]
-        any_kind = [kind, *between] if self._of.virtual_stages > 1 else list(range(len(self._of.table.units.counts)))
-        few = min(self._least_of_stage((each,)) for each in any_kind)
-        if last in ends:
-            few = max(few, self._least_of_stage((last,)))
-        return few, few if between else max(few, self._least_of_stage((kind, kind)))
-
-    def _least_of_stage(self, kinds: tuple[int, ...]) -> float:
-        """What passes at least while a stage of these units is at work."""
-        key = (*self._passing_key, kinds)
-        if key not in self._known_bytes:
-            modes = product(self._of.modes, repeat=len(kinds))
-            reserve = float(self._of.reserve[0])
-            stages = ([*zip(each, kinds, strict=True)] for each in modes)
-            self._known_bytes[key] = min(self._memory_model.passing_bytes(stage, reserve) for stage in stages)
-        return self._known_bytes[key]
+    def _unlike_ends(self) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(self._held_ends))
 
     @cached_property
-    def _passing_key(self) -> tuple[object, ...]:
-        """All that ``RankMemoryModel.passing_bytes`` depends on."""
-        layout, rows = self._of.layouts[0], self._of.rows
-        mesh, places = layout.mesh, (int(each[0]) for each in (rows.work, rows.split, rows.zero_stage))
-        sharing = mesh.num_shards, mesh.expert_parts, mesh.dp * mesh.cp == 1, layout.num_microbatches == 1
-        return *places, *sharing, float(self._of.reserve[0]), *self._of.modes
+    def _known_bytes(self) -> Array:
+        """Of each layout what is outside tensors, and what passes with each of ``_unlike_ends``, two numbers each."""
+        rows: list[list[float]] = []
+        for place in range(len(self._of.num_microbatches)):
+            one = PassingBytes(self._known, self._of, self._of.layouts[place], place)
+            rows.append([one.outside_bytes, *(each for ends in self._unlike_ends for each in one.while_at_work(ends))])
+        return np.array(rows)
 
     @staticmethod
     def _prices(kept: Array, extra_s: Array) -> Array:
-        """Seconds a byte at which one mode becomes as good as another in some stage of a rank, [ranks, prices].
+        """Seconds a byte at which one mode becomes as good as another in some stage of a rank.
 
-        ``kept``: [modes, ranks, stages of one].
+        [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes].
         """
-        found = [np.zeros((kept.shape[1], 1))]
-        for a, b in permutations(range(len(extra_s)), 2):
-            if extra_s[b] > extra_s[a]:
-                saved = kept[a] - kept[b]
-                with np.errstate(divide="ignore"):
-                    found.append(np.where(saved > 0, (extra_s[b] - extra_s[a]) / saved, 0.0))
-        return np.concatenate(found, axis=1)
+        found = [np.zeros((*kept.shape[::2], 1))]
+        for a, b in permutations(range(extra_s.shape[1]), 2):
+            more = (extra_s[:, b] - extra_s[:, a])[:, None, None]
+            if (more > 0).any():
+                saved = kept[:, a] - kept[:, b]
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    found.append(np.where((saved > 0) & (more > 0), more / saved, 0.0))
+        return np.concatenate(found, axis=2)
 
     @cached_property
     def _extra_s_of_modes(self) -> Array:
-        """Seconds of one micro-batch that a unit takes more in each mode, [modes, kinds]."""
-        rows = replace(
-            self._of.rows, work=np.repeat(self._of.rows.work, len(self._of.modes)), mode=np.array(self._of.modes)
-        )
+        """Seconds of one micro-batch that a unit takes more in each mode, [layouts, modes, kinds]."""
+        every, modes = np.arange(len(self._of.num_microbatches)), self._of.modes
+        rows = replace(self._of.rows.take(np.repeat(every, len(modes))), mode=np.tile(modes, len(every)))
         times = unit_times(self._of.table, rows, 0)
-        work = times.forward_s + times.backward_s
-        return np.maximum(0.0, work - work[0])
+        work = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
+        return np.maximum(0.0, work - work[:, :1])
 
     def _before_s(self, kind: int) -> Array:
-        """What the ranks before each take at least until the first micro-batch comes, and the last gradient is gone."""
-        splits = self._of.schedule.rules.splits_backward
-        work = self._of.times.forward_s[0] if splits else self._of.work_s[0]
-        has_blocks = self._of.virtual_stages > 1
-        stages = np.full(self._of.pp, max(1, self._sizes.least) * work[kind] if has_blocks else work.min())
-        stages[0] = work[self._of.table.units.kinds[0]]
-        before: Array = np.concatenate(([0.0], np.cumsum(stages)[:-1]))
-        return before + (1 if splits else 2) * np.arange(self._of.pp) * float(self._of.send_s[0])
+        """What the ranks before each take at least until the first micro-batch comes, and the last gradient is gone.
+
+        [layouts, ranks].
+        """
+        splits, p = self._of.schedule.rules.splits_backward, self._of.pp
+        work = self._of.times.forward_s if splits else self._of.work_s
+        each = max(1, self._sizes.least) * work[:, kind] if self._of.virtual_stages > 1 else work.min(axis=1)
+        stages = np.repeat(each[:, None], p, axis=1)
+        stages[:, 0] = work[:, self._of.table.units.kinds[0]]
+        before = np.cumsum(stages, axis=1) - stages
+        return before + (1 if splits else 2) * np.arange(p) * self._of.send_s[:, None]
 
     @cached_property
     def _held_of_modes(self) -> Array:
-        """What a unit holds of one micro-batch, [modes, kinds, Holding]."""
-        return held_bytes(self._of.table, self._of.rows.work[:1], np.array(self._of.modes))
+        """What a unit holds of one micro-batch, [layouts, modes, kinds, Holding]."""
+        work, modes = self._of.rows.work, self._of.modes
+        found = held_bytes(self._of.table, np.repeat(work, len(modes)), np.tile(modes, len(work)))
+        return found.reshape(len(work), len(modes), *found.shape[1:])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.evaluation.cuts import balanced_starts, even_starts, is_allowed
+from planner.evaluation.cuts import are_allowed, balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.evaluation.many_cuts import ManyCuts
@@ -183,11 +183,10 @@ def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[t
 
     The borders between the two move by a unit each, so that every stage between them keeps its size.
     """
-    found: list[tuple[int, ...]] = []
-    for first in range(1, len(starts)):
-        for last in range(first + 1, min(first + num_ranks, len(starts)) + 1):
-            for step in (-1, 1):
-                moved = (*starts[:first], *(start + step for start in starts[first:last]), *starts[last:])
-                if is_allowed(moved, units.is_block):
-                    found.append(moved)
-    return found
+    first, last = np.triu_indices(len(starts) + 1, 1)
+    near = (first > 0) & (first < len(starts)) & (last - first <= num_ranks)
+    first, last = np.repeat(first[near], 2), np.repeat(last[near], 2)
+    stage = np.arange(len(starts))
+    moves = (stage >= first[:, None]) & (stage < last[:, None])
+    moved = np.array(starts) + moves * np.tile((-1, 1), len(first) // 2)[:, None]
+    return [tuple(cut) for cut in moved[are_allowed(moved, units.is_block)].tolist()]

@@ -370,7 +370,10 @@ def _least_means(units: UnitRow, each: Array) -> Array:
             continue
         held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
         held[[0, -1]] = 0.0
-        for stage in np.argsort(each, kind="stable"):
-            held[stage] += min(sizes.most - held[stage], number - held.sum())
+        order = np.argsort(each, kind="stable")
+        room, left = sizes.most - held[order], number - held.sum()
+        taken = np.clip(left - (np.cumsum(room) - room), 0.0, room)
+        taken[0] += min(0.0, left)
+        held[order] += taken
         found[kind] = each @ held / number
     return found

@@ -46,7 +46,7 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
         if best is not None and number > complexity(best.layout):
             break
         enough_s = limit_s if best is None else best.step_time_s
-        if bound_s > enough_s or closer.of(Columns.of(Layout, [layout]), enough_s) > enough_s:
+        if bound_s > enough_s or closer.of(Columns.of(Layout, [layout]), enough_s).most_s[0] > enough_s:
             continue
         priced = best_cut(Pricer(table, layout), solver, enough_s / (1 - TOLERANCE), bound_s).best
         if priced is not None and priced.step_time_s <= enough_s:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import islice
 
 import numpy as np
@@ -23,6 +23,7 @@ from planner.layout.complexity import complexity
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
+from planner.solver.best import Best
 from planner.solver.bounds import Bounds, RecomputeKey, bounds, likely_s, rough_bound_s
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
@@ -34,8 +35,6 @@ NUM_PROBES = 8
 NUM_OTHERS = 12
 # Of typical layouts only so many that fit are priced.
 ENOUGH_PROBES = 8
-# A layout replaces the best only if it is faster by more than this share.
-LEAST_GAIN = 1e-6
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 10_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
@@ -45,8 +44,10 @@ NEAR = 0.01
 MOST_VISITS, MOST_OPEN_VISITS = 32, 8
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
-# Layouts that are bounded more closely, a millisecond or two each, to prove how near the best is.
+# Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
 MOST_CLOSE = 2000
+# So many at a time, and each time more, since alike layouts share most of the work.
+FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 16, 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 60_000, 16
 # Layouts are bounded so many at a time.
@@ -88,38 +89,6 @@ class Outcome:
     closest: Layout | None  # where nothing fits: the layout that lacks least memory
 
 
-class _Best:
-    """The layouts that were priced and fit; of interest are those that take less than ``cutoff_s``."""
-
-    def __init__(self, cutoff_s: float | None = None) -> None:
-        self._cutoff_s = cutoff_s
-        self.best: Evaluated | None = None
-        self.found: dict[Layout, Evaluated] = {}
-
-    def keep(self, priced: Evaluated | None) -> None:
-        """Takes ``priced`` in; it becomes the best only where it is faster by more than the tolerance."""
-        if priced is None:
-            return
-        known = self.found.get(priced.layout)
-        if known is None or priced.step_time_s < known.step_time_s:
-            self.found[priced.layout] = priced
-        if self.time_s is None or priced.step_time_s < self.time_s * (1 - LEAST_GAIN):
-            self.best = priced
-
-    @property
-    def time_s(self) -> float | None:
-        """Step time of the best layout, and before there is one the cutoff."""
-        return self._cutoff_s if self.best is None else self.best.step_time_s
-
-    def beats(self, bound_s: float) -> bool:
-        """Whether no layout with this bound can be better by more than the tolerance."""
-        return self.time_s is not None and bound_s >= self.time_s * (1 - TOLERANCE)
-
-    def ranking(self) -> tuple[Evaluated, ...]:
-        """Fastest first."""
-        return tuple(sorted(self.found.values(), key=lambda priced: priced.step_time_s))
-
-
 def search(
     table: CostTable,
     layouts: Sequence[Layout],
@@ -135,7 +104,7 @@ def search(
     OutOfTimeError where there was no time for the bounds and none is known that fits.
     """
     deadline = deadline or Deadline.never()
-    best = _Best(wanted.cutoff_s)
+    best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
     listed = Columns.of(Layout, layouts)
     try:
@@ -186,12 +155,13 @@ class _Walk:
     """What is known of the layouts so far."""
 
     def __init__(
-        self, table: CostTable, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: _Best
+        self, table: CostTable, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: Best
     ) -> None:
         self._table, self._listed, self._solver, self._best = table, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
         self._pricers: dict[int, Pricer] = {}
-        self._closer = CloserBounds(table)
+        self._closer, self._num_close = CloserBounds(table), 0
+        self._closely: dict[int, tuple[float, float]] = {}  # bounds of loads and of paths that nobody asked for yet
         self._visited: set[int] = set()
         self._refined: set[int] = set()
 
@@ -236,15 +206,42 @@ class _Walk:
             return False
         if index not in self._refined:
             self._refined.add(index)
-            enough_s = np.inf if self._best.time_s is None else self._best.time_s
-            one = self._listed.take(np.array([index]))
-            self._open_s[index] = max(self._open_s[index], self._closer.of(one, enough_s))
+            self._open_s[index] = max(self._open_s[index], self._closely_s(index))
         return not self._best.beats(float(self._open_s[index]))
+
+    def _closely_s(self, index: int) -> float:
+        if not CloserBounds.knows_more(self._listed[index]):
+            return 0.0
+        self._num_close += 1
+        if index not in self._closely:
+            self.look_closely(np.array([index]))
+        loads_s, path_s = self._closely.pop(index)
+        return loads_s if loads_s >= self._enough_s else max(loads_s, path_s)
+
+    @property
+    def _enough_s(self) -> float:
+        return np.inf if self._best.time_s is None else self._best.time_s
+
+    def look_closely(self, indices: Positions) -> None:
+        """Bounds layouts closely that ``is_open`` is likely to be asked of next; at most as many as are wanted."""
+        left = MOST_CLOSE - self._num_close if self._best.time_s is not None else len(indices)
+        fresh = [
+            index
+            for index in indices.tolist()
+            if index not in self._refined
+            and index not in self._closely
+            and not self._best.beats(float(self._open_s[index]))
+        ][: max(1, left)]
+        if fresh:
+            closer = self._closer.of(self._listed.take(np.array(fresh)), self._enough_s)
+            self._closely.update(
+                zip(fresh, zip(closer.loads_s.tolist(), closer.path_s.tolist(), strict=True), strict=True)
+            )
 
     @property
     def looked_enough(self) -> bool:
         """Whether so many layouts were bounded closely that others wait; not as long as none is known that fits."""
-        return self._closer.number >= MOST_CLOSE and self._best.time_s is not None
+        return self._num_close >= MOST_CLOSE and self._best.time_s is not None
 
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
@@ -266,28 +263,26 @@ class _Walk:
         return float(self._open_s[order].min()) if len(order) else float("inf")
 
 
-def _visits(order: Positions, lower: Bounds, best: _Best, walk: _Walk) -> Iterator[int]:
+def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
     By the bounds it ends at a layout that was visited: where nothing raises the least bound, no other layout matters
     for what is proved.
     """
-    guesses = list(zip(lower.estimate_s[order].tolist(), order.tolist(), strict=True))
-    for index in _nearest(guesses, best, walk):
+    for index in _nearest(lower.estimate_s[order], order, best, walk):
         if walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
             yield index
     known_s = walk.known_s_of(order)
     worth = slice(None) if best.time_s is None else known_s < best.time_s * (1 - TOLERANCE)
-    left = list(zip(known_s[worth].tolist(), order[worth].tolist(), strict=True))
-    for index in _nearest(left, best, walk, until_enough=True):
+    for index in _nearest(known_s[worth], order[worth], best, walk, until_enough=True):
         if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or (walk.has_seen(1) and not walk.is_open(index)):
             break
         yield index
 
 
-def _likely_visits(order: Positions, best: _Best, walk: _Walk) -> Iterator[int]:
+def _likely_visits(order: Positions, best: Best, walk: _Walk) -> Iterator[int]:
     """The first layouts by their estimates that may be better; more only as long as none is known that fits."""
     for index in order.tolist():
         if walk.has_seen(MOST_LIKELY_VISITS):
@@ -296,26 +291,37 @@ def _likely_visits(order: Positions, best: _Best, walk: _Walk) -> Iterator[int]:
             yield index
 
 
-def _nearest(
-    guesses: list[tuple[float, int]], best: _Best, walk: _Walk, *, until_enough: bool = False
-) -> Iterator[int]:
-    """Layouts from the least guess on, as long as it may be better than the best; no guess is less than the bound.
+def _nearest(guess_s: Array, order: Positions, best: Best, walk: _Walk, *, until_enough: bool = False) -> Iterator[int]:
+    """Layouts of ``order`` from the least guess on, as long as it may be better than the best.
 
-    A layout whose bound rises when it is looked at closely waits for its turn.
+    No guess is less than the bound. A layout whose bound rises when it is looked at closely waits for its turn.
     """
-    heapify(guesses)
-    while guesses and not best.beats(guesses[0][0]):
-        guess_s, index = heappop(guesses)
-        if until_enough and walk.looked_enough:
+    by_guess = np.lexsort((order, guess_s))
+    indices = order[by_guess]
+    fresh = list(zip(guess_s[by_guess].tolist(), indices.tolist(), strict=True))
+    fresh.reverse()  # the next stands last
+    waiting: list[tuple[float, int]] = []
+    num_looked, num_ahead = 0, FIRST_CLOSE
+    while fresh or waiting:
+        is_fresh = not waiting or bool(fresh and fresh[-1] < waiting[0])
+        guess_s_of_next, index = fresh[-1] if is_fresh else waiting[0]
+        if best.beats(guess_s_of_next) or (until_enough and walk.looked_enough):
             return
+        if is_fresh:
+            fresh.pop()
+            if len(indices) - len(fresh) > num_looked:
+                walk.look_closely(indices[num_looked : num_looked + num_ahead])
+                num_looked, num_ahead = num_looked + num_ahead, min(2 * num_ahead, MOST_CLOSE_AT_ONCE)
+        else:
+            heappop(waiting)
         walk.is_open(index)  # which may raise its bound
-        if walk.known_s(index) > guess_s:
-            heappush(guesses, (walk.known_s(index), index))
+        if walk.known_s(index) > guess_s_of_next:
+            heappush(waiting, (walk.known_s(index), index))
         else:
             yield index
 
 
-def _probe_likely(table: CostTable, listed: Columns[Layout], best: _Best, deadline: Deadline) -> None:
+def _probe_likely(table: CostTable, listed: Columns[Layout], best: Best, deadline: Deadline) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
     All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
@@ -386,7 +392,7 @@ def _scarcity(table: CostTable, lower: Bounds) -> Array:
 def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Outcome:
     """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
     listed = Columns.of(Layout, layouts)
-    lower, best = bounds(table, listed), _Best()
+    lower, best = bounds(table, listed), Best()
     order, visited = _in_order(table, listed, lower)[:NUM_PROBES], 0
     for index in order:
         if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):

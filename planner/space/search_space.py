@@ -6,8 +6,12 @@ Each axis says its own degrees and rules (``planner.axes``); here they are cross
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.mesh import Mesh
@@ -26,6 +30,8 @@ from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.layout.within import Within
+
+Codes = NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -106,25 +112,64 @@ def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
         ways = tuple(methods(asked, mesh.tp, mesh.cp))
         alike[(mesh.pp, mesh.dp, stages, flags), ways].append(mesh)
     parts: list[Columns[Layout]] = []
+    shapes: dict[tuple[int, int], Columns[_Shape]] = {}
     for (_, ways), meshes in alike.items():
         deadline.check()
-        on_one = Columns.of(Layout, _layouts_on(meshes[0], asked)).with_each("cp_method", ways)
+        first = meshes[0]
+        if (first.pp, first.dp) not in shapes:
+            shapes[first.pp, first.dp] = Columns.of(_Shape, _shapes(asked, first.pp, first.dp))
+        on_one = _layouts_on(first, asked, shapes[first.pp, first.dp]).with_each("cp_method", ways)
         parts.append(on_one.with_each("mesh", meshes))
     return Columns.joined([Columns.of(Layout, ()), *parts])
 
 
-def _layouts_on(mesh: Mesh, asked: Asked) -> Iterator[Layout]:
-    offload = offload_of(asked)
-    for zero in zero_stages(asked, mesh):
-        for micro, num_micro in micro_batches(asked, mesh.dp):
-            for schedule, virtual in schedules(asked, mesh.pp, num_micro):
-                for sequence_parallel in sequence_parallel_options(asked, mesh):
-                    for mode in modes(asked, schedule):
-                        if not schedule.rules.conflicts(zero_stage=zero, recomputation=()):
-                            yield Layout(
-                                mesh, zero, micro, num_micro, schedule, virtual, mode, sequence_parallel, offload,
-                                offloads_activations=activations_may_leave(asked, schedule),
-                            )  # fmt: skip
+class _Shape(NamedTuple):
+    """What of a layout the degrees of pipeline and data parallelism alone allow."""
+
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: ScheduleName
+    virtual_stages: int
+
+
+def _shapes(asked: Asked, pp: int, dp: int) -> Iterator[_Shape]:
+    for micro, num_micro in micro_batches(asked, dp):
+        for schedule, virtual in schedules(asked, pp, num_micro):
+            yield _Shape(micro, num_micro, schedule, virtual)
+
+
+def _layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[_Shape]) -> Columns[Layout]:
+    """Every ZeRO stage with the shapes that go with it, each split along the sequence or not, under all its modes."""
+    stages, flags = zero_stages(asked, mesh), sequence_parallel_options(asked, mesh)
+    names = [ScheduleName(name) for name in shapes.values_of("schedule")]
+    of_schedule = shapes.codes_of("schedule")
+    allowed = [modes(asked, name) for name in names]
+    num_modes = np.array([len(each) for each in allowed], dtype=np.intp)
+    any_mode = [mode for each in allowed for mode in each]  # those of one schedule behind those of the one before
+    first_mode = np.cumsum(num_modes) - num_modes
+    zeros, places = [np.zeros(0, dtype=np.intp)], [np.zeros(0, dtype=np.intp)]
+    for zero, stage in enumerate(stages):
+        goes = np.array([not name.rules.conflicts(zero_stage=stage, recomputation=()) for name in names], dtype=bool)
+        places.append(np.flatnonzero(goes[of_schedule]))
+        zeros.append(np.full(len(places[-1]), zero))
+    shape = np.concatenate(places)
+    times = num_modes[of_schedule[shape]] * len(flags)
+    nth = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    shape, schedule = np.repeat(shape, times), np.repeat(of_schedule[shape], times)
+    same = np.zeros(len(shape), dtype=np.intp)
+    columns: dict[str, tuple[Sequence[object], Codes]] = {
+        name: (shapes.values_of(name), shapes.codes_of(name)[shape]) for name in _Shape._fields
+    }
+    leaves = [activations_may_leave(asked, name) for name in names]
+    columns |= {
+        "zero_stage": (stages, np.repeat(np.concatenate(zeros), times)),
+        "recompute": (any_mode, first_mode[schedule] + nth % num_modes[schedule]),
+        "sequence_parallel": (flags, nth // num_modes[schedule]),
+        "offloads_activations": ((False, True), np.array(leaves, dtype=np.intp)[schedule]),
+    }
+    rest = {"mesh": mesh, "offload": offload_of(asked), "groups": (), "cp_method": ContextMethod.ALL_GATHER}
+    columns |= {name: ((value,), same) for name, value in rest.items()}
+    return Columns.from_codes(Layout, {name: columns[name] for name in Layout._fields})
 
 
 def _meshes(asked: Asked) -> Iterator[Mesh]:

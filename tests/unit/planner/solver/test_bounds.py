@@ -69,8 +69,8 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
         pricer, units = Pricer(problem.table, layout), problem.table.units
         num_units = len(units.kinds)
         one = Columns.of(Layout, [layout])
-        bound_s = closer.of(one)
-        assert bound_s == CloserBounds(problem.table).of(one)  # whatever is known of other layouts
+        bound_s = closer.of(one).most_s[0]
+        assert bound_s == CloserBounds(problem.table).of(one).most_s[0]  # whatever is known of other layouts
         cuts = pricer.first_cuts()
         for _ in range(4):
             cuts.append((0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1))))
@@ -129,3 +129,22 @@ def _stages(work: tuple[float, ...], m: int, *, windowed: bool) -> StageProblem:
     p = len(work)
     free, half = np.zeros((p, p, p + 1)), (tuple(w / 2 for w in work),) * p
     return StageProblem(half, half, free, free, m, (0.0,) * (p - 1), windowed)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "options"),
+    [("llama3-70b", 64, {"batch": 128, "seq_len": 4096}), ("moe-tiny", 8, {"batch": 32, "seq_len": 64})],
+)
+def test_closer_bounds_of_many_layouts_are_those_of_each_alone(model: str, num_devices: int, options: dict) -> None:
+    """Also of layouts of every shape in any order, and where no path is asked for beyond what is enough."""
+    problem = problem_of(model, num_devices, **options)
+    layouts = random.Random(3).sample(list(problem.space.layouts), min(150, len(problem.space.layouts)))
+    together = CloserBounds(problem.table).of(Columns.of(Layout, layouts))
+    for place, layout in enumerate(layouts):
+        alone = CloserBounds(problem.table).of(Columns.of(Layout, [layout]))
+        assert together.loads_s[place] == pytest.approx(float(alone.loads_s[0]), rel=1e-12)
+        assert together.path_s[place] == pytest.approx(float(alone.path_s[0]), rel=1e-12)
+    enough_s = float(np.median(together.most_s))
+    limited = CloserBounds(problem.table).of(Columns.of(Layout, layouts), enough_s)
+    assert (limited.loads_s == together.loads_s).all()
+    assert (limited.path_s == np.where(together.loads_s < enough_s, together.path_s, 0.0)).all()
