@@ -17,7 +17,6 @@ from benchmarks.reliability.fault_scene import EVERY, PLANS, SHUTDOWN_S, STRIKE_
 SLACK_S = 15.0  # for processes to notice, speak and end on a busy machine
 SOON_S = TIMEOUT_S + SHUTDOWN_S + SLACK_S  # a peer notices by the time-out; torchrun then waits for its other ranks
 SLOWLY_S = 2 * TIMEOUT_S + SHUTDOWN_S + SLACK_S  # a step that does not end is waited for twice as long
-CONTEXT_LINES = 40
 SMALL_DISK_BYTES = 600_000  # two checkpoints of the model and a half
 SOME_STEPS = 30
 
@@ -90,6 +89,12 @@ def _restarted_by_torchrun(scene: Scene) -> None:
         launcher=("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "drill", "--max-restarts", "2"),
         steps=SOME_STEPS,
     )
+    scene.wait_for_step()
+    scene.tell_rank(1, signal.SIGKILL)
+
+
+def _restarted_by_planner(scene: Scene) -> None:
+    scene.one_host("--max-restarts", "2", steps=SOME_STEPS)
     scene.wait_for_step()
     scene.tell_rank(1, signal.SIGKILL)
 
@@ -174,6 +179,7 @@ def _cut_link(scene: Scene) -> None:
 
 SILENT = r"rank {0} \(process \d+ on {1}, last at [^)]+\).* not answer since 15 s"
 KILLED = r"rank\s+: {0} \(local_rank: {1}\)\s+exitcode\s+: -9"  # as torchrun says it
+TOLD = r"told to stop: step \d+ is saved"
 SMALL_DISK = {"disk": lambda path: mounted(path, SMALL_DISK_BYTES)}
 WITHIN, BOTH, SAVED = r"failed in step \d+: ValueError: an error of one rank \(at model.py:\d+", (1, 1), 0
 
@@ -185,12 +191,12 @@ FAULTS = (
     Fault("a rank that hangs in its forward pass", _on_two_hosts(Scene.pull_trigger),
           r"step \d+ is not finished after 30 s:.*rank 1 is at model.py:|rank 1 .*at model.py:\d+", BOTH,
           model="hang:1", limit_s=SLOWLY_S),
-    Fault("SIGTERM to one rank", _on_two_hosts(_signals(signal.SIGTERM, 3)), "stopped by SIGTERM, after a checkpoint",
+    Fault("SIGTERM to one rank", _on_two_hosts(_signals(signal.SIGTERM, 3)), TOLD,
           BOTH, most_lost=SAVED),
     Fault("SIGTERM to the launcher of one host", _on_two_hosts(_to_launchers(signal.SIGTERM, 1)),
-          "stopped by SIGTERM, after a checkpoint", BOTH, most_lost=SAVED),
+          TOLD, BOTH, most_lost=SAVED),
     Fault("SIGTERM to all launchers", _on_two_hosts(_to_launchers(signal.SIGTERM, 0, 1)),
-          "stopped by SIGTERM, after a checkpoint", BOTH, most_lost=SAVED),
+          TOLD, BOTH, most_lost=SAVED),
     Fault("kill -9 of the first host's launcher", _on_two_hosts(_to_launchers(signal.SIGKILL, 0)),
           "Connection closed by peer|Connection reset by peer", (-9, 1)),
     Fault("kill -9 of the last host's launcher", _on_two_hosts(_to_launchers(signal.SIGKILL, 1)),
@@ -205,6 +211,8 @@ FAULTS = (
           most_lost=SAVED, limit_s=240.0),
     Fault("half of the ranks lost, planner replan", _fewer_ranks, "going on after step", (1, -9, 0), most_lost=SAVED,
           limit_s=240.0),
+    Fault("kill -9 of a rank under planner run --max-restarts", _restarted_by_planner,
+          r"rank 1 was killed by SIGKILL.*restart 1 of 2.*going on after step", (0,), most_lost=SAVED, limit_s=240.0),
     Fault("SIGINT to the launcher", _on_one_host(_to_launchers(signal.SIGINT, 0)), "interrupted", (130,)),
     Fault("kill -9 of planner's launcher", _on_one_host(_to_launchers(signal.SIGKILL, 0)), "", (-9,)),
     Fault("SIGTERM to planner's launcher", _on_one_host(_to_launchers(signal.SIGTERM, 0)),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from planner.executor.watch import Beat, Record
+import os
+import threading
+import time
+
+import pytest
+
+from planner.executor.watch import Beat, Record, _watch_store
 
 TIMEOUT_S = 10.0
 
@@ -65,3 +71,17 @@ def test_long_steps_and_a_long_first_one_are_waited_for() -> None:
         assert record.finding(now_s) is None
     alive(record, 95.0, 2)
     assert record.finding(95.0) is not None
+
+
+def test_a_rank_ends_when_the_store_of_the_first_host_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, with a store that stops answering as one on a host that lost its power."""
+    child = os.fork()
+    if child == 0:
+        os.environ |= {"RANK": "3", "MASTER_ADDR": "host0"}
+        _watch_store(0.2, threading.Event(), [time.monotonic()])
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    said = capfd.readouterr().err
+    assert "error: rank 3 on " in said
+    assert "has no answer from host0 since 0.2 s" in said
