@@ -41,11 +41,11 @@ if IS_HERE and KIND == "die in write":
 if IS_HERE and KIND == "die before commit":
     replace = Path.replace
 
-    def dying_replace(path: Path, target: Path) -> Path:
+    def dying_replace(self: Path, target: str | os.PathLike[str]) -> Path:
         """All files of the checkpoint are whole; it has not its name yet."""
         if is_time(KIND) and str(target).rpartition("/")[2].startswith("step-"):
             die()
-        return replace(path, target)
+        return replace(self, target)
 
     Path.replace = dying_replace
 

@@ -11,15 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import planner.executor.train  # noqa: F401  # so that copies of this process need not import torch
 from benchmarks.reliability.drill import ROOT
 from benchmarks.virtual_cluster import INTERFACE, VirtualCluster
 from planner.cli.main import main as planner_main
+from planner.executor.train import RunOptions
 
 TIMEOUT_S = 15.0  # given to planner, to torchrun's rendezvous
 SHUTDOWN_S = 10.0  # torchrun's patience with ranks that it told to end
@@ -27,7 +27,7 @@ EVERY = 5  # steps between checkpoints
 STRIKE_AT = 12  # the step after which faults strike
 PAUSE_S = 0.02  # of every block: so that a step lasts long enough to be aimed at
 MANY_STEPS = 100_000
-START_S = 240.0  # for a run to get to ``STRIKE_AT`` on a busy machine
+START_S = RunOptions().timeout_s  # for a run to get to ``STRIKE_AT`` on a busy machine
 PLANS = {4: "plan.json", 2: "two.json", 1: "one.json"}  # by ranks
 
 
@@ -255,7 +255,7 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def mounted(place: Path, size_bytes: int) -> Any:
+def mounted(place: Path, size_bytes: int) -> Generator[None]:
     """A file system of its own in memory, which is full when ``size_bytes`` are there."""
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)], check=True)

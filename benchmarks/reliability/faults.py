@@ -33,7 +33,7 @@ class Fault:
     limit_s: float = SOON_S
     most_lost: int = 2 * EVERY  # steps; a checkpoint may be under way when the next interval begins
     resume_says: str = "going on after step"
-    disk: Callable[[Path], AbstractContextManager[None]] = lambda _path: nullcontext()
+    disk: Callable[[Path], AbstractContextManager[None]] = lambda _place: nullcontext()  # for checkpoints
 
 
 def _on_two_hosts(strike: Callable[[Scene], None]) -> Callable[[Scene], None]:
@@ -161,8 +161,8 @@ def _no_manifest(scene: Scene) -> None:
     (_old_checkpoints(scene) / "manifest.json").unlink()
 
 
-def _signals(number: signal.Signals, *ranks: int) -> Callable[[Scene], None]:
-    return lambda scene: [scene.tell_rank(rank, number) for rank in ranks] and None
+def _signal(number: signal.Signals, rank: int) -> Callable[[Scene], None]:
+    return lambda scene: scene.tell_rank(rank, number)
 
 
 def _to_launchers(number: signal.Signals, *places: int) -> Callable[[Scene], None]:
@@ -173,6 +173,10 @@ def _link(bits_per_s: float) -> Callable[[Scene], None]:
     return lambda scene: scene.cluster.set_link_rate(1, bits_per_s)
 
 
+def _small_disk(place: Path) -> AbstractContextManager[None]:
+    return mounted(place, SMALL_DISK_BYTES)
+
+
 def _cut_link(scene: Scene) -> None:
     scene.cluster.set_link_up(1, False)
 
@@ -180,18 +184,17 @@ def _cut_link(scene: Scene) -> None:
 SILENT = r"rank {0} \(process \d+ on {1}, last at [^)]+\).* not answer since 15 s"
 KILLED = r"rank\s+: {0} \(local_rank: {1}\)\s+exitcode\s+: -9"  # as torchrun says it
 TOLD = r"told to stop: step \d+ is saved"
-SMALL_DISK = {"disk": lambda path: mounted(path, SMALL_DISK_BYTES)}
 WITHIN, BOTH, SAVED = r"failed in step \d+: ValueError: an error of one rank \(at model.py:\d+", (1, 1), 0
 
 FAULTS = (
-    Fault("kill -9 of the first rank", _on_two_hosts(_signals(signal.SIGKILL, 0)), KILLED.format(0, 0), BOTH),
+    Fault("kill -9 of the first rank", _on_two_hosts(_signal(signal.SIGKILL, 0)), KILLED.format(0, 0), BOTH),
     Fault("kill -9 of the last rank in its forward pass", _on_two_hosts(Scene.pull_trigger), KILLED.format(3, 1), BOTH,
           model="die in forward:3"),
-    Fault("a stopped rank", _on_two_hosts(_signals(signal.SIGSTOP, 2)), SILENT.format(2, "host1"), BOTH),
+    Fault("a stopped rank", _on_two_hosts(_signal(signal.SIGSTOP, 2)), SILENT.format(2, "host1"), BOTH),
     Fault("a rank that hangs in its forward pass", _on_two_hosts(Scene.pull_trigger),
           r"step \d+ is not finished after 30 s:.*rank 1 is at model.py:|rank 1 .*at model.py:\d+", BOTH,
           model="hang:1", limit_s=SLOWLY_S),
-    Fault("SIGTERM to one rank", _on_two_hosts(_signals(signal.SIGTERM, 3)), TOLD,
+    Fault("SIGTERM to one rank", _on_two_hosts(_signal(signal.SIGTERM, 3)), TOLD,
           BOTH, most_lost=SAVED),
     Fault("SIGTERM to the launcher of one host", _on_two_hosts(_to_launchers(signal.SIGTERM, 1)),
           TOLD, BOTH, most_lost=SAVED),
@@ -225,9 +228,9 @@ FAULTS = (
     Fault("kill -9 between writing a checkpoint and its commit", _on_one_host(Scene.pull_trigger), r"rank 0 .*SIGKILL",
           (1,), model="die before commit:0"),
     Fault("a full disk", _disk_full, r"checkpoint step-\d+ was not written: .*No space left", (1,), limit_s=60.0,
-          most_lost=SOME_STEPS, **SMALL_DISK),
+          most_lost=SOME_STEPS, disk=_small_disk),
     Fault("a disk that becomes read-only", _disk_read_only, r"checkpoint step-\d+ was not written: .*Read-only", (1,),
-          limit_s=60.0, most_lost=SOME_STEPS, **SMALL_DISK),
+          limit_s=60.0, most_lost=SOME_STEPS, disk=_small_disk),
     Fault("the data cut while they are read", _data_cut, r"rank \d .*SIGBUS", (1,)),
     Fault("the data removed while they are read", _data_removed, "", (0,), limit_s=60.0, most_lost=SAVED),
     Fault("the newest checkpoint cut in half", _cut_shard, "", (), resume_says="rank-3.bin has .* set aside"),

@@ -3,8 +3,8 @@
 A thread of each rank says every few seconds, through the ranks' store, that it is alive, which step it has finished and
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
 none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
-far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks;
-the launcher ends the rest. A second thread ends a rank that the store itself does not answer any more: its host is
+far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks,
+and all end. A second thread ends a rank that the store itself does not answer any more: its host is
 gone, or the network in between, and the rank would wait for what nobody sends.
 """
 
@@ -33,6 +33,7 @@ BEATS_A_TIMEOUT = 20  # so that one late beat is far from a missed one
 LONGEST_BEAT_S = 5.0
 STEP_TIMEOUTS, FIRST_STEP_TIMEOUTS = 2, 4
 STEP_TIMES = 10
+SPEAKING_S = 2.0  # in which the launcher ends a rank that is not the first to say why, where both are on one host
 _HERE = str(Path(__file__).resolve().parents[1])
 
 
@@ -92,6 +93,11 @@ class Record:
             lines = "; ".join(f"rank {rank} is at {beat.line}" for rank, beat in enumerate(self._beats) if beat)
             return Finding((), f"step {self._step + 1} is not finished after {patience_s:g} s: {lines}")
         return None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._beats)
 
     def beat_of(self, rank: int) -> Beat | None:
         """What ``rank`` last said."""
@@ -171,16 +177,18 @@ def _say(store: dist.Store, count: int, step: int, main: int) -> None:
 
 
 def _end(finding: Finding, rank: int, record: Record) -> None:
-    speaker = min(r for r in range(dist.get_world_size()) if r not in finding.ranks)
-    if rank == speaker:
+    """Ends this rank, and those at fault on its host, which hear nothing else; one rank says why."""
+    if rank == min(r for r in range(record.size) if r not in finding.ranks):
         sys.stderr.write(f"error: {finding.text}\nhint: all ranks are stopped; --timeout says how long to wait\n")
         sys.stderr.flush()
-        for silent in finding.ranks:
-            beat = record.beat_of(silent)
-            if beat is not None and beat.host == socket.gethostname():
-                with contextlib.suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)  # it does not hear anything else
-        os._exit(1)
+    else:
+        time.sleep(SPEAKING_S)
+    for silent in finding.ranks:
+        beat = record.beat_of(silent)
+        if beat is not None and beat.host == socket.gethostname():
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def _who(beat: Beat | None) -> str:

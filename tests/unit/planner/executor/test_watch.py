@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import threading
 import time
 
 import pytest
 
-from planner.executor.watch import Beat, Record, _watch_store
+from planner.executor.watch import Beat, Finding, Record, _end, _watch_store
 
 TIMEOUT_S = 10.0
 
@@ -85,3 +88,20 @@ def test_a_rank_ends_when_the_store_of_the_first_host_is_gone(capfd: pytest.Capt
     said = capfd.readouterr().err
     assert "error: rank 3 on " in said
     assert "has no answer from host0 since 0.2 s" in said
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (2, False)])
+def test_ranks_of_every_host_end_and_a_stopped_one_with_them(
+    rank: int, speaks: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped = subprocess.Popen(["sleep", "60"])
+    stopped.send_signal(signal.SIGSTOP)
+    record = Record(3, TIMEOUT_S, 0.0)
+    record.note(1, Beat(1, 1, socket.gethostname(), stopped.pid, "model.py:3"), 0.0)
+    child = os.fork()
+    if child == 0:
+        _end(Finding((1,), "rank 1 does not answer"), rank, record)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert stopped.wait(timeout=30) == -signal.SIGKILL
+    assert ("error: rank 1 does not answer" in capfd.readouterr().err) == speaks
