@@ -216,7 +216,7 @@ FAULTS = (
           limit_s=240.0),
     Fault("kill -9 of a rank under planner run --max-restarts", _restarted_by_planner,
           r"rank 1 was killed by SIGKILL.*restart 1 of 2.*going on after step", (0,), most_lost=SAVED, limit_s=240.0),
-    Fault("SIGINT to the launcher", _on_one_host(_to_launchers(signal.SIGINT, 0)), "interrupted", (130,)),
+    Fault("SIGINT to the launcher", _on_one_host(_to_launchers(signal.SIGINT, 0)), "", (130,)),
     Fault("kill -9 of planner's launcher", _on_one_host(_to_launchers(signal.SIGKILL, 0)), "", (-9,)),
     Fault("SIGTERM to planner's launcher", _on_one_host(_to_launchers(signal.SIGTERM, 0)),
           "stopped by SIGTERM, after a checkpoint", (143,), most_lost=SAVED),

@@ -115,9 +115,7 @@ def test_a_save_that_fails_is_told_and_tried_again(
         checkpointer.close()
 
 
-def test_a_save_that_found_no_room_leaves_it_to_the_next(
-    started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_that_found_no_room_leaves_it_to_the_next(started: Started, tmp_path: Path) -> None:
     checkpointer, limits = Checkpointer(tmp_path, keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
     save(checkpointer, started, 1)
     checkpointer.close()
