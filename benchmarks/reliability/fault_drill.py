@@ -34,7 +34,7 @@ from benchmarks.reliability.faults import FAULTS, Fault
 from benchmarks.virtual_cluster import VirtualCluster, virtual_cluster, why_unavailable
 
 LINK_BITS_PER_S = 1e9
-BASE_STEPS = 150
+BASE_STEPS = 80
 TOLERANCE = 1e-5
 FIRST_PORT = 29500  # each fault has one of its own, as the one before may still be in use
 DATA_BYTES = 200_000
