@@ -38,9 +38,11 @@ def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Gener
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
     store = _met(rank, size, timeout, work)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
-    )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise PlannerError(f"rank {rank} cannot connect to the others: {error}", hint=_WAY_TO_MEET) from error
     try:
         yield device
         dist.barrier()

@@ -16,7 +16,7 @@ import pytest
 from planner.errors import InputError, PlannerError
 from planner.executor import launch as launching
 from planner.executor.launch import RankError, StoppedError, die_with_launcher, launch
-from planner.executor.ranks import _met
+from planner.executor.ranks import _met, process_group
 from planner.plan.plan_file import read_plan
 
 PLAN = read_plan(Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json")
@@ -107,6 +107,15 @@ def test_ranks_that_do_not_come_are_named() -> None:
         _met(0, 3, timedelta(seconds=1), "")
     with pytest.raises(PlannerError, match=r"rank 1 finds no rank 0 at 127\.0\.0\.1:\d+"):
         _met(1, 3, timedelta(seconds=1), "")
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_network_that_does_not_connect_is_no_defect_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "no-such-interface"}.items():
+        monkeypatch.setenv(name, value)
+    said = "rank 0 cannot connect to the others: .*no-such-interface"
+    with pytest.raises(PlannerError, match=said), process_group(10.0):
+        pass
 
 
 @pytest.mark.usefixtures("meeting")
