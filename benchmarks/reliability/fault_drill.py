@@ -180,7 +180,8 @@ def main() -> int:
     if reason is not None:
         print(f"nothing was played: {reason}")
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts are removed then, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # hosts are removed then, too; and what is started hears SIGINT
+        signal.signal(number, signal.default_int_handler)
     output, num_bad = options.output.absolute(), 0
     with working_folder() as folder, virtual_cluster(2, LINK_BITS_PER_S) as cluster:
         prepare()
