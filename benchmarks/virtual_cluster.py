@@ -70,6 +70,15 @@ class VirtualCluster:
         if direction != "send":
             _shape(place.switch, place.port, bits_per_s)
 
+    def set_link_up(self, host: int, is_up: bool) -> None:
+        """Plugs one host's cable in, or out: what is sent meanwhile is lost, and nobody is told."""
+        place = self.hosts[host]
+        _run("ip", "-n", place.switch, "link", "set", place.port, "up" if is_up else "down")
+
+    def pids(self, host: int) -> list[int]:
+        """What runs on one host."""
+        return _pids(self.hosts[host : host + 1])
+
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Starts one command on a host. It ends, at the latest, with the cluster."""
         return subprocess.Popen(

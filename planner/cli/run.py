@@ -98,8 +98,19 @@ def run(  # over 6 arguments: one for each option of the command line
     resume: Annotated[
         bool, typer.Option("--resume", help="Fail where there is no checkpoint.", rich_help_panel=_CHECKPOINTS)
     ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Start again from the last checkpoint so often, when a rank fails. torchrun has its own.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = 0,
     log: Annotated[
-        Path | None, typer.Option(help="Append a line of JSON a step, with the prediction.", rich_help_panel=_TALK)
+        Path | None,
+        typer.Option(  # torchrun takes --log for an abbreviation of its own options, even behind the script's name
+            "--log", "--log-file", help="Append a line of JSON a step, with the prediction.", rich_help_panel=_TALK
+        ),
     ] = None,
     profile_step: Annotated[
         int | None, typer.Option(min=1, help="Profile this step with torch.profiler.", rich_help_panel=_TALK)
@@ -107,13 +118,14 @@ def run(  # over 6 arguments: one for each option of the command line
     profile_dir: Annotated[Path, typer.Option(help="Where its traces go, one a rank.", rich_help_panel=_TALK)] = Path(
         "profile"
     ),
-) -> None:
+) -> int:
     """Trains a plan's model: starts a process a rank on this machine, or joins the torchrun that started this."""
     plan = read_plan(plan_file, trust=trust)
     _check_together(
         {
             "--resume": resume and "--checkpoint-dir",
             "--checkpoint-every": checkpoint_every and "--checkpoint-dir",
+            "--max-restarts": max_restarts and "--checkpoint-dir",
             "--eval-every": eval_every and "--eval-data",
             "--eval-data": eval_data and "--eval-every",
         },
@@ -146,11 +158,19 @@ def run(  # over 6 arguments: one for each option of the command line
         log=log,
         profile=None if profile_step is None else (profile_step, profile_dir),
     )
-    _train(plan, options)
+    return _train(plan, options, max_restarts)
 
 
-def _train(plan: Plan, options: RunOptions) -> None:
-    from planner.executor.launch import SAVING_S, check_machine, die_with_launcher, is_rank, launch, only_the_cause
+def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
+    from planner.executor.launch import (
+        SAVING_S,
+        STOPPED,
+        check_machine,
+        die_with_launcher,
+        is_rank,
+        launch,
+        only_the_cause,
+    )
     from planner.executor.mesh import check_executable
     from planner.executor.run_log import check_log
     from planner.executor.train import train
@@ -160,11 +180,12 @@ def _train(plan: Plan, options: RunOptions) -> None:
     check_log(options.log)
     if not is_rank():
         check_machine(plan)
-        launch(plan, sys.argv[1:], grace_s=0.0 if options.checkpoints.folder is None else SAVING_S)
-        return
+        grace_s = 0.0 if options.checkpoints.folder is None else SAVING_S
+        launch(plan, sys.argv[1:], grace_s=grace_s, max_restarts=max_restarts)
+        return 0
     die_with_launcher()
     with only_the_cause():
-        train(plan, options, _show)
+        return 0 if train(plan, options, _show) else STOPPED
 
 
 def _show(report: StepReport) -> None:

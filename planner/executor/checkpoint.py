@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -62,11 +63,19 @@ class Checkpointer:
         self._group = group
         self._under_way: tuple[int, Future[object]] | None = None
         self._saved = 0  # the newest whole checkpoint's step
+        problem: str | None = None
         if self._first_rank:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob(f".{_PREFIX}*.partial"):  # of a save that was interrupted
-                shutil.rmtree(path)
-        dist.barrier(self._group)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for path in folder.glob(f".{_PREFIX}*.partial"):  # of a save that was interrupted
+                    shutil.rmtree(path)
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                problem = error.strerror or str(error)
+        problem = _of_all(problem, self._group)[0]
+        if problem is not None:
+            raise InputError(f"no checkpoint can be written to {folder}: {problem}",
+                             hint="name another --checkpoint-dir")  # fmt: skip
 
     @property
     def _first_rank(self) -> bool:
@@ -156,6 +165,8 @@ class Checkpointer:
             future.result()
             self._saved = step
         except dcp.CheckpointException as error:
+            if self._first_rank:  # it would hold the room that the next one needs
+                shutil.rmtree(self._folder / f".{_PREFIX}{step}.partial", ignore_errors=True)
             if on is None or dist.get_rank() == on:
                 tell(f"checkpoint {_PREFIX}{step} was not written: {_reason(error)}")
 

@@ -34,14 +34,22 @@ SAVING_S = 600.0  # for the step under way and a checkpoint, before ranks that w
 LAUNCHER_PID = "PLANNER_LAUNCHER_PID"  # set for ranks that are to die with their launcher
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 RANK_COMMAND = "from planner.cli.main import main; main()"
+STOPPED = 128 + signal.SIGTERM  # exit code of a rank that was told to stop, and saved
+_KILLERS = {
+    "SIGKILL": "by somebody, or by the kernel where memory ran out: `dmesg` says so",
+    "SIGBUS": "a file that it had mapped, such as --data, became shorter, or its disk failed",
+}
 
 
 class RankError(PlannerError):
-    """A rank ended with an error, which it has already told; its exit code becomes ours."""
+    """A rank ended with an error, which it has already told, or was killed; its exit code becomes ours."""
 
     def __init__(self, rank: int, exit_code: int) -> None:
-        super().__init__(f"rank {rank} ended with exit code {exit_code}; all ranks were stopped",
-                         hint="the error of that rank is above")  # fmt: skip
+        how, hint = f"ended with exit code {exit_code}", "the error of that rank is above"
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            how, hint = f"was killed by {name}", _KILLERS.get(name, "what it said last is above")
+        super().__init__(f"rank {rank} {how}; all ranks were stopped", hint=hint)
         self.exit_code = exit_code if exit_code > 0 else 1
 
 
@@ -72,42 +80,53 @@ def check_machine(plan: Plan) -> None:
 class StoppedError(PlannerError):
     """The launcher was told to stop, and so were its ranks."""
 
-    exit_code = 128 + signal.SIGTERM
+    exit_code = STOPPED
 
 
-def launch(plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0, kept_open: Sequence[int] = ()) -> None:
+def launch(
+    plan: Plan, arguments: Sequence[str], *, grace_s: float = 0.0, kept_open: Sequence[int] = (), max_restarts: int = 0
+) -> None:
     """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed.
 
-    Ranks have the files ``kept_open``.
-
-    On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError follows.
+    Ranks have the files ``kept_open``. All are started again up to ``max_restarts`` times when one fails, unless what
+    it was given is wrong. On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError
+    follows.
     """
     planned_source(plan.model)  # or it is refused before a rank starts
-    size = plan.mesh.shape().world_size
-    store, port = _loopback_store()
-    ranks: list[subprocess.Popen[bytes]] = []
     told = threading.Event()
     with _handling(signal.SIGTERM, told.set):
-        try:
-            for rank in range(size):
-                command = [sys.executable, "-c", RANK_COMMAND, *arguments]
-                environment = _environment(rank, size, port)
-                ranks.append(
-                    subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=tuple(kept_open))
-                )
-            _wait(ranks, told, grace_s)
-        finally:
-            _kill(ranks)
+        for restart in range(1, max_restarts + 2):
+            try:
+                _run_ranks(plan.mesh.shape().world_size, arguments, kept_open, told, grace_s)
+                return
+            except RankError as error:
+                if restart > max_restarts or told.is_set() or error.exit_code == InputError.exit_code:
+                    raise
+                said = f"warning: {error.message}; restart {restart} of {max_restarts} from the last checkpoint"
+                print(said, file=sys.stderr, flush=True)
+
+
+def _run_ranks(
+    size: int, arguments: Sequence[str], kept_open: Sequence[int], told: threading.Event, grace_s: float
+) -> None:
+    store, port = _loopback_store()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(size):
+            command = [sys.executable, "-c", RANK_COMMAND, *arguments]
+            environment = _environment(rank, size, port)
+            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=tuple(kept_open)))
+        _wait(ranks, told, grace_s)
+    finally:
+        _kill(ranks)
     del store  # held for as long as ranks use it
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: threading.Event, grace_s: float) -> None:
-    """Returns once all ranks have ended well."""
+    """Returns once all ranks have ended well. StoppedError where they were told to stop, or one of them was."""
     deadline_s: float | None = None
     while any(rank.poll() is None for rank in ranks):
-        failed = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()]
-        if failed:
-            raise RankError(*failed[0])
+        _check(ranks)
         if told.is_set() and deadline_s is None:
             deadline_s = time.monotonic() + grace_s
             for rank in ranks:
@@ -115,12 +134,17 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: threading.Event, grace
         if deadline_s is not None and time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
-    failed = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()]
-    if told.is_set():
-        saved = grace_s > 0 and not failed and all(rank.poll() == 0 for rank in ranks)
-        raise StoppedError("stopped by SIGTERM" + (", after a checkpoint" if saved else ""))
-    if failed:
-        raise RankError(*failed[0])
+    codes = {rank.poll() for rank in ranks}
+    if told.is_set() or STOPPED in codes:
+        raise StoppedError("stopped by SIGTERM" + (", after a checkpoint" if codes <= {0, STOPPED} else ""))
+    _check(ranks)
+
+
+def _check(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """RankError where one failed."""
+    for number, rank in enumerate(ranks):
+        if rank.poll() not in (None, 0, STOPPED):
+            raise RankError(number, rank.returncode)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -183,9 +207,9 @@ def _handling(number: signal.Signals, act: Callable[[], object]) -> Generator[No
 
 
 def die_with_launcher() -> None:
-    """Asks Linux to end this rank when its launcher ends, however that comes about."""
-    launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is None or not sys.platform.startswith("linux"):
+    """Asks Linux to end this rank when its launcher, ours or torchrun's, ends, however that comes about."""
+    launcher = os.environ.get(LAUNCHER_PID) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
+    if not launcher or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):  # it was gone before this was asked

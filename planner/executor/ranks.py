@@ -18,25 +18,65 @@ import torch
 import torch.distributed as dist
 
 from costmodels.vocabulary.shown import shown
-from planner.errors import PlannerError
+from planner.errors import InputError, PlannerError
 
+_WAY_TO_MEET = "are all hosts up, and does a firewall let them through? --timeout says how long to wait"
 DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> Generator[torch.device]:
-    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device."""
+def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Generator[torch.device]:
+    """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device.
+
+    ``work``: what this rank was told to do. PlannerError where a rank does not come, InputError where one was told
+    otherwise; both name it.
+    """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    store = _met(rank, size, timeout, work)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise PlannerError(f"rank {rank} cannot connect to the others: {error}", hint=_WAY_TO_MEET) from error
     try:
         yield device
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _met(rank: int, size: int, timeout: datetime.timedelta, work: str) -> dist.Store:
+    """The store of torch's environment variables, once all ranks are there and are told to do the same."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, as torch has it
+    try:
+        served = dist.TCPStore(address, port, None, rank == 0 and not is_held, timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        raise PlannerError(f"rank {rank} finds no rank 0 at {address}:{port}: {error}", hint=_WAY_TO_MEET) from error
+    store = dist.PrefixStore(f"planner/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", served)
+    keys = [f"work/{other}" for other in range(size)]
+    store.set(keys[rank], work)
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = [other for other in range(size) if not store.check([keys[other]])]
+        text = f"{_ranks(missing)} of {size} did not come within {timeout.total_seconds():g} s"
+        raise PlannerError(text, hint=_WAY_TO_MEET) from error
+    first = store.get(keys[0])
+    others = [other for other in range(size) if store.get(keys[other]) != first]
+    if others:
+        text = f"{_ranks(others)} {'was' if len(others) == 1 else 'were'} started with another plan or other options"
+        raise InputError(f"{text} than rank 0", hint="give every host the same plan file and command line")
+    return store
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @contextlib.contextmanager

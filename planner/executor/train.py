@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Callable, Generator
@@ -91,10 +92,13 @@ class Run:
     checkpointer: Checkpointer | None
 
 
-def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> None:
-    """Runs ``plan`` until ``options.steps`` steps are done; ``report`` is called after each on every rank."""
+def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> bool:
+    """Runs ``plan``; ``report`` is called after each step on every rank.
+
+    Whether ``options.steps`` steps are done: False where SIGTERM came before, and what was done is saved.
+    """
     options.optimization.check(options.steps)
-    with quiet_torch(), process_group(options.timeout_s) as device:
+    with quiet_torch(), process_group(options.timeout_s, _work(plan, options)) as device:
         check_world_size(plan)
         folder = options.checkpoints.folder
         checkpointer = None if folder is None else Checkpointer(folder, options.checkpoints.keep)
@@ -110,7 +114,14 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
             first = found.manifest.progress.step
             run = replace(run, data=replace(run.data, origin=_origin(found.manifest.progress, plan)))
             say(f"going on after step {first} of {folder}")
-        _loop(run, first, device, report)
+        return _loop(run, first, device, report)
+
+
+def _work(plan: Plan, options: RunOptions) -> str:
+    """What all ranks must have been told alike: paths may differ from host to host."""
+    numbers = (options.steps, options.seed, options.optimization, options.data.eval_every, options.data.eval_batches,
+               options.checkpoints.every, options.checkpoints.folder is None, options.log is None)  # fmt: skip
+    return hashlib.sha256(f"{plan.model_dump_json()} {numbers}".encode()).hexdigest()
 
 
 def prepare(
@@ -132,7 +143,7 @@ def prepare(
     return Run(model, optimizer, mesh, data, options, eval_data, checkpointer)
 
 
-def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepReport], None]) -> None:
+def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepReport], None]) -> bool:
     options, plan = run.options, run.model.plan
     log = None if options.log is None else RunLog(options.log, plan, device)
     saves = run.checkpointer is not None
@@ -163,6 +174,9 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
         if run.checkpointer is not None and step > first:
             _save(run, step)
             run.checkpointer.close()
+            if step < options.steps:
+                say(f"told to stop: step {step} is saved")
+        return step >= options.steps
 
 
 def timed_step(run: Run, step: int) -> StepReport:

@@ -3,8 +3,9 @@
 A thread of each rank says every few seconds, through the ranks' store, that it is alive, which step it has finished and
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
 none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
-far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks;
-the launcher ends the rest.
+far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks,
+and all end. A second thread ends a rank that the store itself does not answer any more: its host is
+gone, or the network in between, and the rank would wait for what nobody sends.
 """
 
 # pyright: reportPrivateUsage=false
@@ -32,6 +33,7 @@ BEATS_A_TIMEOUT = 20  # so that one late beat is far from a missed one
 LONGEST_BEAT_S = 5.0
 STEP_TIMEOUTS, FIRST_STEP_TIMEOUTS = 2, 4
 STEP_TIMES = 10
+SPEAKING_S = 2.0  # in which the launcher ends a rank that is not the first to say why, where both are on one host
 _HERE = str(Path(__file__).resolve().parents[1])
 
 
@@ -92,6 +94,11 @@ class Record:
             return Finding((), f"step {self._step + 1} is not finished after {patience_s:g} s: {lines}")
         return None
 
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._beats)
+
     def beat_of(self, rank: int) -> Beat | None:
         """What ``rank`` last said."""
         return self._beats[rank]
@@ -105,8 +112,10 @@ def watched(timeout_s: float) -> Generator[Callable[[int], None]]:
     store = distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     main = threading.get_ident()
     _say(store, 0, 0, main)  # before the first step: whoever finishes it knows of all
-    thread = threading.Thread(target=_watch, args=(store, timeout_s, steps, done, main), daemon=True)
+    answered_s = [time.monotonic()]
+    thread = threading.Thread(target=_watch, args=(store, timeout_s, steps, done, main, answered_s), daemon=True)
     thread.start()
+    threading.Thread(target=_watch_store, args=(timeout_s, done, answered_s), daemon=True).start()
 
     def finished(count: int) -> None:
         steps[0] = count
@@ -118,12 +127,34 @@ def watched(timeout_s: float) -> Generator[Callable[[int], None]]:
         thread.join(timeout=LONGEST_BEAT_S)
 
 
-def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threading.Event, main: int) -> None:
+def _watch_store(timeout_s: float, done: threading.Event, answered_s: list[float]) -> None:
+    """Ends this rank once the store has said nothing for ``timeout_s``, in which the other thread may hang."""
+    last_s = time.monotonic()
+    while not done.wait(_beat_s(timeout_s)):
+        now_s = time.monotonic()
+        if now_s - last_s > timeout_s:  # it was this rank that slept
+            answered_s[0] = now_s
+        last_s = now_s
+        if now_s - answered_s[0] > timeout_s:
+            rank, host = os.environ.get("RANK", "?"), os.environ.get("MASTER_ADDR", "the first host")
+            text = f"rank {rank} on {socket.gethostname()} has no answer from {host} since {timeout_s:g} s"
+            sys.stderr.write(f"error: {text}: it ended, or the network to it did\nhint: look at that host's messages\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _beat_s(timeout_s: float) -> float:
+    return min(LONGEST_BEAT_S, timeout_s / BEATS_A_TIMEOUT)
+
+
+def _watch(
+    store: dist.Store, timeout_s: float, steps: list[int], done: threading.Event, main: int, answered_s: list[float]
+) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     record = Record(size, timeout_s, time.monotonic())
     count, last_s = 0, time.monotonic()
-    with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone: the launcher is ending the run
-        while not done.wait(min(LONGEST_BEAT_S, timeout_s / BEATS_A_TIMEOUT)):
+    with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone does not answer
+        while not done.wait(_beat_s(timeout_s)):
             count += 1
             _say(store, count, steps[0], main)
             now_s = time.monotonic()
@@ -133,6 +164,7 @@ def _watch(store: dist.Store, timeout_s: float, steps: list[int], done: threadin
             for other in range(size):
                 if store.check([_key(other)]):
                     record.note(other, Beat(**json.loads(store.get(_key(other)))), now_s)
+            answered_s[0] = time.monotonic()
             finding = record.finding(now_s)
             if finding is not None and not done.is_set():
                 _end(finding, rank, record)
@@ -145,16 +177,18 @@ def _say(store: dist.Store, count: int, step: int, main: int) -> None:
 
 
 def _end(finding: Finding, rank: int, record: Record) -> None:
-    speaker = min(r for r in range(dist.get_world_size()) if r not in finding.ranks)
-    if rank == speaker:
+    """Ends this rank, and those at fault on its host, which hear nothing else; one rank says why."""
+    if rank == min(r for r in range(record.size) if r not in finding.ranks):
         sys.stderr.write(f"error: {finding.text}\nhint: all ranks are stopped; --timeout says how long to wait\n")
         sys.stderr.flush()
-        for silent in finding.ranks:
-            beat = record.beat_of(silent)
-            if beat is not None and beat.host == socket.gethostname():
-                with contextlib.suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)  # it does not hear anything else
-        os._exit(1)
+    else:
+        time.sleep(SPEAKING_S)
+    for silent in finding.ranks:
+        beat = record.beat_of(silent)
+        if beat is not None and beat.host == socket.gethostname():
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def _who(beat: Beat | None) -> str:

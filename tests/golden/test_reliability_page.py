@@ -71,8 +71,23 @@ def _repeated() -> Iterator[tuple[str, str, str, str, str]]:
                 f'determinism --search "{search}"',
                 found["commit"],
             )
+    yield from _faults()
     for found in results("growth").values():
         yield "growth", f"{found['num']:,} searches", f"{found['growth']:+.1%} of memory", "growth", found["commit"]
+
+
+def _faults() -> Iterator[tuple[str, str, str, str, str]]:
+    for name, found in results("faults").items():
+        command = f'fault_drill --only "{name}"'
+        if found["problems"]:
+            yield f"faults, {name}", "1", f"0: {'; '.join(found['problems'])}", command, found["commit"]
+            continue
+        codes = ", ".join(str(code) for code in found["exit_codes"])
+        outcome = f"1: exit codes {codes}" if codes else "1"
+        if found["newest_checkpoint"]:
+            outcome += f"; of {found['steps_done']} steps {found['newest_checkpoint']} are kept" if codes else ""
+            outcome += "; goes on with the same losses"
+        yield f"faults, {name}", f"1, over after {found['ended_s']} s", outcome, command, found["commit"]
 
 
 def table() -> str:

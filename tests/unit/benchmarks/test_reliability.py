@@ -1,5 +1,6 @@
 """A quick sample of each drill of docs/reliability.md, and that the drills notice what they look for."""
 
+import hashlib
 import json
 import random
 from collections.abc import Generator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability import ctrl_c, fuzz, growth, injection, kill_files
+from benchmarks.reliability import ctrl_c, fault_drill, fault_scene, faults, fuzz, growth, injection, kill_files
 from benchmarks.reliability.determinism import SEARCHES, plan_digest
 from benchmarks.reliability.drill import working_folder
 from benchmarks.reliability.fuzz_arguments import arguments_target
@@ -146,3 +147,61 @@ def test_memory_does_not_grow_with_searches() -> None:
 def test_two_runs_write_the_same_plan() -> None:
     words = [*SEARCHES["two small blocks"].split(), "--pp", "2", "--no-idle"]
     assert plan_digest(words, 1) == plan_digest(words, 2)
+
+
+def checkpoint_of_bytes(folder: Path, content: bytes) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "rank-0.bin").write_bytes(content)
+    said = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"rank-0.bin": said}}))
+    return folder
+
+
+def test_the_fault_drill_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    assert fault_scene.newest_whole(tmp_path) == 0
+    for step in (5, 10, 15):
+        checkpoint_of_bytes(tmp_path / f"step-{step}", b"abc")
+    (tmp_path / "step-15" / "rank-0.bin").write_bytes(b"abd")
+    (tmp_path / ".step-20.partial").mkdir()
+    assert fault_scene.newest_whole(tmp_path) == 10
+    (tmp_path / "step-10" / "manifest.json").unlink()
+    assert fault_scene.newest_whole(tmp_path) == 5
+
+
+FAULT = faults.Fault("any", lambda _scene: None, "rank 1 .*gone", (1, 1), most_lost=2)
+BASE = {step: 1.0 / step for step in range(1, 20)}
+RESUMED = fault_scene.Resumed(0, "going on after step 10", {step: BASE[step] for step in range(11, 16)})
+SOUND = fault_drill.Outcome(3.0, [1, 1], 12, 10, RESUMED, [])
+TALK = "error: rank 1 on host0 is gone"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "talk", "problem"),
+    [
+        (SOUND, TALK, None),
+        (replace(SOUND, ended_s=None), TALK, "something ran for more than"),
+        (replace(SOUND, codes=[1, 0]), TALK, "exit codes [1, 0] instead of [1, 1]"),
+        (SOUND, "error: rank 2 is gone", "nobody said"),
+        (SOUND, f"{TALK}\ninternal error: x", "a traceback, or an internal error"),
+        (replace(SOUND, left=[".step-15.partial"]), TALK, "left: .step-15.partial"),
+        (replace(SOUND, newest=5), TALK, "7 steps were lost, more than 2"),
+        (replace(SOUND, resumed=replace(RESUMED, code=2)), TALK, "resumed from step 10 with exit code 2"),
+        (replace(SOUND, resumed=replace(RESUMED, talk="")), TALK, "the resumption did not say"),
+        (
+            replace(SOUND, resumed=replace(RESUMED, losses=RESUMED.losses | {15: 1.00002 / 15})),
+            TALK,
+            "losses behind the resumption are not those of the undisturbed run",
+        ),
+    ],
+)
+def test_the_fault_drill_notices(outcome: fault_drill.Outcome, talk: str, problem: str | None) -> None:
+    found = fault_drill.problems(FAULT, outcome, talk, {step: BASE[step] for step in range(1, 13)}, BASE)
+    assert any(problem in each for each in found) if problem else found == []
+
+
+def test_the_fault_drill_has_twenty_faults_and_notices_other_losses_before_one() -> None:
+    assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS) >= 20
+    found = fault_drill.problems(FAULT, SOUND, TALK, {1: 1.001}, BASE)
+    assert found == ["losses before the fault are not those of the undisturbed run"]
+    with pytest.raises(fault_scene.DrillError):
+        fault_drill.difference({20: 1.0}, BASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_a_save_that_fails_is_told_and_tried_again(
     save(checkpointer, started, 4)
     with pytest.raises(PlannerError, match="step-4 was not written"):
         checkpointer.close()
+
+
+def test_a_save_that_found_no_room_leaves_it_to_the_next(started: Started, tmp_path: Path) -> None:
+    checkpointer, limits = Checkpointer(tmp_path, keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    save(checkpointer, started, 1)
+    checkpointer.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk: a file begins, and cannot end
+    try:
+        save(checkpointer, started, 2)
+        with pytest.raises(PlannerError, match="step-2 was not written"):
+            checkpointer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="no checkpoint can be written to .*file: (File exists|Not a directory)"):
+        Checkpointer(tmp_path / "file", keep=2)
 
 
 def test_nothing_whole_is_an_error_not_a_new_beginning(started: Started, tmp_path: Path) -> None:

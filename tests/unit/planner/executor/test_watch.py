@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from planner.executor.watch import Beat, Record
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from planner.executor.watch import Beat, Finding, Record, _end, _watch_store
 
 TIMEOUT_S = 10.0
 
@@ -65,3 +74,34 @@ def test_long_steps_and_a_long_first_one_are_waited_for() -> None:
         assert record.finding(now_s) is None
     alive(record, 95.0, 2)
     assert record.finding(95.0) is not None
+
+
+def test_a_rank_ends_when_the_store_of_the_first_host_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, with a store that stops answering as one on a host that lost its power."""
+    child = os.fork()
+    if child == 0:
+        os.environ |= {"RANK": "3", "MASTER_ADDR": "host0"}
+        _watch_store(0.2, threading.Event(), [time.monotonic()])
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    said = capfd.readouterr().err
+    assert "error: rank 3 on " in said
+    assert "has no answer from host0 since 0.2 s" in said
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (2, False)])
+def test_ranks_of_every_host_end_and_a_stopped_one_with_them(
+    rank: int, speaks: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped = subprocess.Popen(["sleep", "60"])
+    stopped.send_signal(signal.SIGSTOP)
+    record = Record(3, TIMEOUT_S, 0.0)
+    record.note(1, Beat(1, 1, socket.gethostname(), stopped.pid, "model.py:3"), 0.0)
+    child = os.fork()
+    if child == 0:
+        _end(Finding((1,), "rank 1 does not answer"), rank, record)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert stopped.wait(timeout=30) == -signal.SIGKILL
+    assert ("error: rank 1 does not answer" in capfd.readouterr().err) == speaks
