@@ -9,6 +9,7 @@ import torch
 
 BATCH_S = 2e-3  # far above the clocks' resolution (perf_counter: ns, CUDA events: 0.5 us)
 MAX_CALLS_PER_BATCH = 1000
+CACHE_BYTES = 2**26  # more than a core's share of the caches of today's CPUs
 
 
 def synchronize(device: torch.device) -> None:
@@ -26,6 +27,18 @@ def seconds_per_call(
     num_calls = max(1, min(MAX_CALLS_PER_BATCH, int(BATCH_S / max(first_s, 1e-7))))
     affordable = int(budget_s / max(first_s * num_calls, 1e-7))
     return tuple(_batch_s(call, device, num_calls) for _ in range(max(2, min(num_samples, affordable))))
+
+
+def seconds_per_cold_call(call: Callable[[], object], *, budget_s: float, num_samples: int = 7) -> tuple[float, ...]:
+    """The same on a CPU whose caches hold nothing of the call's operands, as in a training step."""
+    other = torch.zeros(CACHE_BYTES // 4)
+    cpu, end_s = torch.device("cpu"), time.perf_counter() + budget_s
+    call()  # the first one allocates
+    samples: list[float] = []
+    while len(samples) < 2 or (len(samples) < num_samples and time.perf_counter() < end_s):
+        other.add_(1.0)
+        samples.append(_batch_s(call, cpu, 1))
+    return tuple(samples)
 
 
 def _batch_s(call: Callable[[], object], device: torch.device, num_calls: int) -> float:

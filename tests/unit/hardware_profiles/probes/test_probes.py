@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hardware_profiles.probes import timing
 from hardware_profiles.probes.communication import Placement, pair_rounds, placements_of
 from hardware_profiles.probes.compute import time_attention, time_gemms
 from hardware_profiles.probes.detect import detect
 from hardware_profiles.probes.hosts import host_facts, shaper_rate_bytes_per_s
 from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
-from hardware_profiles.probes.timing import seconds_per_call
+from hardware_profiles.probes.timing import seconds_per_call, seconds_per_cold_call
 
 CPU = torch.device("cpu")
 
@@ -25,6 +26,21 @@ def test_the_clock_sees_what_a_call_takes():
 
 def test_a_budget_that_is_spent_still_leaves_two_samples():
     assert len(seconds_per_call(lambda: time.sleep(0.01), CPU, budget_s=0.0)) == 2
+
+
+def test_between_cold_calls_caches_are_filled_untimed(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    class Other:
+        def add_(self, _value: float) -> None:
+            order.append("other")
+            time.sleep(0.02)
+
+    monkeypatch.setattr(timing.torch, "zeros", lambda _size: Other())
+    samples = seconds_per_cold_call(lambda: order.append("call"), budget_s=10.0, num_samples=3)
+    assert order == ["call", *["other", "call"] * 3]
+    assert len(samples) == 3
+    assert all(sample < 0.02 for sample in samples)  # the sleep would be seen
 
 
 def test_operators_are_counted_and_timed():
