@@ -1,8 +1,8 @@
 """Fits the few physical parameters of each framework recipe to published runs: ``python -m benchmarks.calibrate``.
 
 The fit is the product's (``planner.calibration.recipe_fit``); here stand the runs, which of them belong to a recipe,
-and the report. A fit starts from what runs of the other recipes tell on average, and stays there where none of its own
-says otherwise. Beside the error in sample it prints the error with one source left out. ``--write`` puts the values
+and the report. Beside the error in sample it prints the error with one source left out: the fit then starts from what
+the other recipes have on average, and stays there where no other source used the recipe. ``--write`` puts the values
 into the recipes' files with their provenance.
 """
 
@@ -41,6 +41,7 @@ from planner.calibration.recipe_fit import (
     error_band,
     facts_of,
     fit_recipe,
+    neutral_values,
     what_others_say,
     with_values,
 )
@@ -56,6 +57,7 @@ FAMILIES = (
     ("megatron-core", "megatron-core-overlap"),
 )
 TOOL = "python -m benchmarks.calibrate --write"
+HOST_TIME = "host_s_per_kernel"
 HeldOut = Mapping[str, Sequence[tuple[Run, float]]]  # of each source: its runs and log(predicted / measured)
 
 
@@ -119,12 +121,16 @@ def by_family(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
 
 
 def fit_all(families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer) -> dict[tuple[str, ...], FamilyFit]:
-    """The parameters of every family, twice: from neutral values, then from what the others are found to tell."""
+    """The parameters of every family, twice: the second fit starts from the host time that the others tell.
+
+    Rates have a neutral value, 1: what hardware sustains. The time that a host takes for a kernel has none.
+    """
     alone = {names: fit(names, rows, pricer) for names, rows in families.items()}
     found: dict[tuple[str, ...], FamilyFit] = {}
     for names, rows in families.items():
         others = [other.fit for key, other in alone.items() if key != names]
-        found[names] = fit(names, rows, pricer, {name: what_others_say(name, others) for name in PARAMETERS})
+        start = {**neutral_values(), HOST_TIME: what_others_say(HOST_TIME, others)}
+        found[names] = fit(names, rows, pricer, start)
     return found
 
 

@@ -28,6 +28,12 @@ FACTORS = (5.0, 2.5, 1.5, 1.25, 1.1, 1.05, 1.02)
 TELLING = 1.3  # runs that get no worse when a parameter changes by this factor, up or down, do not tell it
 COVERAGE = 0.8  # of the error band: from the 10th to the 90th percentile of held-out residuals
 SIGNIFICANT_DIGITS = 4
+# Where a number comes from that no run of the recipe tells.
+NEUTRAL = "neutral value: no published run of this recipe tells it"
+OF_OTHERS = (
+    "geometric mean of what published runs of other recipes tell (planner/calibration/recipe_fit.py); none of this "
+    "recipe tells it"
+)
 # A collective goes through Python, autograd and the communication library: the host is taken to need as long for it as
 # for two kernels, since step times do not tell the two apart.
 KERNELS_PER_COLLECTIVE = 2.0
@@ -137,7 +143,7 @@ def what_others_say(name: str, fits: Sequence[RecipeFit]) -> float:
 def facts_of(found: RecipeFit, recipe: Recipe, fit: Fit, tool: str) -> dict[str, Quantity]:
     """The numbers of ``recipe`` that the fit gives, each with its provenance.
 
-    What no run of the recipe tells, and the fit did not move, keeps its start: what runs of other recipes tell.
+    What no run of the recipe tells, and the fit did not move, keeps its start.
     """
     today = datetime.datetime.now(tz=datetime.UTC).date()
 
@@ -151,7 +157,7 @@ def facts_of(found: RecipeFit, recipe: Recipe, fit: Fit, tool: str) -> dict[str,
         if name in found.told or value != found.start[name]:
             facts[name] = fitted(value, tool)
         else:
-            source = f"{tool}: what published runs of other recipes tell on average; none of this recipe tells it"
+            source = NEUTRAL if value == PARAMETERS[name].neutral else OF_OTHERS
             facts[name] = Quantity(value=_rounded(value), tag="specified", source=source)
     per_collective = KERNELS_PER_COLLECTIVE * found.values["host_s_per_kernel"]
     twice = f"{tool}: as long as two kernels (planner/calibration/recipe_fit.py)"

@@ -96,6 +96,7 @@ def test_a_square_matrix_in_four_column_blocks(four_layers: str) -> None:
 
 def test_a_product_split_by_data_and_by_model() -> None:
     """X 4x5 . W 5x8 on two devices: data parallel 2x8 halves, tensor parallel 4x4 halves; both make the whole 4x8."""
+    torch.manual_seed(0)
     x = torch.arange(20.0).reshape(4, 5)
     model = nn.Sequential(nn.Linear(5, 8, bias=False))
     whole = model(x)

@@ -16,6 +16,7 @@ from costmodels.recipe import list_recipes, load_recipe
 from costmodels.vocabulary.choices import Recompute
 from hardware_profiles.sanity import quantities
 from hardware_profiles.schema import Quantity
+from planner.calibration import recipe_fit
 from planner.calibration.recipe_fit import FITTED_FACTS, neutral_values, with_values
 from planner.formats.run_table import Architecture, Hardware, Layout, Run, Software
 from tests.recipes import STUDY_RECIPES
@@ -87,7 +88,9 @@ def test_no_number_that_a_fit_gives_is_tagged_otherwise(name: str) -> None:
         by_fit = "calibrate" in quantity.source
         assert (quantity.tag == "fitted") == by_fit or name == "planner", f"{fact}: {quantity}"
         if not by_fit and name not in NEVER_FITTED:
-            assert quantity.source == "neutral value: no published run of this recipe tells it", fact
+            assert quantity.source == (recipe_fit.OF_OTHERS if fact == "host_s_per_kernel" else recipe_fit.NEUTRAL), (
+                fact
+            )
             assert quantity.tag == "specified", fact
 
 

@@ -98,6 +98,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def large(toy: Run) -> Run:
+    """So wide that GPUs, not hosts, say how long a step takes."""
+    shape = replace(toy.architecture, hidden=4096, heads=32, kv_heads=32, ffn=16384, seq_len=2048)
+    return replace(toy, architecture=shape)
+
+
 @pytest.mark.parametrize(
     ("words", "stage", "shard_size"),
     [
@@ -240,9 +247,9 @@ def test_an_unknown_framework_is_priced_as_megatron_and_said_so(toy: Run, pricer
     assert summarise([row, known], []).num_unknown_framework == 1
 
 
-def test_what_is_told_of_overlaps_is_priced(toy: Run, pricer: RunPricer) -> None:
-    layout = replace(toy.layout, pp=1, tp=4, dp=2)
-    run = replace(ran(toy, "megatron-core", "2025"), layout=layout)
+def test_what_is_told_of_overlaps_is_priced(large: Run, pricer: RunPricer) -> None:
+    layout = replace(large.layout, pp=1, tp=4, dp=2)
+    run = replace(ran(large, "megatron-core", "2025"), layout=layout)
 
     def step_s(*overlap: tuple[str, bool]) -> float:
         told = replace(run, software=replace(run.software, overlap=overlap))
@@ -266,8 +273,8 @@ def test_stages_are_cut_as_the_row_tells(tmp_path: Path, pricer: RunPricer) -> N
     assert isinstance(broken, Rejected)
 
 
-def test_a_balanced_cut_gives_the_stages_of_the_vocabulary_fewer_blocks(toy: Run, pricer: RunPricer) -> None:
-    run = replace(toy, architecture=replace(toy.architecture, layers=8, vocab=131072))
+def test_a_balanced_cut_gives_the_stages_of_the_vocabulary_fewer_blocks(large: Run, pricer: RunPricer) -> None:
+    run = replace(large, architecture=replace(large.architecture, layers=8, vocab=131072))
     balanced = replace(run, software=replace(run.software, partition="balanced"))
     assert pricer.price(balanced).priced.starts[1] > pricer.price(run).priced.starts[1]
     assert pricer.price(balanced).priced.step_time_s < pricer.price(run).priced.step_time_s

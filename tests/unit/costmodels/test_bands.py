@@ -27,5 +27,5 @@ def test_on_another_gpu_the_band_is_that_of_sources_of_which_nothing_was_known()
 def test_runs_of_another_framework_calibrate_no_band() -> None:
     run = CalibrationRun(name="a run", framework="nanotron", step_time_s=1.0)
     found = Calibration(runs=(run,), date=datetime.date(2026, 11, 22), prior="a test")
-    recipe = load_recipe("deepspeed")
-    assert time_tier(recipe, "A100-SXM4-80GB", found, "deepspeed") is Tier.SEEN
+    recipe = load_recipe("torchtitan")
+    assert time_tier(recipe, "A100-SXM4-80GB", found, "torchtitan") is Tier.SEEN
