@@ -77,8 +77,8 @@ def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
         for names, rows in families.items():
             rest = [run for run in rows if run.source != source]
             if len(rest) < len(rows):
-                thinned = rest[:: -(-len(rest) // MAX_ROWS)] if rest else []
-                values = calibrate.fit(names, thinned, plain, middle).fit.values if rest else middle
+                few = calibrate.thinned(rest, MAX_ROWS)
+                values = calibrate.fit(names, few, plain, middle).fit.values if rest else middle
                 recipes |= {name: with_values(recipe_called(name), values) for name in names}
         found[source] = replace(plain, recipes=recipes)
     return found
@@ -89,8 +89,8 @@ def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer)
     facts = {name: getattr(recipe, name) for name in PARAMETERS}
     values = {name: PARAMETERS[name].neutral if fact is None else fact.value for name, fact in facts.items()}
     had = tuple(name for name, fact in facts.items() if fact is not None)
-    thinned = rows[:: -(-len(rows) // MAX_ROWS)]
-    told = told_by(had, calibrate.residuals_of(names, thinned, pricer), values)
+    few = calibrate.thinned(rows, MAX_ROWS)
+    told = told_by(had, calibrate.residuals_of(names, few, pricer), values)
     sources = tuple(sorted({run.source for run in rows}))
     return calibrate.FamilyFit(names, RecipeFit(values, had, told, values), len(rows), sources)
 

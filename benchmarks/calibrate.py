@@ -136,12 +136,17 @@ def fit_all(families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer
 
 def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: Values | None = None) -> FamilyFit:
     """The parameters of one family; only those that its rows can tell are moved."""
-    chosen = rows[:: -(-len(rows) // MAX_ROWS)]
+    chosen = thinned(rows, MAX_ROWS)
     free = [name for name in PARAMETERS if _acts_on(name, names, chosen)]
     if start is not None:  # what nobody expects of a framework starts where it does when its own runs tell it
         start = {name: value or PARAMETERS[name].neutral * (name in free) for name, value in start.items()}
     found = fit_recipe(free, residuals_of(names, chosen, pricer), start)
     return FamilyFit(names, found, len(rows), tuple(sorted({run.source for run in rows})))
+
+
+def thinned(rows: Sequence[Run], most: int) -> Sequence[Run]:
+    """At most ``most`` rows, evenly spaced; all where they are no more."""
+    return rows[:: max(1, -(-len(rows) // most))]
 
 
 def _acts_on(name: str, recipes: Sequence[str], rows: Sequence[Run]) -> bool:
