@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from costmodels.vocabulary.shown import shown
 from planner.errors import InputError, PlannerError
 
 _WAY_TO_MEET = "are all hosts up, and does a firewall let them through? --timeout says how long to wait"
+_FAREWELL = datetime.timedelta(seconds=5)  # for all to read why rank 0 leaves
 DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, far below what a cluster costs idle
 
 
@@ -59,20 +61,42 @@ def _met(rank: int, size: int, timeout: datetime.timedelta, work: str) -> dist.S
     except dist.DistError as error:
         raise PlannerError(f"rank {rank} finds no rank 0 at {address}:{port}: {error}", hint=_WAY_TO_MEET) from error
     store = dist.PrefixStore(f"planner/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", served)
-    keys = [f"work/{other}" for other in range(size)]
-    store.set(keys[rank], work)
+    store.set(f"work/{rank}", work)
     try:
-        store.wait(keys, timeout)
+        late, unlike = _told(store, size, timeout) if rank == 0 else _heard(store, rank, timeout)
     except dist.DistError as error:
-        missing = [other for other in range(size) if not store.check([keys[other]])]
-        text = f"{_ranks(missing)} of {size} did not come within {timeout.total_seconds():g} s"
+        text = f"rank {rank} lost rank 0 at {address}:{port} before all had met: {error}"
         raise PlannerError(text, hint=_WAY_TO_MEET) from error
-    first = store.get(keys[0])
-    others = [other for other in range(size) if store.get(keys[other]) != first]
-    if others:
-        text = f"{_ranks(others)} {'was' if len(others) == 1 else 'were'} started with another plan or other options"
+    if late:
+        text = f"{_ranks(late)} of {size} did not come within {timeout.total_seconds():g} s"
+        raise PlannerError(text, hint=_WAY_TO_MEET)
+    if unlike:
+        text = f"{_ranks(unlike)} {'was' if len(unlike) == 1 else 'were'} started with another plan or other options"
         raise InputError(f"{text} than rank 0", hint="give every host the same plan file and command line")
     return store
+
+
+def _told(store: dist.Store, size: int, timeout: datetime.timedelta) -> tuple[list[int], list[int]]:
+    """What rank 0 tells all: the ranks that did not come, and the ranks whose work is not its own."""
+    keys = [f"work/{rank}" for rank in range(size)]
+    with contextlib.suppress(dist.DistError):
+        store.wait(keys, timeout)
+    late = [rank for rank in range(size) if not store.check([keys[rank]])]
+    present = [rank for rank in range(size) if rank not in late]
+    unlike = [rank for rank in present if store.get(keys[rank]) != store.get(keys[0])]
+    store.set("verdict", json.dumps([late, unlike]))
+    if late or unlike:  # rank 0 may serve the store, which ends with it
+        with contextlib.suppress(dist.DistError):
+            store.wait([f"heard/{rank}" for rank in present[1:]], _FAREWELL)
+    return late, unlike
+
+
+def _heard(store: dist.Store, rank: int, timeout: datetime.timedelta) -> tuple[list[int], list[int]]:
+    """What rank 0 found, which may begin to wait later than this rank."""
+    store.wait(["verdict"], timeout + _FAREWELL)
+    late, unlike = json.loads(store.get("verdict"))
+    store.set(f"heard/{rank}", "")
+    return late, unlike
 
 
 def _ranks(ranks: list[int]) -> str:

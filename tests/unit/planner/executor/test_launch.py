@@ -9,12 +9,14 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from planner.errors import InputError, PlannerError
+from planner.errors import PlannerError
 from planner.executor import launch as launching
+from planner.executor import ranks
 from planner.executor.launch import RankError, StoppedError, die_with_launcher, launch
 from planner.executor.ranks import _met, process_group
 from planner.plan.plan_file import read_plan
@@ -118,22 +120,43 @@ def test_a_network_that_does_not_connect_is_no_defect_of_ours(monkeypatch: pytes
         pass
 
 
-@pytest.mark.usefixtures("meeting")
-def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
-    found: dict[int, str] = {}
+def _said_by_each(works: dict[int, str], size: int, timeout_s: float) -> dict[int, str]:
+    """What each rank of ``works`` ends with; the first of them serves the others."""
+    said: dict[int, str] = {}
 
     def meet(rank: int, work: str) -> None:
         try:
-            stores.append(_met(rank, 3, timedelta(seconds=60), work))
-        except InputError as error:
-            found[rank] = error.message
+            _met(rank, size, timedelta(seconds=timeout_s), work)
+            said[rank] = "met"
+        except PlannerError as error:
+            said[rank] = error.message
 
-    stores: list[object] = []  # the first rank serves the others
-    threads = [threading.Thread(target=meet, args=(rank, work)) for rank, work in enumerate("aab")]
+    threads = [threading.Thread(target=meet, args=each) for each in works.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return said
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
     said = "rank 2 was started with another plan or other options than rank 0"
-    assert found[2] == said
-    assert (stores, found) == ([], dict.fromkeys(range(3), said))
+    assert _said_by_each({0: "a", 1: "a", 2: "b"}, 3, 60) == dict.fromkeys(range(3), said)
+
+
+@pytest.mark.usefixtures("meeting")
+def test_rank_0_stays_until_slow_ranks_know_why_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heard_late(*asked: Any) -> tuple[list[int], list[int]]:
+        time.sleep(1.0)
+        return heard(*asked)
+
+    heard = ranks._heard
+    monkeypatch.setattr(ranks, "_heard", heard_late)
+    said = "rank 1 was started with another plan or other options than rank 0"
+    assert _said_by_each({0: "a", 1: "b"}, 2, 60) == dict.fromkeys(range(2), said)
+
+
+@pytest.mark.usefixtures("meeting")
+def test_ranks_that_came_are_told_who_did_not() -> None:
+    assert _said_by_each({0: "", 2: ""}, 3, 1) == dict.fromkeys((0, 2), "rank 1 of 3 did not come within 1 s")
