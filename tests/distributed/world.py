@@ -235,6 +235,7 @@ def _refusals(cases: tuple[Case, ...], folder: Path) -> dict[str, object]:
     before = checkpointer.find()
     assert before is not None
     names = sorted(path.name for path in folder.iterdir())
+    dist.barrier()  # rank 0 deletes the folder next
     return {"kept": kept, "foreign": words, "taken": before.folder.name, "left": names}
 
 
