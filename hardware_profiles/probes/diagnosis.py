@@ -16,6 +16,7 @@ SLOW_RANK = 0.7
 ASYMMETRY = 1.5
 FAR_FROM_NIC = 0.5
 FAR_FROM_DATASHEET = 0.5
+CORE_SHARE = 0.8
 
 HostRates = dict[tuple[int, int], float]
 
@@ -30,6 +31,7 @@ def diagnose(measurement: ClusterMeasurement, nearest: ClusterProfile | None = N
         *_asymmetric_pairs(hosts, rates, blamed),
         *_slow_interfaces(hosts),
         *_slow_ranks(measurement),
+        *_shared_cores(measurement),
         *_far_from_nic(hosts, rates),
         *_missing_rdma(hosts, rates),
         *_far_from_datasheet(measurement, nearest),
@@ -117,6 +119,17 @@ def _slow_ranks(measurement: ClusterMeasurement) -> Iterator[str]:
                     f"product runs at {rate / 1e12:.3g} TFLOP/s, the median rank's at {normal / 1e12:.3g}. Look at "
                     "clocks, power and temperature, and at other processes on the device"
                 )
+
+
+def _shared_cores(measurement: ClusterMeasurement) -> Iterator[str]:
+    shares = [device.core_share for device in measurement.devices]
+    short = [rank for rank, share in enumerate(shares) if share < CORE_SHARE]
+    if short:
+        yield (
+            f"{len(short)} of {len(shares)} processes had a core for {min(shares):.0%} to "
+            f"{max(shares[rank] for rank in short):.0%} of the time: there are more of them than cores, or other "
+            "programs run. All rates are as slow as that; start fewer processes a host, or stop the others"
+        )
 
 
 def _far_from_nic(hosts: list[HostFacts], rates: HostRates) -> Iterator[str]:

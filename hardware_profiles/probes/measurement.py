@@ -30,6 +30,10 @@ class OpTiming(_Value):
         """Median seconds of one call."""
         return statistics.median(self.samples_s)
 
+    def slowed(self, share: float) -> OpTiming:
+        """As it takes a process that has a core for this ``share`` of the time."""
+        return self.model_copy(update={"samples_s": tuple(sample / share for sample in self.samples_s)})
+
 
 class DeviceMeasurement(_Value):
     """One device, while all devices of the run were busy with the same."""
@@ -40,6 +44,7 @@ class DeviceMeasurement(_Value):
     context_bytes: int | None  # held before any tensor; None: not known
     launch_samples_s: tuple[float, ...]
     operators: tuple[OpTiming, ...]
+    core_share: float = 1.0  # of the time for which a process of a CPU had a core
     host_link_samples_bytes_per_s: tuple[float, ...] = ()  # pinned copies, the slower direction
 
     def best_flops_per_s(self, dtype: DTypeName) -> float:

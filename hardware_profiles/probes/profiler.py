@@ -20,6 +20,7 @@ from hardware_profiles.probes.hosts import host_facts
 from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, OpTiming
 from hardware_profiles.probes.memory import context_bytes, pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
+from hardware_profiles.probes.timing import CoreShare
 from hardware_profiles.probes.topology import discover_domains, message_times_s
 from hardware_profiles.schema import DTypeName
 
@@ -95,6 +96,7 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
     stride = QUICK_STRIDE if quick else 1
     half: DTypeName = "bf16" if device.type == "cpu" or _has_bf16(device) else "fp16"
     primary, secondary = (half, "fp32") if device.type == "cuda" else ("fp32", half)
+    core = CoreShare(device)
     say("launches and element-wise operators")
     launches = time_launches(device)
     operators: list[OpTiming] = [*time_element_wise(device, primary, TORCH_DTYPES[primary], deadline_s)]
@@ -103,14 +105,16 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
     for dtype in (primary, secondary):
         say(f"matrix products in {dtype}")
         operators += time_gemms(device, dtype, deadline_s, stride=stride)
+    share = core.value()
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return DeviceMeasurement(
         device_name=properties.name if properties else "cpu",
         memory_bytes=properties.total_memory if properties else detected.ram_bytes,
         sm_count=properties.multi_processor_count if properties else None,
         context_bytes=held,
-        launch_samples_s=launches,
-        operators=tuple(operators),
+        launch_samples_s=tuple(sample / share for sample in launches),
+        operators=tuple(op.slowed(share) for op in operators),
+        core_share=share,
         host_link_samples_bytes_per_s=pinned_copy_bytes_per_s(device),
     )
 

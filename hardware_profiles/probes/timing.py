@@ -1,4 +1,9 @@
-"""Times a call on a CPU or a GPU: repeated in batches, so that neither the clock nor a launch queue is what is seen."""
+"""Times a call on a CPU or a GPU: repeated in batches, so that neither the clock nor a launch queue is what is seen.
+
+A process that shares its core with others runs in slices of several milliseconds, and a short call seldom sees the
+other slices pass. A process of one thread is therefore timed by the seconds that it had a core, and ``core_share`` says
+which part of all seconds that was.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,24 @@ def synchronize(device: torch.device) -> None:
     """Waits for all work on ``device``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds that this thread had a core, where it alone works for ``device``; else seconds that passed."""
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+class CoreShare:
+    """Which part of the seconds since it was made a process had a core; 1 where its work is not timed by those."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._start_s, self._start_clock_s = time.perf_counter(), self._clock()
+
+    def value(self) -> float:
+        """Above 0, at most 1."""
+        passed_s = time.perf_counter() - self._start_s
+        return min(1.0, max((self._clock() - self._start_clock_s) / passed_s, 1e-3))
 
 
 def seconds_per_call(
@@ -52,7 +75,8 @@ def _batch_s(call: Callable[[], object], device: torch.device, num_calls: int) -
         end.record()
         torch.cuda.synchronize(device)
         return max(start.elapsed_time(end) * 1e-3 / num_calls, 1e-9)
-    start_s = time.perf_counter()
+    clock = clock_of(device)
+    start_s = clock()
     for _ in range(num_calls):
         call()
-    return max((time.perf_counter() - start_s) / num_calls, 1e-9)
+    return max((clock() - start_s) / num_calls, 1e-9)

@@ -117,3 +117,10 @@ def test_a_gpu_without_its_fast_links_is_told():
     assert "nvidia-smi topo -m" in found[0]
     fast = (PairTiming(source=0, target=1, latency_s=1e-5, bytes_per_s=400e9),)
     assert diagnose(measurement([host(0), host(0)], pairs=fast), nearest) == ()
+
+
+def test_more_processes_than_cores_are_told():
+    hosts = [host(0), host(0)]
+    found = diagnose(measurement(hosts, devices=(device(), device().model_copy(update={"core_share": 0.48}))))
+    assert len(found) == 1
+    assert "1 of 2 processes had a core for 48% to 48% of the time" in found[0]

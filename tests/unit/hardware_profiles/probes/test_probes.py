@@ -1,6 +1,7 @@
 """The probes themselves, on this machine's CPU and disk, as small as they can be."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,53 @@ from hardware_profiles.probes.detect import detect
 from hardware_profiles.probes.hosts import host_facts, shaper_rate_bytes_per_s
 from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
-from hardware_profiles.probes.timing import seconds_per_call, seconds_per_cold_call
+from hardware_profiles.probes.timing import CoreShare, seconds_per_call, seconds_per_cold_call
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many threads for torch's operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def _busy(seconds: float) -> None:
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_the_clock_sees_what_a_call_takes():
-    samples = seconds_per_call(lambda: time.sleep(0.005), CPU, budget_s=0.1)
+    samples = seconds_per_call(lambda: _busy(0.005), CPU, budget_s=0.1)
     assert len(samples) >= 2
     assert all(0.005 <= sample < 1 for sample in samples)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_what_other_processes_take_of_a_core_is_in_its_share_alone():
+    core = CoreShare(CPU)
+    samples = seconds_per_call(lambda: (_busy(0.005), time.sleep(0.02)), CPU, budget_s=0.2)  # away, as another runs
+    assert max(samples) < 0.02
+    assert core.value() < 0.4
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_several_threads_are_timed_by_the_clock_on_the_wall():
+    core = CoreShare(CPU)
+    assert min(seconds_per_call(lambda: time.sleep(0.01), CPU, budget_s=0.05)) >= 0.01
+    assert core.value() > 0.99
+
+
 def test_a_budget_that_is_spent_still_leaves_two_samples():
-    assert len(seconds_per_call(lambda: time.sleep(0.01), CPU, budget_s=0.0)) == 2
+    assert len(seconds_per_call(lambda: _busy(0.01), CPU, budget_s=0.0)) == 2
 
 
 def test_between_cold_calls_caches_are_filled_untimed(monkeypatch: pytest.MonkeyPatch):
@@ -42,6 +77,7 @@ def test_between_cold_calls_caches_are_filled_untimed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(timing.torch, "zeros", lambda _size: Other())
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(timing.time, "thread_time", lambda: now_s[0])
     assert seconds_per_cold_call(lambda: takes(1.0, "call"), budget_s=100.0, num_samples=3) == (1.0, 1.0, 1.0)
     assert order == ["call", *["other", "call"] * 3]
 
