@@ -45,6 +45,7 @@ class MeasuredRun:
     step_time_s: float | None = None
     peak_memory_bytes: float | None = None
     memory_kind: MemoryKind = "allocated"
+    is_seen: bool = True  # whether runs of the framework on this device were ever compared with predictions
     _known: dict[tuple[tuple[FactorName, float], ...], tuple[float, float]] = field(
         default_factory=dict[tuple[tuple[FactorName, float], ...], tuple[float, float]], repr=False, compare=False
     )
@@ -93,8 +94,9 @@ def _time_factors(runs: Sequence[MeasuredRun], prior: Prior) -> dict[FactorName,
 
     measured = [log(run.step_time_s) for run in runs if run.step_time_s is not None]
     noise = Noise(np.full(len(runs), prior.time_noise), prior.degrees_of_freedom)
-    spreads = [prior.spreads[name] for name in TIME_FACTORS]
-    return _told(TIME_FACTORS, posterior(predict, measured, spreads, noise), prior)
+    covariance = prior.time_covariance(is_seen=any(run.is_seen for run in runs))
+    found = posterior(predict, measured, covariance, noise)
+    return _told(TIME_FACTORS, found, np.sqrt(np.diag(covariance)))
 
 
 def _memory(runs: Sequence[MeasuredRun], prior: Prior) -> tuple[dict[FactorName, CalibratedFactor], float, float]:
@@ -106,22 +108,21 @@ def _memory(runs: Sequence[MeasuredRun], prior: Prior) -> tuple[dict[FactorName,
         peaks = (run.predicted_bytes({RESERVE: _factor(reserve)}) for run in runs)
         return np.log([max(1.0, peak + constant) for peak in peaks])
 
-    both = posterior(
-        lambda x: predicted(x[0], x[1] * prior.constant_bytes), measured, [prior.spreads[RESERVE], 1.0], noise
-    )
+    spreads = np.array([prior.spreads[RESERVE], 1.0])
+    both = posterior(lambda x: predicted(x[0], x[1] * prior.constant_bytes), measured, np.diag(spreads**2), noise)
     constant, spread = float(both.mean[1]) * prior.constant_bytes, float(both.spread[1]) * prior.constant_bytes
     if constant >= 0:
-        return _told((RESERVE,), both, prior), constant, spread
-    alone = posterior(lambda x: predicted(x[0], 0.0), measured, [prior.spreads[RESERVE]], noise)
-    return _told((RESERVE,), alone, prior), 0.0, spread
+        return _told((RESERVE,), both, spreads), constant, spread
+    alone = posterior(lambda x: predicted(x[0], 0.0), measured, np.diag(spreads[:1] ** 2), noise)
+    return _told((RESERVE,), alone, spreads), 0.0, spread
 
 
-def _told(names: Sequence[FactorName], found: Posterior, prior: Prior) -> dict[FactorName, CalibratedFactor]:
-    """The factors that the runs say anything of."""
+def _told(names: Sequence[FactorName], found: Posterior, before: Vector) -> dict[FactorName, CalibratedFactor]:
+    """The factors that the runs say anything of; ``before``: their deviations in the prior."""
     return {
-        name: CalibratedFactor(value=_factor(value), prior_spread=prior.spreads[name], spread=float(spread))
-        for name, value, spread in zip(names, found.mean, found.spread, strict=False)
-        if spread < TELLING * prior.spreads[name]
+        name: CalibratedFactor(value=_factor(value), prior_spread=float(prior), spread=float(spread))
+        for name, value, spread, prior in zip(names, found.mean, found.spread, before, strict=False)
+        if spread < TELLING * prior
     }
 
 

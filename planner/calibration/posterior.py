@@ -1,10 +1,10 @@
 """What measurements say of a few uncertain quantities: the most probable values, and how uncertain they remain.
 
-Each x_i has a normal prior, mean 0 and standard deviation s_i (of factors x is the logarithm). A measurement y_j lies
-around a known function f_j(x) with noise that is normal with deviation n_j, or has the heavier tails of Student's t.
-The most probable x is least in
+The x have a normal prior, mean 0 and covariance S (of factors x is the logarithm). A measurement y_j lies around a
+known function f_j(x) with noise that is normal with deviation n_j, or has the heavier tails of Student's t. The most
+probable x is least in
 
-    sum_j rho((y_j - f_j(x)) / n_j)  +  1/2 sum_i (x_i / s_i)^2,      rho(z) = z^2 / 2
+    sum_j rho((y_j - f_j(x)) / n_j)  +  1/2 x' S^-1 x,      rho(z) = z^2 / 2
 
 and is found by Gauss-Newton steps with numeric derivatives, each halved until it helps. For linear f and normal noise
 one step is exact: the posterior is normal with covariance (J' N^-1 J + S^-1)^-1. Otherwise that matrix, at the values
@@ -69,25 +69,26 @@ class Posterior:
         return np.sqrt(np.diag(self.covariance))
 
 
-def posterior(predict: Predict, measured: Sequence[float], prior_spread: Sequence[float], noise: Noise) -> Posterior:
+def posterior(predict: Predict, measured: Sequence[float], prior: Vector, noise: Noise) -> Posterior:
     """The most probable x under measurements; ValueError where a deviation is not above 0.
 
-    ``predict`` gives f(x), one value a measurement, in the order of ``measured``.
+    ``predict`` gives f(x), one value a measurement, in the order of ``measured``. ``prior``: covariance, [n, n].
     """
-    y, prior = np.asarray(measured, dtype=float), np.asarray(prior_spread, dtype=float)
-    if not (prior > 0).all() or not (noise.spread > 0).all():
+    y = np.asarray(measured, dtype=float)
+    if not (np.linalg.eigvalsh(prior) > 0).all() or not (noise.spread > 0).all():
         raise ValueError("each standard deviation must be above 0")
+    certainty, spreads = np.linalg.inv(prior).astype(np.float64), np.sqrt(np.diag(prior))
 
     def cost(x: Vector, predicted: Vector) -> float:
-        return noise.cost(y - predicted) + float(np.sum((x / prior) ** 2)) / 2
+        return noise.cost(y - predicted) + float(x @ certainty @ x) / 2
 
     is_normal = noise.degrees_of_freedom == inf
-    x = np.zeros_like(prior) if is_normal else posterior(predict, measured, prior_spread, Noise(noise.spread)).mean
+    x = np.zeros(len(prior)) if is_normal else posterior(predict, measured, prior, Noise(noise.spread)).mean
     predicted = predict(x)
     reached = cost(x, predicted)
     slopes = jacobian(predict, x, predicted)
     for _ in range(MOST_STEPS):
-        step = _step(slopes, y - predicted, x, prior, noise)
+        step = _step(slopes, y - predicted, x, certainty, noise)
         for _ in range(MOST_HALVINGS):
             found = predict(x + step)
             if cost(x + step, found) < reached:
@@ -97,11 +98,11 @@ def posterior(predict: Predict, measured: Sequence[float], prior_spread: Sequenc
             break
         x, predicted = x + step, found
         reached = cost(x, predicted)
-        if np.max(np.abs(step / prior)) < ENOUGH:
+        if np.max(np.abs(step / spreads)) < ENOUGH:
             break
         slopes = jacobian(predict, x, predicted)
     precision = noise.precision(y - predicted)
-    return Posterior(x, np.linalg.inv(_information(slopes, precision, prior)).astype(np.float64), predicted)
+    return Posterior(x, np.linalg.inv(_information(slopes, precision, certainty)).astype(np.float64), predicted)
 
 
 def jacobian(predict: Predict, x: Vector, at: Vector) -> Vector:
@@ -114,11 +115,11 @@ def jacobian(predict: Predict, x: Vector, at: Vector) -> Vector:
     return np.stack(columns, axis=1)
 
 
-def _step(slopes: Vector, residuals: Vector, x: Vector, prior: Vector, noise: Noise) -> Vector:
+def _step(slopes: Vector, residuals: Vector, x: Vector, certainty: Vector, noise: Noise) -> Vector:
     precision = noise.precision(residuals)
-    gradient = slopes.T @ (precision * residuals) - x / prior**2
-    return np.linalg.solve(_information(slopes, precision, prior), gradient).astype(np.float64)
+    gradient = slopes.T @ (precision * residuals) - certainty @ x
+    return np.linalg.solve(_information(slopes, precision, certainty), gradient).astype(np.float64)
 
 
-def _information(slopes: Vector, precision: Vector, prior: Vector) -> Vector:
-    return slopes.T @ (precision[:, None] * slopes) + np.diag(1 / prior**2)
+def _information(slopes: Vector, precision: Vector, certainty: Vector) -> Vector:
+    return slopes.T @ (precision[:, None] * slopes) + certainty

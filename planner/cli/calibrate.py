@@ -204,9 +204,8 @@ def _measurement(text: str, job: tuple[int, int, int]) -> Measurement:
 
 def _as_calibrated(run: Measured) -> MeasuredRun:
     found = run.found
-    return MeasuredRun(
-        run.name, run.framework, run.price, found.step_time_s, found.peak_memory_bytes, found.memory_kind
-    )
+    times = (found.step_time_s, found.peak_memory_bytes, found.memory_kind)
+    return MeasuredRun(run.name, run.framework, run.price, *times, run.is_seen)
 
 
 def _runs_table(found: Calibration) -> Table:

@@ -135,6 +135,26 @@ def test_a_run_inside_one_node_says_nothing_of_the_network_between_nodes(target:
     assert 1 / 1.1 < found.factors["product_rate"].value < 1
 
 
+def test_where_the_framework_was_never_compared_one_run_moves_everything() -> None:
+    """A step that is a third products, a third host and a third network is 1.4 times as long as predicted."""
+
+    def thirds(factors: Factors) -> tuple[float, float]:
+        slowed = 1 / factors.get("product_rate", 1.0) + factors.get("host_time", 1.0)
+        return (slowed + 1 / factors.get("network_between", 1.0)) / 3, 1e9
+
+    seen, unseen = (
+        calibration_of([MeasuredRun("one", "own", thirds, 1.4, is_seen=is_seen)], TODAY) for is_seen in (True, False)
+    )
+    # Each factor has a slope of 1/3. To first order the mean is ln 1.4 v / (v + noise^2); tails add a little.
+    of_factors = sum(PRIOR.spreads[name] ** 2 for name in seen.values) / 9
+    for found, variance in ((seen, of_factors), (unseen, of_factors + PRIOR.common**2)):
+        moved = 1.4 ** (variance / (variance + PRIOR.time_noise**2))
+        assert thirds(found.values)[0] == pytest.approx(moved, abs=0.02)
+    assert "memory_rate" not in seen.values  # the run says nothing of it by itself
+    assert unseen.values["memory_rate"] < 0.9
+    assert unseen.values["host_time"] > 1.1
+
+
 def memory_run(peak: float, measured: float, reserve: float = 0.0) -> MeasuredRun:
     """A run whose predicted peak is ``peak``, a part of it reserved."""
     return MeasuredRun(
