@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from costmodels.bands import Tier
 from planner.api import planned_layout
 from planner.api.pinned import PricedRun, pinned_run, price_on, price_run
 from planner.errors import PlannerError
@@ -43,11 +42,6 @@ class Measured:
     found: Measurement
     target: PricingTarget
     on: Callable[[PricingTarget], Evaluated]
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether runs of its framework on its devices were ever compared with predictions."""
-        return self.target.known_of_times != Tier.UNSEEN
 
     def price(self, factors: Factors) -> tuple[float, float]:
         """Seconds of a step, and bytes as they were measured, where the cluster has so many times of each."""

@@ -205,7 +205,7 @@ def _measurement(text: str, job: tuple[int, int, int]) -> Measurement:
 def _as_calibrated(run: Measured) -> MeasuredRun:
     found = run.found
     times = (found.step_time_s, found.peak_memory_bytes, found.memory_kind)
-    return MeasuredRun(run.name, run.framework, run.price, *times, run.is_seen)
+    return MeasuredRun(run.name, run.framework, run.price, *times, run.target.is_seen)
 
 
 def _runs_table(found: Calibration) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from costmodels.bands import time_tier
+from costmodels.bands import Tier, time_tier
 from costmodels.calibrated import scaled_recipe
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel, load_recipe
 from costmodels.vocabulary.choices import ContextMethod
@@ -40,8 +40,17 @@ class PricingTarget:
     @property
     def known_of_times(self) -> str:
         """What is known of step times of this framework on this cluster, in words."""
+        return self._time_tier.value
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether runs of this framework on this cluster or on its devices were ever compared with predictions."""
+        return self._time_tier is not Tier.UNSEEN
+
+    @property
+    def _time_tier(self) -> Tier:
         profile = self.cluster.profile
-        return time_tier(self.recipe, profile.device.name, profile.calibration, self.framework_name).value
+        return time_tier(self.recipe, profile.device.name, profile.calibration, self.framework_name)
 
     @property
     def calibrated_by(self) -> str:
