@@ -1,5 +1,8 @@
 """Makes a plan's part of a model on this rank: the steps, in order."""
 
+# pyright: reportPrivateUsage=false
+# torch.nn.Module has no public way to move parameters and leave buffers, which FSDP hears of.
+
 from __future__ import annotations
 
 import contextlib
@@ -21,6 +24,7 @@ from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
+from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import check_buffers, check_names
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
@@ -140,8 +144,9 @@ def parallelize(
 ) -> ParallelModel:
     """Splits ``module`` as ``plan`` says and keeps this rank's part, which takes over its parameters.
 
-    ``module`` holds equal values on every rank. ``inputs`` are one micro-batch of its inputs, of
-    which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
+    ``module`` holds equal values on every rank, or its parameters lie on the meta device: then this rank's are zeros,
+    which the caller is to fill, and UnrecordableError says where values are needed. ``inputs`` are one micro-batch of
+    its inputs, of which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
     numbers by their place, out of torch's current seed, which must be the same on all of them.
     """
     context = context_of(plan, mesh)
@@ -165,6 +170,7 @@ def parallelize(
         apply_data_parallel(
             root, units, mesh, plan.zero_stage, compute_dtype(plan), None if experts is None else experts.placements()
         )
+        _leave_meta(root, _device(mesh))
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
@@ -201,6 +207,13 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
+def _leave_meta(root: nn.Module, device: torch.device) -> None:
+    """Gives parameters without values memory, of this rank's part of each."""
+    if any(parameter.is_meta for parameter in root.parameters()):
+        with torch.no_grad():
+            root._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def _check(
     module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, where: tuple[Plan, DeviceMesh, Context | None]
 ) -> None:
@@ -230,7 +243,9 @@ def _programs(
         trace = trace_as_compiled(module, listed, inputs, call_model, compute_dtype(plan))
     except PlanError:
         raise
-    except Exception:  # whatever the user's code raises without values
+    except Exception as error:  # whatever the user's code raises without values
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnrecordableError("it is cut into stages by a forward pass with values") from error
         trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
     programs = keep_unused(module, split_trace(module, trace, stages))
     return programs, tied_parameters(module, programs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import math
 import time
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import DivergedError, InputError
-from planner.executor.build import build_model, example_batch, loaded_model, named_inputs
+from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
 from planner.executor.data import TokenData, open_data
-from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import (
     Optimization,
@@ -29,11 +27,12 @@ from planner.executor.optimizer import (
     parameter_groups,
     rate_at,
 )
-from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.parallelize import ParallelModel
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch, say, told_by_rank, told_to_stop
 from planner.executor.requirements import buffers_unchanged
 from planner.executor.run_log import RunLog, StepReport
+from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.token_file import TokenDtype
 from planner.executor.watch import watched
@@ -107,7 +106,7 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         loaded = loaded_model(plan)
         if loaded.digest != plan.model.digest:
             say(f"warning: {plan.model.source} has changed since the plan was made for it")
-        run = prepare(plan, loaded, options, device, checkpointer)
+        run = prepare(plan, loaded, options, device, checkpointer, found is not None)
         first = 0
         if checkpointer is not None and found is not None:
             checkpointer.load(found, run.model, run.optimizer, plan.training.optimizer)
@@ -125,18 +124,21 @@ def _work(plan: Plan, options: RunOptions) -> str:
 
 
 def prepare(
-    plan: Plan, loaded: LoadedModel, options: RunOptions, device: torch.device, checkpointer: Checkpointer | None
+    plan: Plan,
+    loaded: LoadedModel,
+    options: RunOptions,
+    device: torch.device,
+    checkpointer: Checkpointer | None,
+    is_resumed: bool = False,
 ) -> Run:
-    """This rank's part of the model with its optimiser and data. Collective."""
+    """This rank's part of the model with its optimiser and data; no values where it is resumed. Collective."""
     mesh = build_mesh(plan, device.type)
     seed, files = options.seed or 0, options.data
     data = open_data(plan, files.file, loaded.vocab_size, seed, files.dtype)
     eval_data = None
     if files.eval_every is not None:
         eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
-    module = build_model(loaded, seed, options.weights)
-    loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
-    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed))
     named = [pair for root in model.roots for pair in root.named_parameters()]
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
