@@ -70,10 +70,16 @@ def recorded_model(build: Callable[[], nn.Module]) -> RecordedModel:
         parameters = {fqn: recorder.view_of(p) for fqn, p in module.named_parameters(remove_duplicate=False)}
         _empty(module)
         _fill_buffers(module, recorder)
-    gc.collect()
-    if any(type(each) is FakeTensor and each.fake_mode is without_values for each in gc.get_objects()):
-        raise UnrecordableError("it keeps tensors that are neither parameters nor buffers")
+    if _is_held(without_values):
+        gc.collect()  # it takes longer than to look
+        if _is_held(without_values):
+            raise UnrecordableError("it keeps tensors that are neither parameters nor buffers")
     return RecordedModel(module, recorder.recording, parameters)
+
+
+def _is_held(mode: FakeTensorMode) -> bool:
+    """Whether anybody has a tensor of ``mode``."""
+    return any(type(each) is FakeTensor and each.fake_mode is mode for each in gc.get_objects())
 
 
 @contextlib.contextmanager
