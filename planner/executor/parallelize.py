@@ -185,18 +185,16 @@ def parallelize(
         for index, root in roots.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
-    tied = tied_gradients(ties, roots, plan, mesh)
-    has_loss = mine[-1] == last
     seed_rank(torch.initial_seed(), mesh)
     return ParallelModel(
         roots=tuple(roots.values()),
         stages=tuple(stages),
         schedule=schedule,
-        ties=tied,
+        ties=tied_gradients(ties, roots, plan, mesh),
         plan=plan,
         loss=parts,
         loss_parallel=loss.parallel,
-        has_loss=has_loss,
+        has_loss=mine[-1] == last,
         input_name=next(iter(inputs)),
         context=context,
         experts=experts,

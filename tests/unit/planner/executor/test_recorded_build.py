@@ -63,7 +63,7 @@ class Elaborate(nn.Module):
         with torch.no_grad():
             self.fused.weight[8:16].mul_(0.5)
             self.fused.weight[16:] = self.square
-            self.blocks[1].up.weight.copy_(BEFORE.repeat(14)[:160].view(20, 8))
+            self.get_parameter("blocks.1.up.weight").copy_(BEFORE.repeat(14)[:160].view(20, 8))
         for name, parameter in self.named_parameters():
             if name.endswith("down.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(6))
@@ -129,7 +129,9 @@ def test_no_more_than_a_few_parameters_are_there_at_once() -> None:
 
     def build() -> nn.Module:
         layers = nn.Sequential(*(nn.Linear(2**11, 2**11, bias=False) for _ in range(count)))
-        return layers.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else m)
+        for layer in layers:
+            nn.init.normal_(layer.get_parameter("weight"))
+        return layers
 
     process = psutil.Process()
     before = process.memory_info().rss
@@ -166,7 +168,7 @@ def draws_from_its_own_generator() -> nn.Module:
 
 def keeps_a_tensor() -> nn.Module:
     layer = nn.Linear(3, 3)
-    layer.scales = [torch.rand(3)]  # pyright: ignore[reportAttributeAccessIssue]
+    vars(layer)["scales"] = [torch.rand(3)]
     return layer
 
 
@@ -189,10 +191,10 @@ def fills_by_numpy() -> nn.Module:
 
 
 def looks_at_addresses() -> nn.Module:
-    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-    if layers[0].weight.data_ptr() == layers[1].weight.data_ptr():
-        layers[1].weight = layers[0].weight
-    return layers
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    if first.weight.data_ptr() == second.weight.data_ptr():
+        second.weight = first.weight
+    return nn.Sequential(first, second)
 
 
 @pytest.mark.parametrize(
