@@ -38,6 +38,9 @@ def run(  # over 6 arguments: one for each option of the command line
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each block with torch.compile; plans are priced without.")
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -140,6 +143,7 @@ def run(  # over 6 arguments: one for each option of the command line
         seed=seed,
         timeout_s=timeout,
         weights=weights,
+        is_compiled=compiled,
         data=DataOptions(
             data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
         ),
@@ -172,10 +176,15 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         only_the_cause,
     )
     from planner.executor.mesh import check_executable
+    from planner.executor.ranks import device_type
     from planner.executor.run_log import check_log
     from planner.executor.train import train
 
     check_executable(plan)
+    if options.is_compiled:
+        from planner.executor.compiled import INDUCTOR, check_compilable
+
+        check_compilable(plan, INDUCTOR, device_type())
     options.optimization.check(options.steps)
     check_log(options.log)
     if not is_rank():

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
+from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.expert_parallel import Experts, experts_of
@@ -140,15 +142,23 @@ class ParallelModel:
 
 
 def parallelize(
-    module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, plan: Plan, mesh: DeviceMesh
+    module: nn.Module,
+    inputs: Tensors,
+    training_loss: TrainingLoss,
+    plan: Plan,
+    mesh: DeviceMesh,
+    backend: str | None = None,
 ) -> ParallelModel:
     """Splits ``module`` as ``plan`` says and keeps this rank's part, which takes over its parameters.
 
     ``module`` holds equal values on every rank, or its parameters lie on the meta device: then this rank's are zeros,
     which the caller is to fill, and UnrecordableError says where values are needed. ``inputs`` are one micro-batch of
     its inputs, of which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
-    numbers by their place, out of torch's current seed, which must be the same on all of them.
+    numbers by their place, out of torch's current seed, which must be the same on all of them. ``backend``: of
+    torch.compile, None where nothing is compiled.
     """
+    if backend is not None:
+        check_compilable(plan, backend, mesh.device_type)
     context = context_of(plan, mesh)
     _check(module, inputs, training_loss, (plan, mesh, context))
     inputs = inputs if context is None else context.example(inputs)
@@ -162,15 +172,7 @@ def parallelize(
     roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
-        if experts is not None:
-            experts.shard(root, chosen)
-        if plan.mesh.tp > 1:
-            apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
-        apply_data_parallel(
-            root, units, mesh, plan.zero_stage, compute_dtype(plan), None if experts is None else experts.placements()
-        )
-        _leave_meta(root, _device(mesh))
+        _divide(root, (plan, mesh, backend), chosen, units, (experts, surroundings))
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
@@ -203,6 +205,27 @@ def parallelize(
 
 def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _divide(
+    root: nn.Module,
+    where: tuple[Plan, DeviceMesh, str | None],
+    chosen: Mapping[str, Placement],
+    units: ShardingUnits,
+    ways: tuple[Experts | None, Surroundings],
+) -> None:
+    """Makes of one stage's part of the model, or the whole, what this rank holds of it."""
+    (plan, mesh, backend), (experts, surroundings) = where, ways
+    if experts is not None:
+        experts.shard(root, chosen)
+    if plan.mesh.tp > 1:
+        apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
+    if backend is not None:
+        apply_compile(root, plan, backend)
+    apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
+    placements = None if experts is None else experts.placements()
+    apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan), placements)
+    _leave_meta(root, _device(mesh))
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

@@ -37,6 +37,7 @@ class Start:
     weights: Path | None = None  # safetensors in place of the model's own initialisation
     is_resumed: bool = False  # values are to be loaded from a checkpoint: parameters are left at zero
     is_evaluated: bool = False  # in evaluation mode
+    backend: str | None = None  # of torch.compile; None: nothing is compiled
 
 
 def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
@@ -48,7 +49,7 @@ def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> 
     except UnrecordableError as error:
         say(f"every process builds the whole model before it splits it: {error}")
     module = build_model(loaded, start.seed, start.weights)
-    return _split(module.eval() if start.is_evaluated else module, loaded, plan, mesh)
+    return _split(module.eval() if start.is_evaluated else module, loaded, (plan, mesh, start.backend))
 
 
 def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
@@ -60,7 +61,7 @@ def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: 
         for fqn, buffer in built.module.named_buffers():
             if fqn in stored:
                 buffer.copy_(stored[fqn])
-    model = _split(built.module, loaded, plan, mesh)
+    model = _split(built.module, loaded, (plan, mesh, start.backend))
     if stored is not None:
         for fqn, targets in _held(model.roots).items():
             _keep(targets, stored[fqn])
@@ -69,10 +70,11 @@ def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: 
     return model
 
 
-def _split(module: nn.Module, loaded: LoadedModel, plan: Plan, mesh: DeviceMesh) -> ParallelModel:
+def _split(module: nn.Module, loaded: LoadedModel, where: tuple[Plan, DeviceMesh, str | None]) -> ParallelModel:
+    plan, mesh, backend = where
     inputs_of = functools.partial(named_inputs, loaded)
     loss = recognised(loaded.training_loss, module, inputs_of, plan.training.seq_len)
-    return parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    return parallelize(module, example_batch(loaded, plan), loss, plan, mesh, backend)
 
 
 def _initialise(roots: Sequence[nn.Module], built: RecordedModel) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.errors import DivergedError, InputError
 from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
+from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import (
@@ -74,6 +75,7 @@ class RunOptions:
     optimization: Optimization = field(default_factory=Optimization)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     weights: Path | None = None  # safetensors to begin with
+    is_compiled: bool = False  # each unit by torch.compile
     log: Path | None = None  # lines of JSON
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
@@ -119,7 +121,8 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
 def _work(plan: Plan, options: RunOptions) -> str:
     """What all ranks must have been told alike: paths may differ from host to host."""
     numbers = (options.steps, options.seed, options.optimization, options.data.eval_every, options.data.eval_batches,
-               options.checkpoints.every, options.checkpoints.folder is None, options.log is None)  # fmt: skip
+               options.checkpoints.every, options.checkpoints.folder is None, options.log is None,
+               options.is_compiled)  # fmt: skip
     return hashlib.sha256(f"{plan.model_dump_json()} {numbers}".encode()).hexdigest()
 
 
@@ -138,7 +141,8 @@ def prepare(
     eval_data = None
     if files.eval_every is not None:
         eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
-    model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed))
+    backend = INDUCTOR if options.is_compiled else None
+    model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed, backend=backend))
     named = [pair for root in model.roots for pair in root.named_parameters()]
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)

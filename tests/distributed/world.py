@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -133,6 +134,7 @@ def _learn(case: Case) -> dict[str, object]:
 
 
 def _run(case: Case) -> dict[str, object]:
+    counters.clear()
     model, losses = _train(case, steps=1)
     gathered = _gather(model)
     if dist.get_rank() != 0:
@@ -141,6 +143,8 @@ def _run(case: Case) -> dict[str, object]:
     return {
         "loss": losses[0],
         "expected_loss": expected_loss,
+        "num_graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": dict(counters["graph_break"]),
         "missing": sorted(set(expected) - set(gathered)),
         "parameters": {
             fqn: {
@@ -275,7 +279,8 @@ def _seeded(name: str) -> nn.Module:
 
 def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
     plan = case.plan()
-    model = started(_loaded(case), plan, _mesh_of(plan), Start(seed=0))
+    start = Start(seed=0, backend="aot_eager" if case.is_compiled else None)  # inductor takes its time
+    model = started(_loaded(case), plan, _mesh_of(plan), start)
     return model, build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
 
 
