@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._inductor.exc import InvalidCxxCompiler
+from typer.testing import CliRunner
 
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.cli.main import app
 from planner.errors import PlanError
 from planner.executor import compiled
 from planner.executor.compiled import INDUCTOR, apply_compile, check_compilable
+from planner.plan.plan_file import write_plan
 from planner.plan.schema import MeshSection, PlacementSection, Plan, RecomputeRule
 from tests.distributed.cases import Case
 from tests.distributed.toy_models import MODELS
@@ -36,6 +41,14 @@ def changed(**sections: object) -> Plan:
 def test_what_looks_into_units_is_refused(plan: Plan, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_compilable(plan, "aot_eager", "cpu")
+
+
+def test_the_command_refuses_before_it_starts_ranks(tmp_path: Path) -> None:
+    write_plan(Case("gpt", MeshSection(dp_shard=4), 3, recompute=Recompute.SELECTIVE).plan(), tmp_path / "plan.json")
+    arguments = ["run", str(tmp_path / "plan.json"), "--compile"]
+    result = CliRunner().invoke(app, arguments, standalone_mode=False)
+    assert isinstance(result.exception, PlanError)
+    assert "one by one" in result.exception.message
 
 
 def test_a_plan_of_whole_blocks_is_not() -> None:
