@@ -32,7 +32,7 @@ from planner.executor.parallelize import ParallelModel
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch, say, told_by_rank, told_to_stop
 from planner.executor.requirements import buffers_unchanged
-from planner.executor.run_log import RunLog, StepReport
+from planner.executor.run_log import LogOptions, RunLog, StepReport
 from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.token_file import TokenDtype
@@ -76,7 +76,7 @@ class RunOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     weights: Path | None = None  # safetensors to begin with
     is_compiled: bool = False  # each unit by torch.compile
-    log: Path | None = None  # lines of JSON
+    log: LogOptions = field(default_factory=LogOptions)
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
 
@@ -121,7 +121,7 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
 def _work(plan: Plan, options: RunOptions) -> str:
     """What all ranks must have been told alike: paths may differ from host to host."""
     numbers = (options.steps, options.seed, options.optimization, options.data.eval_every, options.data.eval_batches,
-               options.checkpoints.every, options.checkpoints.folder is None, options.log is None,
+               options.checkpoints.every, options.checkpoints.folder is None, options.log.is_wanted,
                options.is_compiled)  # fmt: skip
     return hashlib.sha256(f"{plan.model_dump_json()} {numbers}".encode()).hexdigest()
 
@@ -151,7 +151,7 @@ def prepare(
 
 def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepReport], None]) -> bool:
     options, plan = run.options, run.model.plan
-    log = None if options.log is None else RunLog(options.log, plan, device)
+    log = RunLog(options.log, plan, device, first) if options.log.is_wanted else None
     saves = run.checkpointer is not None
     with watched(options.timeout_s) as finished, told_to_stop(device, enabled=saves) as is_to_stop:
         step = first
@@ -177,6 +177,8 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
             every = options.checkpoints.every
             if every is not None and step % every == 0:
                 _save(run, step)
+        if log is not None:
+            log.close()
         if run.checkpointer is not None and step > first:
             _save(run, step)
             run.checkpointer.close()
@@ -198,7 +200,7 @@ def timed_step(run: Run, step: int) -> StepReport:
         if max_norm is not None:
             clip(model, norms[0], max_norm)
 
-    wanted = max_norm is not None or options.log is not None
+    wanted = max_norm is not None or options.log.is_wanted
     start_s = time.perf_counter()
     batch = local_batch(model, run.data, step, run.mesh)
     loss = float(train_step(model, run.optimizer, batch, run.mesh, look_at_gradients if wanted else None))
