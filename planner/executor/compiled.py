@@ -11,8 +11,6 @@ import importlib.util
 
 import torch
 from torch import nn
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import PlanError
@@ -46,9 +44,11 @@ def check_compilable(plan: Plan, backend: str, device_type: str) -> None:
 def _lacking(device_type: str) -> list[str]:
     if device_type == "cuda":
         return [] if importlib.util.find_spec("triton") else ["it needs Triton for GPUs, which is not installed"]
+    from torch._inductor import cpp_builder, exc  # here, for it takes seconds
+
     try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
         return ["it needs a C++ compiler for CPUs, and there is none (set CXX)"]
     return []
 

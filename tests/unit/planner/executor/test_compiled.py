@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 from typer.testing import CliRunner
 
@@ -13,7 +14,6 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.main import app
 from planner.errors import PlanError
-from planner.executor import compiled
 from planner.executor.compiled import INDUCTOR, apply_compile, check_compilable
 from planner.plan.plan_file import write_plan
 from planner.plan.schema import MeshSection, PlacementSection, Plan, RecomputeRule
@@ -59,7 +59,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(compiled, "get_cpp_compiler", none)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(PlanError, match=r"C\+\+ compiler"):
         check_compilable(PLAN, INDUCTOR, "cpu")
     check_compilable(PLAN, "aot_eager", "cpu")
