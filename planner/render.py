@@ -251,10 +251,10 @@ def _phases(prediction: PredictionSection) -> RenderableType:
 def _host_lines(prediction: PredictionSection) -> list[str]:
     """Memory of one node's host: at the start, and from then on."""
     offloaded = dict(prediction.host_memory_bytes)
-    built, kept = offloaded.pop("models_being_built", 0), sum(offloaded.values())
+    built, kept = offloaded.pop("initial_values", 0), sum(offloaded.values())
     found: list[str] = []
     if built:
-        found.append(f"Host memory of one node while processes build the model: {size(built)}")
+        found.append(f"Host memory of one node while processes make initial values: {size(built)}")
     if kept:
         parts = ", ".join(f"{name.replace('_', ' ')} {size(num_bytes)}" for name, num_bytes in offloaded.items())
         found.append(f"Host memory of one node for what is offloaded: {size(kept)} ({parts})")

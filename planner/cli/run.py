@@ -38,6 +38,9 @@ def run(  # over 6 arguments: one for each option of the command line
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each block with torch.compile; plans are priced without.")
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -112,6 +115,10 @@ def run(  # over 6 arguments: one for each option of the command line
             "--log", "--log-file", help="Append a line of JSON a step, with the prediction.", rich_help_panel=_TALK
         ),
     ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The same for TensorBoard, into this folder.", rich_help_panel=_TALK),
+    ] = None,
     profile_step: Annotated[
         int | None, typer.Option(min=1, help="Profile this step with torch.profiler.", rich_help_panel=_TALK)
     ] = None,
@@ -132,6 +139,7 @@ def run(  # over 6 arguments: one for each option of the command line
         {"--checkpoint-dir": checkpoint_dir, "--eval-data": eval_data, "--eval-every": eval_every},
     )
     from planner.executor.optimizer import Decay, LearningRate, Optimization
+    from planner.executor.run_log import LogOptions
     from planner.executor.token_file import TokenDtype
     from planner.executor.train import CheckpointOptions, DataOptions, RunOptions
 
@@ -140,6 +148,7 @@ def run(  # over 6 arguments: one for each option of the command line
         seed=seed,
         timeout_s=timeout,
         weights=weights,
+        is_compiled=compiled,
         data=DataOptions(
             data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
         ),
@@ -155,7 +164,7 @@ def run(  # over 6 arguments: one for each option of the command line
             clip_norm=clip_norm,
         ),
         checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep, resume),
-        log=log,
+        log=LogOptions(log, tensorboard),
         profile=None if profile_step is None else (profile_step, profile_dir),
     )
     return _train(plan, options, max_restarts)
@@ -172,12 +181,16 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         only_the_cause,
     )
     from planner.executor.mesh import check_executable
-    from planner.executor.run_log import check_log
+    from planner.executor.ranks import device_type
     from planner.executor.train import train
 
     check_executable(plan)
+    if options.is_compiled:
+        from planner.executor.compiled import INDUCTOR, check_compilable
+
+        check_compilable(plan, INDUCTOR, device_type())
     options.optimization.check(options.steps)
-    check_log(options.log)
+    options.log.check()
     if not is_rank():
         check_machine(plan)
         grace_s = 0.0 if options.checkpoints.folder is None else SAVING_S

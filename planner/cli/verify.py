@@ -13,11 +13,14 @@ from rich.table import Table
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
 from planner.cli.options import Trust
 from planner.cli.terminal import data_console
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.output_file import check_output, write_text
-from planner.plan.plan_file import read_plan
+from planner.plan.checks import degrees_text
+from planner.plan.plan_file import read_plan, write_plan
 from planner.plan.schema import Plan, PredictionSection
 from planner.render import seconds, size
+
+SEARCH_S = 60.0  # for other plans
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +32,10 @@ def verify(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search`")],
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="Measure as many plans: this one, and the best others of another search.")
+    ] = 1,
+    keep: Annotated[Path | None, typer.Option(help="With --top: write the fastest plan here.")] = None,
     timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
@@ -38,13 +45,19 @@ def verify(  # over 6 arguments: one for each option of the command
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
     check_output(output)
+    check_output(keep)
+    if keep is not None and top == 1:
+        raise InputError("--keep chooses among several plans", hint="add --top K, or leave --keep out")
     plan = read_plan(plan_file, trust=trust)
-    prediction = _prediction(plan)
+    prediction = _prediction(plan) if top == 1 else None
     from planner.executor.outcome import on_all_ranks
     from planner.executor.train import DataOptions, RunOptions
-    from planner.executor.verify import measure
+    from planner.executor.verify import measure, measure_each
 
     options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data))
+    if prediction is None:
+        each = on_all_ranks(plan, lambda: measure_each(plan, lambda: _others(plan, top - 1, timeout), options))
+        return 0 if each is None else _show_each(plan, each, keep, as_json=as_json)
     measured = on_all_ranks(plan, lambda: measure(plan, options))
     if measured is None:
         return 0
@@ -59,6 +72,51 @@ def verify(  # over 6 arguments: one for each option of the command
     console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
     console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))
     return 0
+
+
+def _others(plan: Plan, number: int, timeout_s: float) -> list[Plan]:
+    """Called on rank 0, for which the other ranks wait."""
+    from planner.api.candidates import other_plans
+
+    return other_plans(plan, number, min(SEARCH_S, timeout_s / 2))
+
+
+def _show_each(plan: Plan, each: dict[str, Any], keep: Path | None, *, as_json: bool) -> int:
+    """All plans that were measured, the fastest first, which is written to ``keep``."""
+    plans = [plan, *(Plan.model_validate(text).model_copy(update={"model": plan.model}) for text in each["plans"][1:])]
+    rows = [plan_row(*pair) for pair in zip(plans, each["found"], strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: (rows[i]["measured_s"] is None, rows[i]["measured_s"]))
+    if keep is not None:
+        write_plan(plans[order[0]], keep)
+    if as_json:
+        typer.echo(json.dumps({"plans": [{**rows[index], "is_given": index == 0} for index in order]}))
+        return 0
+    table = Table(title="Measured, the fastest first: the median step", title_justify="left")
+    for name in ("layout", "predicted", "measured", "from", "to", ""):
+        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    for index in order:
+        row, word = rows[index], "" if index else "the given plan"
+        times = (row["predicted_s"], row["measured_s"], row["fastest_s"], row["slowest_s"])
+        table.add_row(row["layout"], *("" if time is None else seconds(time) for time in times), row["refused"] or word)
+    data_console().print(table)
+    return 0
+
+
+def plan_row(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+    """A plan in words, and its step predicted and measured: seconds. ``refused`` says why it was not measured."""
+    pipeline, prediction = plan.pipeline, plan.prediction
+    schedule = (str(pipeline.schedule),) if plan.mesh.pp > 1 else ()
+    degrees = [text for text in degrees_text(plan).split() if not text.endswith("=1")] or ["one process"]
+    words = (*degrees, f"ZeRO {plan.zero_stage}", *schedule, f"micro-batch {pipeline.micro_batch_size}")
+    times = found.get("step_times_s")
+    return {
+        "layout": ", ".join(words),
+        "predicted_s": None if prediction is None else prediction.step_time_s,
+        "measured_s": found.get("step_time_s"),
+        "fastest_s": min(times) if times else None,
+        "slowest_s": max(times) if times else None,
+        "refused": found.get("refused", ""),
+    }
 
 
 def measured_text(plan_file: Path, output: Path, measured: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The model on every rank, before it is split: built with equal values, or filled from files."""
+"""The whole model, as one process has it: built with values of its own, or filled from files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def loaded_model(plan: Plan) -> LoadedModel:
 
 
 def build_model(loaded: LoadedModel, seed: int, weights: Path | None = None) -> nn.Module:
-    """The model on the CPU with equal values on every rank, random or those of ``weights``.
-
-    Each process holds the whole model in host memory until it is sharded, which bounds the size
-    of what can be trained.
-    """
+    """The whole model on the CPU with equal values on every rank, random or those of ``weights``."""
     torch.manual_seed(seed)
     module = loaded.build()
     if any(parameter.is_meta for parameter in module.parameters()):

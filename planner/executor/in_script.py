@@ -31,6 +31,9 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
             "torch.distributed is not initialised",
             hint="start the script with torchrun and call torch.distributed.init_process_group() first",
         )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("the model's parameters are on the meta device: they have no values to train",
+                        hint="build it on the CPU, with the same seed on every rank")  # fmt: skip
     check_world_size(plan)
     name = next(iter(inspect.signature(model.forward).parameters))
 

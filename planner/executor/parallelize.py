@@ -1,18 +1,23 @@
 """Makes a plan's part of a model on this rank: the steps, in order."""
 
+# pyright: reportPrivateUsage=false
+# torch.nn.Module has no public way to move parameters and leave buffers, which FSDP hears of.
+
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
+from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.expert_parallel import Experts, experts_of
@@ -21,6 +26,7 @@ from planner.executor.mesh import check_executable, compute_dtype, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
+from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import check_buffers, check_names
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
@@ -136,14 +142,23 @@ class ParallelModel:
 
 
 def parallelize(
-    module: nn.Module, inputs: Tensors, training_loss: TrainingLoss, plan: Plan, mesh: DeviceMesh
+    module: nn.Module,
+    inputs: Tensors,
+    training_loss: TrainingLoss,
+    plan: Plan,
+    mesh: DeviceMesh,
+    backend: str | None = None,
 ) -> ParallelModel:
     """Splits ``module`` as ``plan`` says and keeps this rank's part, which takes over its parameters.
 
-    ``module`` holds equal values on every rank. ``inputs`` are one micro-batch of its inputs, of
-    which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
-    numbers by their place, out of torch's current seed, which must be the same on all of them.
+    ``module`` holds equal values on every rank, or its parameters lie on the meta device: then this rank's are zeros,
+    which the caller is to fill, and UnrecordableError says where values are needed. ``inputs`` are one micro-batch of
+    its inputs, of which only shapes and dtypes are read. Collective over ``mesh``. From here on ranks draw random
+    numbers by their place, out of torch's current seed, which must be the same on all of them. ``backend``: of
+    torch.compile, None where nothing is compiled.
     """
+    if backend is not None:
+        check_compilable(plan, backend, mesh.device_type)
     context = context_of(plan, mesh)
     _check(module, inputs, training_loss, (plan, mesh, context))
     inputs = inputs if context is None else context.example(inputs)
@@ -157,14 +172,7 @@ def parallelize(
     roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
-        if experts is not None:
-            experts.shard(root, chosen)
-        if plan.mesh.tp > 1:
-            apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
-        apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
-        apply_data_parallel(
-            root, units, mesh, plan.zero_stage, compute_dtype(plan), None if experts is None else experts.placements()
-        )
+        _divide(root, (plan, mesh, backend), chosen, units, (experts, surroundings))
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
@@ -179,18 +187,16 @@ def parallelize(
         for index, root in roots.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
-    tied = tied_gradients(ties, roots, plan, mesh)
-    has_loss = mine[-1] == last
     seed_rank(torch.initial_seed(), mesh)
     return ParallelModel(
         roots=tuple(roots.values()),
         stages=tuple(stages),
         schedule=schedule,
-        ties=tied,
+        ties=tied_gradients(ties, roots, plan, mesh),
         plan=plan,
         loss=parts,
         loss_parallel=loss.parallel,
-        has_loss=has_loss,
+        has_loss=mine[-1] == last,
         input_name=next(iter(inputs)),
         context=context,
         experts=experts,
@@ -199,6 +205,34 @@ def parallelize(
 
 def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _divide(
+    root: nn.Module,
+    where: tuple[Plan, DeviceMesh, str | None],
+    chosen: Mapping[str, Placement],
+    units: ShardingUnits,
+    ways: tuple[Experts | None, Surroundings],
+) -> None:
+    """Makes of one stage's part of the model, or the whole, what this rank holds of it."""
+    (plan, mesh, backend), (experts, surroundings) = where, ways
+    if experts is not None:
+        experts.shard(root, chosen)
+    if plan.mesh.tp > 1:
+        apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
+    if backend is not None:
+        apply_compile(root, plan, backend)
+    apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
+    placements = None if experts is None else experts.placements()
+    apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan), placements)
+    _leave_meta(root, _device(mesh))
+
+
+def _leave_meta(root: nn.Module, device: torch.device) -> None:
+    """Gives parameters without values memory, of this rank's part of each."""
+    if any(parameter.is_meta for parameter in root.parameters()):
+        with torch.no_grad():
+            root._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _check(
@@ -230,7 +264,9 @@ def _programs(
         trace = trace_as_compiled(module, listed, inputs, call_model, compute_dtype(plan))
     except PlanError:
         raise
-    except Exception:  # whatever the user's code raises without values
+    except Exception as error:  # whatever the user's code raises without values
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnrecordableError("it is cut into stages by a forward pass with values") from error
         trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
     programs = keep_unused(module, split_trace(module, trace, stages))
     return programs, tied_parameters(module, programs)

@@ -6,7 +6,6 @@ it. Both sides compute in float32, with modules in evaluation mode so that nothi
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Optimizer, Precision
-from planner.executor.build import build_model, example_batch, loaded_model, named_inputs
+from planner.executor.build import build_model, example_batch, loaded_model
 from planner.executor.data import TokenData, open_data
-from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import build_optimizer
-from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.parallelize import ParallelModel
 from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.executor.token_file import TokenDtype
 from planner.model_file import LoadedModel, call_model
@@ -67,20 +66,24 @@ def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[s
     check_world_size(plan)
     loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
     data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
-    module = build_model(loaded, options.seed).eval()
-    names = [fqn for fqn, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+    reference = build_model(loaded, options.seed).eval() if dist.get_rank() == 0 else None
+    shapes = _shapes(reference)
     expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    if dist.get_rank() == 0:
-        reference = build_model(loaded, options.seed).eval()
+    if reference is not None:
         expected_loss, gradients, parameters = _one_process(reference, loaded, plan, data)
-    loss_of = functools.partial(named_inputs, loaded)
-    loss = recognised(loaded.training_loss, module, loss_of, training.seq_len)
-    shapes = {fqn: module.get_parameter(fqn).shape for fqn in names}
-    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    model = started(loaded, plan, mesh, Start(options.seed, is_evaluated=True))
     optimizer = build_optimizer(model.parameters(), Optimizer.SGD, LEARNING_RATE)
     found = float(train_step(model, optimizer, local_batch(model, data, 0, mesh), mesh))
     rows = _rows(model, shapes, gradients, parameters)
     return {"loss": found, "expected_loss": expected_loss, "rows": [asdict(row) for row in rows]}
+
+
+def _shapes(reference: nn.Module | None) -> dict[str, torch.Size]:
+    """Of each trainable parameter of rank 0's ``reference``, which every rank gets."""
+    named = () if reference is None else reference.named_parameters(remove_duplicate=False)
+    box = [{fqn: parameter.shape for fqn, parameter in named if parameter.requires_grad}]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: TokenData) -> tuple[float, State, State]:

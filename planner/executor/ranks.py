@@ -52,6 +52,11 @@ def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Gener
         dist.destroy_process_group()
 
 
+def device_type() -> str:
+    """What ranks on this machine compute on: ``cuda`` or ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _met(rank: int, size: int, timeout: datetime.timedelta, work: str) -> dist.Store:
     """The store of torch's environment variables, once all ranks are there and are told to do the same."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

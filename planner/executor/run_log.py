@@ -1,18 +1,22 @@
-"""What a run says of itself: a report a step, and a line of JSON a step beside what the plan predicts."""
+"""What a run says of itself: a report a step, as JSON or for TensorBoard, beside what the plan predicts."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from planner.errors import InputError
 from planner.plan.schema import Plan
+
+_PREDICTED = "predicted_"  # before what the plan predicts, and behind it the name of what is measured
 
 
 @dataclass(frozen=True)
@@ -28,33 +32,82 @@ class StepReport:
     eval_loss: float | None = None  # after this step, where it is one to evaluate after
 
 
-def check_log(path: Path | None) -> None:
-    """InputError before the run rather than in it, where there is no folder for the log."""
-    if path is not None and not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: {path.parent} is no folder", hint="choose another --log FILE")
+@dataclass(frozen=True)
+class LogOptions:
+    """Where a run writes what it says."""
+
+    file: Path | None = None  # lines of JSON
+    board: Path | None = None  # a folder for TensorBoard
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is written."""
+        return self.file is not None or self.board is not None
+
+    def check(self) -> None:
+        """InputError before the run rather than in it, where it cannot be written."""
+        if self.file is not None and not self.file.parent.is_dir():
+            text = f"cannot write {self.file}: {self.file.parent} is no folder"
+            raise InputError(text, hint="choose another --log FILE")
+        if self.board is None:
+            return
+        if importlib.util.find_spec("tensorboard") is None:
+            raise InputError("--tensorboard needs the package tensorboard, which is not installed",
+                             hint="pip install 'planner[tensorboard]', or write lines of JSON: --log FILE")  # fmt: skip
+        if self.board.exists() and not self.board.is_dir():
+            raise InputError(
+                f"cannot write into {self.board}: it is no folder", hint="choose another --tensorboard DIR"
+            )
 
 
 class RunLog:
-    """Lines of JSON appended to ``path`` by rank 0; a run that goes on appends to what is there.
+    """Writes on rank 0 what each step came to; a run that goes on adds to what is there.
 
-    Each has the fields of ``StepReport`` with ``mfu`` and ``peak_memory_bytes`` (the largest of all ranks), and the
-    plan's ``predicted_step_time_s``, ``predicted_mfu`` and ``predicted_peak_memory_bytes``. ``memory_kind`` says what
-    was measured: ``allocated`` by torch on a GPU, or the ``resident`` pages of a process on a CPU.
+    A line of JSON has the fields of ``StepReport`` with ``mfu`` and ``peak_memory_bytes`` (the largest of all ranks),
+    and the plan's ``predicted_step_time_s``, ``predicted_mfu`` and ``predicted_peak_memory_bytes``. ``memory_kind``
+    says what was measured: ``allocated`` by torch on a GPU, or the ``resident`` pages of a process on a CPU.
+    TensorBoard gets the same numbers as scalars, side by side as ``mfu/measured`` and ``mfu/predicted``. ``first``:
+    steps done before.
     """
 
-    def __init__(self, path: Path, plan: Plan, device: torch.device) -> None:
-        self._path, self._plan, self._device = path, plan, device
+    def __init__(self, options: LogOptions, plan: Plan, device: torch.device, first: int) -> None:
+        self._file, self._plan, self._device = options.file, plan, device
+        self._board: Any = None
+        if options.board is not None and dist.get_rank() == 0:
+            from torch.utils.tensorboard import SummaryWriter  # here, for it needs the package
+
+            # What a run wrote behind the checkpoint that it goes on from is not shown.
+            self._board = SummaryWriter(str(options.board), purge_step=first + 1)
 
     def write(self, report: StepReport) -> None:
-        """Appends a line. Collective, since the memory is that of the fullest rank."""
+        """Adds a step. Collective, since the memory is that of the fullest rank."""
         peak = torch.tensor(peak_memory_bytes(self._device), dtype=torch.int64, device=self._device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:
-            memory = {"peak_memory_bytes": int(peak),
-                      "memory_kind": "allocated" if self._device.type == "cuda" else "resident"}  # fmt: skip
-            line = asdict(report) | measured_mfu(self._plan, report.step_time_s) | memory | predicted(self._plan)
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        if dist.get_rank() != 0:
+            return
+        kind = "allocated" if self._device.type == "cuda" else "resident"
+        numbers = asdict(report) | measured_mfu(self._plan, report.step_time_s) | {"peak_memory_bytes": int(peak)}
+        expected = predicted(self._plan)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(numbers | {"memory_kind": kind} | expected) + "\n")
+        if self._board is not None:
+            for name, value in (numbers | expected).items():
+                if value is not None and name != "step":
+                    self._board.add_scalar(_tag(name, expected), value, report.step)
+            self._board.flush()
+
+    def close(self) -> None:
+        """Ends what is written in the background."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _tag(name: str, expected: dict[str, float]) -> str:
+    """What TensorBoard shows a number as: what is before the slash makes a section."""
+    if name in expected:
+        return f"{name.removeprefix(_PREDICTED)}/predicted"
+    return f"{name}/measured" if _PREDICTED + name in expected else name
 
 
 def measured_mfu(plan: Plan, step_time_s: float) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import math
 import time
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import DivergedError, InputError
-from planner.executor.build import build_model, example_batch, loaded_model, named_inputs
+from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
+from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
-from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import (
     Optimization,
@@ -29,11 +28,12 @@ from planner.executor.optimizer import (
     parameter_groups,
     rate_at,
 )
-from planner.executor.parallelize import ParallelModel, parallelize
+from planner.executor.parallelize import ParallelModel
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch, say, told_by_rank, told_to_stop
 from planner.executor.requirements import buffers_unchanged
-from planner.executor.run_log import RunLog, StepReport
+from planner.executor.run_log import LogOptions, RunLog, StepReport
+from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.token_file import TokenDtype
 from planner.executor.watch import watched
@@ -75,7 +75,8 @@ class RunOptions:
     optimization: Optimization = field(default_factory=Optimization)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     weights: Path | None = None  # safetensors to begin with
-    log: Path | None = None  # lines of JSON
+    is_compiled: bool = False  # each unit by torch.compile
+    log: LogOptions = field(default_factory=LogOptions)
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
 
@@ -107,7 +108,7 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         loaded = loaded_model(plan)
         if loaded.digest != plan.model.digest:
             say(f"warning: {plan.model.source} has changed since the plan was made for it")
-        run = prepare(plan, loaded, options, device, checkpointer)
+        run = prepare(plan, loaded, options, device, checkpointer, found is not None)
         first = 0
         if checkpointer is not None and found is not None:
             checkpointer.load(found, run.model, run.optimizer, plan.training.optimizer)
@@ -120,23 +121,28 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
 def _work(plan: Plan, options: RunOptions) -> str:
     """What all ranks must have been told alike: paths may differ from host to host."""
     numbers = (options.steps, options.seed, options.optimization, options.data.eval_every, options.data.eval_batches,
-               options.checkpoints.every, options.checkpoints.folder is None, options.log is None)  # fmt: skip
+               options.checkpoints.every, options.checkpoints.folder is None, options.log.is_wanted,
+               options.is_compiled)  # fmt: skip
     return hashlib.sha256(f"{plan.model_dump_json()} {numbers}".encode()).hexdigest()
 
 
 def prepare(
-    plan: Plan, loaded: LoadedModel, options: RunOptions, device: torch.device, checkpointer: Checkpointer | None
+    plan: Plan,
+    loaded: LoadedModel,
+    options: RunOptions,
+    device: torch.device,
+    checkpointer: Checkpointer | None,
+    is_resumed: bool = False,
 ) -> Run:
-    """This rank's part of the model with its optimiser and data. Collective."""
+    """This rank's part of the model with its optimiser and data; no values where it is resumed. Collective."""
     mesh = build_mesh(plan, device.type)
     seed, files = options.seed or 0, options.data
     data = open_data(plan, files.file, loaded.vocab_size, seed, files.dtype)
     eval_data = None
     if files.eval_every is not None:
         eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
-    module = build_model(loaded, seed, options.weights)
-    loss = recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
-    model = parallelize(module, example_batch(loaded, plan), loss, plan, mesh)
+    backend = INDUCTOR if options.is_compiled else None
+    model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed, backend=backend))
     named = [pair for root in model.roots for pair in root.named_parameters()]
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
@@ -145,7 +151,7 @@ def prepare(
 
 def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepReport], None]) -> bool:
     options, plan = run.options, run.model.plan
-    log = None if options.log is None else RunLog(options.log, plan, device)
+    log = RunLog(options.log, plan, device, first) if options.log.is_wanted else None
     saves = run.checkpointer is not None
     with watched(options.timeout_s) as finished, told_to_stop(device, enabled=saves) as is_to_stop:
         step = first
@@ -171,6 +177,8 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
             every = options.checkpoints.every
             if every is not None and step % every == 0:
                 _save(run, step)
+        if log is not None:
+            log.close()
         if run.checkpointer is not None and step > first:
             _save(run, step)
             run.checkpointer.close()
@@ -192,7 +200,7 @@ def timed_step(run: Run, step: int) -> StepReport:
         if max_norm is not None:
             clip(model, norms[0], max_norm)
 
-    wanted = max_norm is not None or options.log is not None
+    wanted = max_norm is not None or options.log.is_wanted
     start_s = time.perf_counter()
     batch = local_batch(model, run.data, step, run.mesh)
     loss = float(train_step(model, run.optimizer, batch, run.mesh, look_at_gradients if wanted else None))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -11,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.mesh import MeshAxis
+from planner.errors import InputError
 from planner.executor.build import loaded_model
 from planner.executor.live_memory import LiveMemory
-from planner.executor.mesh import check_world_size
+from planner.executor.mesh import check_executable, check_world_size
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.train import Run, RunOptions, prepare, timed_step
+from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 
 WARM_UP_STEPS = 2  # the first makes the optimiser's states, the second settles FSDP's order
@@ -46,6 +51,30 @@ def measure(plan: Plan, options: RunOptions) -> dict[str, object]:
     """
     with quiet_torch(), process_group(options.timeout_s) as device:
         return measured(plan, options, device)
+
+
+def measure_each(plan: Plan, others: Callable[[], list[Plan]], options: RunOptions) -> dict[str, object]:
+    """As ``measure``, of ``plan`` and then of what rank 0 gets from ``others``, in one world.
+
+    Under ``plans`` stand all of them, and under ``found`` what each came to, or ``refused`` with the reason where one
+    cannot be executed.
+    """
+    with quiet_torch(), process_group(options.timeout_s) as device:
+        box = [[plan_json(each) for each in others()] if dist.get_rank() == 0 else []]
+        dist.broadcast_object_list(box)
+        told = [Plan.model_validate_json(text).model_copy(update={"model": plan.model}) for text in box[0]]
+        found = [measured(plan, options, device), *(_measured_or_refused(each, options, device) for each in told)]
+    return {"plans": [json.loads(plan_json(each)) for each in (plan, *told)], "found": found}
+
+
+def _measured_or_refused(plan: Plan, options: RunOptions, device: torch.device) -> dict[str, object]:
+    """All ranks refuse a plan or none: what is refused is found out before anything is computed."""
+    gc.collect()  # modules and their hooks refer to each other: the model before is to go
+    try:
+        check_executable(plan)
+        return measured(plan, options, device)
+    except InputError as error:
+        return {"refused": error.message}
 
 
 def measured(plan: Plan, options: RunOptions, device: torch.device) -> dict[str, object]:

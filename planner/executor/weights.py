@@ -20,18 +20,28 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Fills ``module`` from ``path``, a .safetensors file or a folder of them. InputError where anything is missing.
+    """Fills ``module`` as ``matched_weights`` has it."""
+    own = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in matched_weights(module, path).items():
+            own[name].copy_(value)
 
-    A model of ``transformers`` in a folder with its config.json is read by ``transformers``, which knows how its
-    names and layouts changed.
+
+def matched_weights(module: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """What ``path`` has for every name of ``module``'s state, which needs no values. InputError if anything is missing.
+
+    ``path`` is a .safetensors file or a folder of them, whose tensors are mapped and not read. A model of
+    ``transformers`` in a folder with its config.json is read by ``transformers``, which knows how its names and layouts
+    changed, and reads the whole.
     """
     if path.is_dir() and (path / "config.json").is_file() and hasattr(module, "config"):
         stored = from_pretrained(module, path)
     else:
         stored = read_safetensors(path)
     own = module.state_dict(keep_vars=True)
-    names = _filled_through_ties(own, stored)
-    missing, foreign = sorted(set(own) - names), sorted(set(stored) - set(own))
+    source = {id(own[name]): name for name in stored if name in own}  # tied ones stand in a file once
+    missing = sorted(name for name, value in own.items() if id(value) not in source)
+    foreign = sorted(set(stored) - set(own))
     if missing or foreign:
         texts = [f"{len(names)} {what}, the first {names[0]}" for what, names in
                  (("tensors of the model are not in it", missing), ("of its tensors are not in the model", foreign))
@@ -41,8 +51,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
         if value.shape != own[name].shape:
             raise InputError(f"{path}: {name} has the shape {list(value.shape)}, the model's {list(own[name].shape)}",
                              hint="name the weights of this model")  # fmt: skip
-        with torch.no_grad():
-            own[name].copy_(value)
+    return {name: stored[source[id(value)]] for name, value in own.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -79,9 +88,3 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
             piece = piece.clone()
         found[name] = piece.view(dtype).view(entry["shape"])
     return found
-
-
-def _filled_through_ties(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the model that have a value once ``stored`` is copied: tied ones stand in a file once."""
-    filled = {id(own[name]) for name in stored if name in own}
-    return {name for name, value in own.items() if id(value) in filled}

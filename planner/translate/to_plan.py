@@ -213,10 +213,7 @@ def _block_modes(found: Evaluated, graph: ModelGraph) -> list[tuple[str, BlockMo
 
 
 def prediction_section(found: Evaluated, target: PricingTarget, training: Training) -> PredictionSection:
-    """What the cost models say.
-
-    Host memory is fullest while our executor starts: each process builds the whole model in fp32 before it shards it.
-    """
+    """What the cost models say."""
     graph, cluster = target.graph, target.cluster
     num_devices, time = cluster.num_devices, found.step_time_s
     tokens = training.global_batch_size * training.seq_len
@@ -241,7 +238,7 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         ),
         memory_term_tags={name: name.provenance for ledger in found.ledgers for name in term_bytes(ledger)},
         host_memory_bytes={
-            "models_being_built": graph.num_params * MASTER_BYTES * cluster.devices_per_node,
+            "initial_values": _start_elements(found.layout, graph) * MASTER_BYTES * cluster.devices_per_node,
             **offloaded_bytes(found.host),
         },
         nvme_bytes=0 if found.host is None else round(found.host.states.nvme_bytes),
@@ -256,17 +253,28 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
     )
 
 
+def _start_elements(layout: Layout, graph: ModelGraph) -> int:
+    """What a process of our executor holds in host memory, in fp32, while it starts: one parameter after the other.
+
+    Under context parallelism the whole model, and a copy that it is tried on (``executor/context_parallel.py``). So
+    much is needed too by models whose code cannot be recorded, which nobody knows before.
+    """
+    if layout.mesh.cp > 1:
+        return 2 * graph.num_params
+    return max((parameter.num_elements for parameter in graph.parameters), default=0)
+
+
 def host_warnings(prediction: PredictionSection, cluster: ClusterSpec) -> tuple[str, ...]:
     """Where our executor would need more host memory than a node has.
 
-    A warning and no refusal: the layout fits the devices, and only `planner run` builds the whole model in each
-    process. What is offloaded is needed by whoever runs the layout, and is a limit of the search.
+    A warning and no refusal: the layout fits the devices, and only `planner run` starts in this way. What is offloaded
+    is needed by whoever runs the layout, and is a limit of the search.
     """
-    needed, ram = prediction.host_memory_bytes.get("models_being_built", 0), cluster.profile.node.ram_bytes
+    needed, ram = prediction.host_memory_bytes.get("initial_values", 0), cluster.profile.node.ram_bytes
     if ram is None or needed <= ram.value:
         return ()
     return (
-        f"{HOST_WARNING}: {cluster.devices_per_node} processes build the whole model in 32 bits each, "
+        f"{HOST_WARNING}: {cluster.devices_per_node} processes make the model's initial values in 32 bits each, in "
         f"{needed / 2**30:,.0f} GiB, and a node of {cluster.profile.name} has {ram.value / 2**30:,.0f} GiB",
     )
 

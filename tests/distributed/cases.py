@@ -43,6 +43,7 @@ class Case:
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
     block_modes: tuple[Recompute, ...] = ()  # of each block, where they differ
     on_host: int = 0  # the first blocks whose activations lie in host memory
+    is_compiled: bool = False
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
@@ -233,6 +234,9 @@ CASES = {
     "dp4-ep2-zero3-mixtral": Case("mixtral", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2),
     "dp4-ep2-on-host": Case("mixture", MeshSection(dp_shard=4, ep=2), 3, on_host=2, micro_batch_size=4),
     "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
+    "dp4-zero3-compiled-full": Case("gpt", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=4, is_compiled=True),
+    "tp2-dp2-compiled": Case("gpt", _DP2_TP2, 1, micro_batch_size=8, is_compiled=True),
+    "pp2-dp2-compiled": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=4, is_compiled=True),
     "pp4-gpipe-tied": Case("gpt-tied", MeshSection(pp=4), 0, ScheduleName.GPIPE, micro_batch_size=4),
 }
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from costmodels.vocabulary.choices import Precision
+from planner.api import find_plan
+from planner.layout.layout import Pins
+from planner.plan.plan_file import read_plan, write_plan
+from planner.request import Request
 
 TOLERANCE = 1e-5
 
@@ -32,3 +43,31 @@ def test_verify_measures_every_part(outcomes: dict[str, Any]) -> None:
     states = 220544 / 2 / 2 * 4  # about: a half of the parameters a stage, a half of these a rank, in float32
     assert all(memory > 4 * states for memory in outcome["memory_bytes"])  # shards, moments, and what is gathered
     assert len(outcome["memory_bytes"]) == 2
+
+
+def test_the_fastest_of_several_plans_is_kept(tmp_path: Path) -> None:
+    """Two ranks measure a pipeline, which is slow for so small a model, and what a search finds besides."""
+    request = Request("gpt-tiny", 2, "cpu-gloo", seq_len=64, global_batch_size=8, precision=Precision.FP32,
+                      pins=Pins(pp=2, micro_batch=1))  # fmt: skip
+    given = find_plan(request).plan
+    free = given.model_copy(update={"search": given.search and given.search.model_copy(update={"pins": {}})})
+    write_plan(free, tmp_path / "plan.json")
+    command = [sys.executable, "-c", "from planner.cli.main import main; main()", "verify", str(tmp_path / "plan.json")]
+    result = subprocess.run(
+        [*command, "--top", "3", "--steps", "3", "--keep", str(tmp_path / "kept.json"), "--json"],
+        env=os.environ, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["plans"]
+    assert len(rows) == 3
+    assert len({row["layout"] for row in rows}) == 3
+    times = [row["measured_s"] for row in rows]
+    assert times == sorted(times)
+    assert all(row["fastest_s"] <= row["measured_s"] <= row["slowest_s"] for row in rows)
+    (mine,) = [row for row in rows if row["is_given"]]
+    assert mine["layout"].startswith("pp=2")
+    kept = read_plan(tmp_path / "kept.json")
+    assert mine != rows[0]
+    assert kept.mesh != free.mesh
+    assert kept.prediction is not None
+    assert kept.prediction.step_time_s == rows[0]["predicted_s"]

@@ -41,6 +41,13 @@ def test_step_is_visible(name: str, outcomes: dict[str, Outcome]) -> None:
     assert max(found["update_size"] for found in parameters.values()) > 1e-2
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_compiled_whole_where_they_are_to_be(name: str, outcomes: dict[str, Outcome]) -> None:
+    """One graph for all blocks, which are of one class."""
+    assert outcomes[name]["num_graphs"] == int(CASES[name].is_compiled)
+    assert outcomes[name]["graph_breaks"] == {}
+
+
 def test_loss_falls_on_real_text(outcomes: dict[str, Outcome]) -> None:
     losses = outcomes["pp2-dp2-learns"]["losses"]
     assert isinstance(losses, list)

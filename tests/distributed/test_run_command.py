@@ -297,5 +297,27 @@ def test_everything_around_a_step(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
 
 
+def test_tensorboard_gets_what_the_log_has(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plan = json.loads(two_rank_plan(tmp_path, TWO_LAYER_MODEL).read_text())
+    plan["prediction"] = {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0, "model_flops_per_gpu_per_s": 1.0, "mfu": 0.5,
+                          "peak_memory_bytes": [2**20], "memory_capacity_bytes": 2**30, "breakdown_s": {}}  # fmt: skip
+    (tmp_path / "priced.json").write_text(json.dumps(plan))
+    log, board = tmp_path / "log.jsonl", tmp_path / "board"
+    arguments = (str(tmp_path / "priced.json"), "--steps", "3", "--log", str(log), "--tensorboard", str(board))
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    shown = events.EventAccumulator(str(board)).Reload()
+    for tag, name in (
+        ("loss", "loss"), ("learning_rate", "learning_rate"), ("gradient_norm", "gradient_norm"),
+        ("mfu/measured", "mfu"), ("mfu/predicted", "predicted_mfu"), ("step_time_s/measured", "step_time_s"),
+        ("peak_memory_bytes/measured", "peak_memory_bytes"),
+        ("peak_memory_bytes/predicted", "predicted_peak_memory_bytes"),
+    ):  # fmt: skip
+        found = [(event.step, event.value) for event in shown.Scalars(tag)]
+        assert found == [(line["step"], pytest.approx(line[name])) for line in lines], tag
+
+
 def losses(lines: list[str]) -> list[tuple[str, str]]:
     return [(line.split()[1], line.split()[3]) for line in lines]

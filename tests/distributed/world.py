@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -33,9 +34,11 @@ from planner.executor.optimizer import build_optimizer, clip, gradient_norm
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.parity import ParityOptions, compared
 from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.train import RunOptions
 from planner.executor.verify import measured
+from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
 from planner.models.loss import NEXT_TOKEN, next_token_loss
 from planner.plan.manifest import Progress
 from planner.plan.plan_file import read_plan
@@ -56,7 +59,7 @@ from tests.distributed.cases import (
     coupled_plan,
 )
 from tests.distributed.counter import CollectiveCounter
-from tests.distributed.toy_models import MODELS, SEQ_LEN
+from tests.distributed.toy_models import MODELS, SEQ_LEN, VOCAB
 
 LEARNING_RATE = 0.5
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
@@ -131,6 +134,7 @@ def _learn(case: Case) -> dict[str, object]:
 
 
 def _run(case: Case) -> dict[str, object]:
+    counters.clear()
     model, losses = _train(case, steps=1)
     gathered = _gather(model)
     if dist.get_rank() != 0:
@@ -139,6 +143,8 @@ def _run(case: Case) -> dict[str, object]:
     return {
         "loss": losses[0],
         "expected_loss": expected_loss,
+        "num_graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": dict(counters["graph_break"]),
         "missing": sorted(set(expected) - set(gathered)),
         "parameters": {
             fqn: {
@@ -274,9 +280,15 @@ def _seeded(name: str) -> nn.Module:
 
 def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
     plan = case.plan()
-    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
-    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, _mesh_of(plan))
+    start = Start(seed=0, backend="aot_eager" if case.is_compiled else None)  # inductor takes its time
+    model = started(_loaded(case), plan, _mesh_of(plan), start)
     return model, build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
+
+
+def _loaded(case: Case) -> LoadedModel:
+    """A toy model as a command has it."""
+    source = ModelSource(case.model, ModelKind.PYTHON)
+    return LoadedModel(source, "", SEQ_LEN, VOCAB, MODELS[case.model].build, token_inputs, next_token_loss, NEXT_TOKEN)
 
 
 def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:

@@ -182,7 +182,7 @@ def test_a_plan_says_what_it_offloads_and_is_priced_again_as_it_was() -> None:
     assert plan.prediction is not None
     assert plan.prediction.step_time_low_s is None  # no run that offloads is in the band
     assert plan.prediction.host_memory_bytes.keys() == {
-        "models_being_built", "optimizer", "arriving_gradients", "updated_parameters"
+        "initial_values", "optimizer", "arriving_gradients", "updated_parameters"
     }  # fmt: skip
     assert any("does not execute offloading" in warning for warning in plan.warnings)
     assert show_plan(plan) is not None

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.main import app
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.executor import outcome
+from planner.plan.plan_file import read_plan
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
 MEASURED = {"step_times_s": [1.0, 3.0, 2.0], "step_time_s": 2.0, "optimizer_s": 0.5, "collectives_s": {"send": 0.25},
@@ -70,3 +71,28 @@ def test_verify_needs_a_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(PlanError, match="no prediction"):
         invoke(monkeypatch, MEASURED, "verify", str(tmp_path / "plan.json"))
+
+
+def test_several_plans_are_shown_the_fastest_first_and_those_that_cannot_run_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = json.loads(EXAMPLE.read_text())
+    other = {**plan, "zero_stage": 3}
+    refused = {**plan, "zero_stage": 2}
+    faster = {**MEASURED, "step_times_s": [0.5, 0.75, 0.25], "step_time_s": 0.5}
+    value = {"plans": [plan, refused, other], "found": [MEASURED, {"refused": "no such thing"}, faster]}
+    kept = tmp_path / "kept.json"
+    arguments = ("verify", str(EXAMPLE), "--top", "3", "--keep", str(kept))
+    code, text = invoke(monkeypatch, value, *arguments, "--json")
+    rows = json.loads(text)["plans"]
+    assert code == 0
+    assert [row["measured_s"] for row in rows] == [0.5, 2.0, None]
+    assert [row["is_given"] for row in rows] == [False, True, False]
+    assert (rows[0]["fastest_s"], rows[0]["slowest_s"], rows[2]["refused"]) == (0.25, 0.75, "no such thing")
+    assert read_plan(kept).zero_stage == 3
+    assert "no such thing" in invoke(monkeypatch, value, *arguments)[1]
+
+
+def test_nothing_is_kept_of_one_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="several plans"):
+        invoke(monkeypatch, MEASURED, "verify", str(EXAMPLE), "--keep", str(tmp_path / "kept.json"))

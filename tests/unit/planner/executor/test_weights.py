@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.errors import InputError
-from planner.executor.weights import load_weights, read_safetensors
+from planner.executor.weights import load_weights, matched_weights, read_safetensors
 from planner.model_file import load_model, resolve_model
 
 transformers = pytest.importorskip("transformers")
@@ -32,6 +32,19 @@ def test_everything_is_filled_by_its_name(tmp_path: Path) -> None:
     load_weights(target, tmp_path / "model.safetensors")
     assert torch.equal(target.head.weight, source.embedding.weight)
     assert target.norm.bias.tolist() == [0.5] * 3
+
+
+def test_weights_are_found_for_a_module_without_values_and_are_not_read(tmp_path: Path) -> None:
+    source = Tied()
+    with torch.device("meta"):
+        target = Tied()
+    values = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
+    safetensors_torch.save_file(values, tmp_path / "model.safetensors")
+    found = matched_weights(target, tmp_path / "model.safetensors")
+    assert found.keys() == source.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+    addresses = {value.untyped_storage().data_ptr() for value in found.values()}
+    assert len(addresses) == 1  # all are parts of the mapped file
 
 
 def test_names_that_do_not_fit_are_counted(tmp_path: Path) -> None:

@@ -47,12 +47,21 @@ def test_blocks_of_one_kind_in_a_list_share_a_pattern() -> None:
     assert all(module.startswith("layers.*.") for module in modules if "layers" in module)
 
 
+def test_host_memory_of_the_start_is_the_largest_parameter_of_each_process() -> None:
+    """llama3-8b's is its embedding, 128,256 x 4,096. Context parallelism tries the whole model on a copy."""
+    for cp, elements in ((1, 128256 * 4096), (2, 2 * 8030261248)):
+        request = Request("llama3-8b", 16, "dgx-h100-80gb", global_batch_size=32, pins=Pins(cp=cp, tp=8))
+        prediction = find_plan(request).plan.prediction
+        assert prediction is not None
+        assert prediction.host_memory_bytes == {"initial_values": elements * 4 * 8}
+
+
 @pytest.mark.parametrize(("model", "num_params", "is_warned"), [("8B", 8 * 10**9, False), ("70B", 706 * 10**8, True)])
 def test_host_memory_that_no_node_has_is_said(model: str, num_params: int, is_warned: bool) -> None:
     """Eight processes with 4 bytes a parameter: 0.26 and 2.26 TB, of the 2 TB of a DGX H100."""
     prediction = PredictionSection(
         step_time_s=1.0, tokens_per_s_per_gpu=1.0, model_flops_per_gpu_per_s=1.0, mfu=0.5, peak_memory_bytes=(1,),
-        memory_capacity_bytes=1, breakdown_s={}, host_memory_bytes={"models_being_built": num_params * 4 * 8},
+        memory_capacity_bytes=1, breakdown_s={}, host_memory_bytes={"initial_values": num_params * 4 * 8},
     )  # fmt: skip
     found = to_plan.host_warnings(prediction, profile_for(64, "dgx-h100-80gb"))
     assert len(found) == is_warned, model

@@ -1,0 +1,30 @@
+"""Where a run cannot write what it says, it is told before it begins."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from planner.errors import InputError
+from planner.executor.run_log import LogOptions
+
+
+def test_a_log_needs_its_folder(tmp_path: Path) -> None:
+    LogOptions(tmp_path / "log.jsonl").check()
+    with pytest.raises(InputError, match="is no folder"):
+        LogOptions(tmp_path / "nowhere" / "log.jsonl").check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is installed")
+def test_tensorboard_is_asked_for_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tensorboard") as caught:
+        LogOptions(board=tmp_path / "board").check()
+    assert "pip install 'planner[tensorboard]'" in caught.value.hint
+
+
+def test_nothing_is_wanted_unless_it_is_named(tmp_path: Path) -> None:
+    assert [LogOptions().is_wanted, LogOptions(tmp_path).is_wanted, LogOptions(board=tmp_path).is_wanted] == [
+        False, True, True,
+    ]  # fmt: skip
