@@ -60,7 +60,7 @@ class Request:
     time_limit_s: float | None = None  # from the call on
     num_runners_up: int | None = None  # None: up to five of those that the search comes by
     prefer: Preference = Preference.SIMPLE
-    framework: str = DEFAULT_FRAMEWORK  # whose recipe prices the layouts
+    framework: str = DEFAULT_FRAMEWORK  # within whose rules is searched, and whose recipe prices
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
     may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
@@ -257,18 +257,12 @@ def borrowed(framework: str) -> str:
 def target_of(
     graph: ModelGraph, cluster: ClusterSpec, precision: Precision, framework: str, notes: list[str]
 ) -> PricingTarget:
-    """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name.
-
-    What is searched is the same for every framework as yet, which ``notes`` then say.
-    """
+    """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name."""
     target = target_as_run(graph, cluster, precision, Software(framework))
     if framework != OUR_FRAMEWORK:
         borrowed = framework_of(framework).borrows
         why = f"; {borrowed}" if borrowed else ""
-        notes.append(
-            f"priced as {framework} runs a layout (recipe {target.recipe.name}{why}): layouts "
-            f"that {framework} itself cannot run are not left out"
-        )
+        notes.append(f"priced as {framework} runs a layout (recipe {target.recipe.name}{why})")
     return target
 
 
