@@ -16,10 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from torch import Tensor
 
     from planner.api.compare import Comparison, Config
     from planner.api.explain import Explanation
@@ -27,11 +24,11 @@ if TYPE_CHECKING:
     from planner.executor.in_script import LossFunction, Module
     from planner.executor.parallelize import ParallelModel, Tensors
     from planner.layout.layout import Pins
+    from planner.model_file import ExampleInputs
     from planner.plan.schema import Plan
     from planner.request import Request
 
     Model = str | Path | Module
-    ExampleInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | Callable[[int, int], object]
 
     __version__: str
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from planner.models.loss import TrainingLoss
 
     Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+    ExampleInputs = Callable[[int, int], object] | Batch | torch.Tensor
 
 HELD = "module:"
 SEARCH_AGAIN = "put the file back, or search again: planner search MODEL -o plan.json"
@@ -189,7 +190,7 @@ def _not_in_a_file(source: ModelSource) -> ModelError:
 
 def held_model(
     module: nn.Module,
-    example_inputs: Callable[[int, int], object] | Batch | torch.Tensor | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[[object, Batch], torch.Tensor] | None = None,
 ) -> LoadedModel:
     """A module held in Python, on meta or with weights, as a model file with the same inputs and loss would be.
