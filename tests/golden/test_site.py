@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
     reason="mkdocs or mkdocs-material is not installed: make setup",
 )
 def test_the_pages_make_a_site(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
