@@ -32,11 +32,8 @@ class HeldModule:
     def of(module: nn.Module) -> HeldModule:
         """ModelError where it has no shape yet, or is not whole any more."""
         name = type(module).__name__
+        check_has_shapes(module, name)
         for fqn, parameter in module.named_parameters():
-            if is_lazy(parameter):
-                raise ModelError(
-                    f"{name}: the parameter {fqn} has no shape yet", hint="call the module once, then pass it"
-                )
             if isinstance(parameter, DTensor):
                 raise ModelError(
                     f"{name}: the parameter {fqn} is split over devices already",
@@ -60,6 +57,15 @@ class HeldModule:
             raise ModelError(
                 f"{type(self.module).__name__} cannot be copied: {type(error).__name__}: {error}", hint=IN_A_FILE
             ) from error
+
+
+def check_has_shapes(module: nn.Module, name: str) -> None:
+    """ModelError where a parameter has none until the module is called (``nn.LazyLinear``)."""
+    for fqn, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"{name}: the parameter {fqn} has no shape yet", hint="call the module once before it is planned for"
+            )
 
 
 def inputs_like(example: Inputs) -> Callable[[int, int], Batch]:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
-from planner.models.held import fixed_seq_len
+from planner.models.held import check_has_shapes, fixed_seq_len
 from planner.models.loss import Reduction, TrainingLoss
 from planner.models.own_code import OwnCode
 from planner.models.weightless import build_weightless
@@ -89,6 +89,7 @@ class PythonModel:
 
         with time_limit(time_limit_s, f"{factory_name}() of {path}"):
             model = build_weightless(build)
+        check_has_shapes(model, f"{path}: {factory_name}()")
         inputs, loss = _function(module, "example_inputs", path), _training_loss(module, path)
         return PythonModel(
             factory_name=factory_name,
