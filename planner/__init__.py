@@ -8,6 +8,7 @@ planner.estimate(plan, hardware="dgx-a100-80gb").prediction.step_time_s
 planner.fit("llama3-70b", gpus=16).fits
 planner.compare("llama3-8b", gpus=64, mine="tp=8").rows[0].framework
 planner.explain(plan, why_not="tp=4").binding
+planner.search(module, gpus=8, example_inputs={"input_ids": tokens})  # an nn.Module, on meta or with weights
 """
 
 from __future__ import annotations
@@ -23,16 +24,33 @@ if TYPE_CHECKING:
     from planner.executor.in_script import LossFunction, Module
     from planner.executor.parallelize import ParallelModel, Tensors
     from planner.layout.layout import Pins
+    from planner.model_file import ExampleInputs
     from planner.plan.schema import Plan
     from planner.request import Request
+
+    Model = str | Path | Module
 
     __version__: str
 
 __all__ = ["__version__", "compare", "estimate", "explain", "fit", "load_plan", "parallelize", "search"]
 
 
-def search(model: str | Path, gpus: int | None = None, *, hardware: str | None = None, **options: object) -> Plan:
+def search(
+    model: Model,
+    gpus: int | None = None,
+    *,
+    hardware: str | None = None,
+    example_inputs: ExampleInputs | None = None,
+    loss_fn: LossFunction | None = None,
+    **options: object,
+) -> Plan:
     """The fastest plan that fits for ``model``: a preset, a model file, a config or a graph.json, as in a command.
+
+    Or a module, on meta or with weights, which is copied without them and not changed. ``example_inputs`` and
+    ``loss_fn(output, batch)`` are then what a model file calls so: a function (batch_size, seq_len), or one micro-batch
+    (a tensor, a tuple or a dict by name, whose tensors begin with the number of samples); by default token ids and
+    next-token cross entropy. ``model.source`` of its plan is ``module:`` and the name of its class: it is trained with
+    ``planner.parallelize``, and ``planner run`` refuses it.
 
     ``gpus`` may be left out where ``hardware`` counts them. ``options`` are fields of ``planner.request.Request``, such
     as ``seq_len``, ``global_batch_size`` and ``precision``, and pins of ``planner.layout.layout.Pins``, such as ``tp``
@@ -40,22 +58,32 @@ def search(model: str | Path, gpus: int | None = None, *, hardware: str | None =
     """
     from planner.api import find_plan
 
-    return find_plan(_request(model, gpus, hardware, options)).plan
+    return find_plan(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options)).plan
 
 
-def fit(model: str | Path, gpus: int | None = None, *, hardware: str | None = None, **options: object) -> Fit:
+def fit(
+    model: Model,
+    gpus: int | None = None,
+    *,
+    hardware: str | None = None,
+    example_inputs: ExampleInputs | None = None,
+    loss_fn: LossFunction | None = None,
+    **options: object,
+) -> Fit:
     """Whether ``model`` fits, and what else would. Arguments as of ``search``; without ``gpus`` on one node."""
     from planner.api.fit import find_fit
 
-    return find_fit(_request(model, gpus, hardware, options))
+    return find_fit(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options))
 
 
 def compare(
-    model: str | Path,
+    model: Model,
     gpus: int | None = None,
     *,
     hardware: str | None = None,
     mine: str | Path | None = None,
+    example_inputs: ExampleInputs | None = None,
+    loss_fn: LossFunction | None = None,
     **options: object,
 ) -> Comparison:
     """The best plan of every framework, the fastest first, and beside them ``mine``: ``tp=8,pp=4``, or a config's path.
@@ -66,7 +94,7 @@ def compare(
     from planner.api.compare import compare as compared
 
     own = None if mine is None else _own(mine)
-    return compared(_request(model, gpus, hardware, options), own)
+    return compared(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options), own)
 
 
 def explain(
@@ -133,16 +161,61 @@ def estimate(
     return price_plan(loaded, hardware, gpus, framework).plan
 
 
-def load_plan(path: str | Path, *, trust: bool = False) -> Plan:
+def load_plan(
+    path: str | Path,
+    *,
+    trust: bool = False,
+    model: Module | None = None,
+    example_inputs: ExampleInputs | None = None,
+    loss_fn: LossFunction | None = None,
+) -> Plan:
     """The plan in a file; ``planner.errors.PlanError`` with every violation where it is none.
 
-    ``trust``: code of its model may be run that lies outside the folder of the plan.
+    ``trust``: code of its model may be run that lies outside the folder of the plan. ``model``: the module that it was
+    made for, with the ``example_inputs`` and ``loss_fn`` of the search, where that was held in Python and is not in the
+    cache of this machine: PlanError where it is another.
     """
     from pathlib import Path
 
     from planner.plan.plan_file import read_plan
 
-    return read_plan(Path(path), trust=trust)
+    plan = read_plan(Path(path), trust=trust)
+    if model is not None:
+        _make_known(plan, model, example_inputs, loss_fn)
+    return plan
+
+
+def _make_known(plan: Plan, model: Module, example_inputs: ExampleInputs | None, loss_fn: LossFunction | None) -> None:
+    """Traces the module of a plan; PlanError where it is another's."""
+    from planner.errors import PlanError
+    from planner.model_file import held_model
+    from planner.request import traced_anew
+
+    graph = traced_anew(held_model(model, example_inputs, loss_fn), plan.training.seq_len, plan.training.precision)
+    if graph.digest != plan.model.digest:
+        raise PlanError(
+            f"this is not the module that the plan was made for, {plan.model.source}: its operators differ",
+            hint="pass that module with its example_inputs and loss_fn, or search again",
+        )
+
+
+def _model(model: object, example_inputs: object, loss_fn: object) -> object:
+    """A module as it is loaded; anything else as it is."""
+    import sys
+
+    from planner.errors import InputError
+
+    torch = sys.modules.get("torch")  # without it nobody holds a module
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from planner.model_file import held_model
+
+        return held_model(model, example_inputs, loss_fn)  # pyright: ignore[reportArgumentType]
+    if example_inputs is not None or loss_fn is not None:
+        raise InputError(
+            "example_inputs and loss_fn go with a module: a model file has functions of these names",
+            hint="pass the module itself, or drop them",
+        )
+    return model
 
 
 def _request(model: object, gpus: int | None, hardware: str | None, options: dict[str, object]) -> Request:
@@ -152,15 +225,18 @@ def _request(model: object, gpus: int | None, hardware: str | None, options: dic
 
     from planner.errors import InputError
     from planner.layout.layout import Pins
+    from planner.model_file import LoadedModel
     from planner.request import Request
 
-    if not isinstance(model, str | PathLike):
+    held = model if isinstance(model, LoadedModel) else None
+    name = held.source.name if held else model
+    if not isinstance(name, str | PathLike):
         raise InputError(
-            f"model must be a name or a path, got {type(model).__name__}",
-            hint="put a build_model() that returns the module into a model.py, and pass the path of that",
+            f"model must be a name or a path, or an nn.Module, got {type(model).__name__}",
+            hint="`planner models` lists names; a path is that of a model.py, a config.json or a graph.json",
         )
     pins = {each.name for each in fields(Pins)}
-    known = {each.name for each in fields(Request)} - {"model", "num_devices", "hardware", "pins", "planned"}
+    known = {each.name for each in fields(Request)} - {"model", "num_devices", "hardware", "pins", "planned", "held"}
     unknown = sorted(options.keys() - pins - known)
     if unknown:
         raise InputError(
@@ -169,7 +245,7 @@ def _request(model: object, gpus: int | None, hardware: str | None, options: dic
     options = {name: _word(name, value) for name, value in options.items()}
     chosen = Pins(**{name: options[name] for name in options.keys() & pins})  # pyright: ignore[reportArgumentType]
     others = {name: options[name] for name in options.keys() & known}
-    return Request(fspath(model), gpus, hardware, pins=chosen, **others)  # pyright: ignore[reportArgumentType]
+    return Request(fspath(name), gpus, hardware, held=held, pins=chosen, **others)  # pyright: ignore[reportArgumentType]
 
 
 def _own(mine: str | Path) -> Pins | Config:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from planner.models.loss import TrainingLoss
 
     Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+    ExampleInputs = Callable[[int, int], object] | Batch | torch.Tensor
 
+HELD = "module:"
 SEARCH_AGAIN = "put the file back, or search again: planner search MODEL -o plan.json"
 DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
 LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
@@ -48,6 +50,7 @@ class ModelKind(StrEnum):
     HUGGINGFACE = "huggingface"
     PRESET = "preset"
     GRAPH = "graph"
+    MODULE = "module"  # held in Python: what a plan calls ``module:`` and the name of its class
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class LoadedModel:
 
 def resolve_model(name: str) -> ModelSource:
     """Decides what ``name`` is by looking at the file system and the presets; ModelError if nothing."""
+    if name.startswith(HELD):
+        return ModelSource(name, ModelKind.MODULE)
     file_name, _, factory = name.rpartition(":")
     if factory.isidentifier() and file_name.endswith(".py"):
         return ModelSource(name, ModelKind.PYTHON, _existing(Path(file_name)), factory)
@@ -108,6 +113,7 @@ def planned_source(model: PlannedModel) -> ModelSource:
 
     UntrustedModelError where code lies outside the folder of the plan, PlanError where it is not what is recorded.
     """
+    check_in_a_file(model)
     source = resolve_model(model.source)
     if source.kind is not ModelKind.PYTHON:
         return source
@@ -159,11 +165,61 @@ def load_model(source: ModelSource) -> LoadedModel:
             return _load_huggingface(source)
         case ModelKind.PRESET:
             return _load_preset(source)
+        case ModelKind.MODULE:
+            raise _not_in_a_file(source)
         case ModelKind.GRAPH:
             raise ModelError(
                 f"{source.name} is a traced graph: it can be planned for, but holds no module to build",
                 hint="name the model file, config or preset that it was traced from",
             )
+
+
+def check_in_a_file(model: PlannedModel) -> None:
+    """ModelError where a plan was made for a module that was held in Python."""
+    if model.source.startswith(HELD):
+        raise _not_in_a_file(resolve_model(model.source))
+
+
+def _not_in_a_file(source: ModelSource) -> ModelError:
+    return ModelError(
+        f"{source.name} is a module that was held in Python, not a file: it cannot be built again",
+        hint="train it with planner.parallelize(model, plan) in a script of your own; or put a build_model() that "
+        "returns it into a model.py and search again",
+    )
+
+
+def held_model(
+    module: nn.Module,
+    example_inputs: ExampleInputs | None = None,
+    loss_fn: Callable[[object, Batch], torch.Tensor] | None = None,
+) -> LoadedModel:
+    """A module held in Python, on meta or with weights, as a model file with the same inputs and loss would be.
+
+    ``example_inputs``: as in a model file, or one micro-batch; None: token ids. ModelError where that cannot be traced.
+    """
+    from planner.models.held import HeldModule, as_batch, fixed_seq_len, inputs_like, seq_len_of
+    from planner.models.loss import NEXT_TOKEN, next_token_loss
+    from planner.models.python_file import max_seq_len_of
+
+    held = HeldModule.of(module)
+    longest = min(max_seq_len_of(module) or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN)
+    if example_inputs is None:
+        inputs, seq_len = token_inputs, longest
+    elif callable(example_inputs):
+        makes = example_inputs
+        inputs, seq_len = lambda b, s: as_batch(makes(b, s)), fixed_seq_len(makes) or longest
+    else:
+        inputs, seq_len = inputs_like(example_inputs), seq_len_of(as_batch(example_inputs))
+    return LoadedModel(
+        source=ModelSource(HELD + type(module).__name__, ModelKind.MODULE),
+        digest="",  # that of its graph, which is the only content there is
+        default_seq_len=seq_len,
+        vocab_size=None,
+        build=held.build,
+        example_inputs=inputs,
+        loss_fn=loss_fn or next_token_loss,
+        training_loss=NEXT_TOKEN,
+    )
 
 
 def call_model(module: nn.Module, inputs: Batch) -> object:
@@ -278,6 +334,8 @@ def content_digest(source: ModelSource) -> str:
         case ModelKind.HUGGINGFACE:
             assert source.path is not None
             return _huggingface_digest(read_object(source.path, ModelError))
+        case ModelKind.MODULE:
+            raise _not_in_a_file(source)
         case ModelKind.PYTHON | ModelKind.GRAPH:
             assert source.path is not None
             content = read_content(source.path, ModelError)
@@ -348,7 +406,7 @@ def _load_python(source: ModelSource) -> LoadedModel:
     return LoadedModel(
         source=source,
         digest=digest_of("python", model.factory_name, *model.contents),
-        default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
+        default_seq_len=model.fixed_seq_len or min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
         vocab_size=model.vocab_size,
         build=model.build,
         example_inputs=model.example_inputs or token_inputs,

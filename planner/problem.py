@@ -85,15 +85,17 @@ class Problem:
         whole = (training, pins, limits)
         space = typical_space(*whole) if is_typical else build_space(*whole, deadline)
         baseline = baseline_space(training, limits)
+        own_cut = None
         if target.within is not None:
-            space = narrowed(space, target.within, may_be_empty=is_typical)
+            space, own_cut = narrowed(space, target.within, may_be_empty=is_typical), target.within.cut
+            baseline = target.within.of(baseline, training)
         elif target.cluster.mixed is not None:
             pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
             space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
         deadline.check()
         table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]), deadline)
         space = replace(space, layouts=undominated(table, space.layouts))
-        return Problem(target, space, baseline, decisions, table, DynamicProgramSolver())
+        return Problem(target, space, baseline, decisions, table, DynamicProgramSolver(own_cut))
 
     def at_risk(self, memory_risk: float) -> Problem:
         """The same problem, whose plans may need more memory than there is with this probability.
@@ -268,7 +270,7 @@ def solved_by(
 
 def _first(problem: Problem, deadline: Deadline) -> Solved | None:
     """The best of a few typical layouts, with a bound that holds for all; None where none of them fits."""
-    outcome = probes(problem.table, problem.space.layouts, deadline)
+    outcome = probes(problem.table, problem.space.layouts, problem.solver, deadline)
     if outcome.best is None:
         return None
     return Solved(problem, replace(outcome, bound_s=ideal_step_s(problem.target, problem.space.training)))

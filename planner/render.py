@@ -18,6 +18,16 @@ GIB, MIB = 2**30, 2**20
 _TAGS = ("fitted", "measured")
 
 
+def items(seq_len: int) -> str:
+    """What a rate counts: tokens, or samples of a model without sequences, each of which counts as one token."""
+    return "tokens" if seq_len > 1 else "samples"
+
+
+def sequences(number: int, seq_len: int) -> str:
+    """``256 sequences of 2048 tokens``, or ``256 samples`` of a model without sequences."""
+    return f"{number} sequences of {seq_len} tokens" if seq_len > 1 else f"{number} samples"
+
+
 def seconds(value: float) -> str:
     """A duration with three significant digits."""
     if value >= 1:
@@ -88,14 +98,14 @@ def _headline(plan: Plan) -> Text:
     text.append(f" ({count(plan.model.num_params)} parameters) on {plan.num_devices} GPUs of {plan.hardware}")
     text.append(f", {plan.idle_devices} left idle\n" if plan.idle_devices else "\n")
     if plan.prediction is not None:
-        p = plan.prediction
+        p, unit = plan.prediction, items(plan.training.seq_len)
         text.append(f"{seconds(p.step_time_s)} a step", style="bold green")
         if p.step_time_low_s is not None and p.step_time_high_s is not None:
             held = f"{p.step_time_coverage:.0%} of held-out runs" if p.step_time_coverage else "held-out runs"
             text.append(f" (band of {held}: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)}")
             text.append(f"; known: {p.step_time_band_of})" if p.step_time_band_of else ")")
         text.append(
-            f", {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
+            f", {p.tokens_per_s_per_gpu:,.0f} {unit}/s/GPU, {p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU "
             f"(MFU {p.mfu:.1%}), {fullest_text(p)} on the fullest GPU"
         )
         if p.fit_probability is not None:
@@ -134,7 +144,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.shape().is_replicated else "none"),
         (
             "batch",
-            f"{training.global_batch_size} sequences of {training.seq_len} tokens; each data-parallel rank runs "
+            f"{sequences(training.global_batch_size, training.seq_len)}; each data-parallel rank runs "
             f"{pipeline.num_microbatches} x {pipeline.micro_batch_size} of them",
         ),
     ]

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.api.compare import Comparison, Row
-from planner.render import degrees, seconds, size
+from planner.render import degrees, items, seconds, sequences, size
 
 # Reasons are cut to so many letters in the table; `--json` has them whole.
 LONGEST_REASON = 400
@@ -62,12 +62,12 @@ def _numbers(found: Comparison, rows: list[Row]) -> Table:
     training, cluster = found.question.training, found.question.target.cluster
     title = (
         f"{found.question.request.model} on {cluster.num_devices} GPUs of {cluster.profile.name}: "
-        f"{training.global_batch_size} sequences of {training.seq_len} tokens a step, {training.precision}"
+        f"{sequences(training.global_batch_size, training.seq_len)} a step, {training.precision}"
     )
     table = Table(title=escape(title), title_justify="left")
     has_price = any(_usd(row) is not None for row in rows)
     table.add_column("", no_wrap=True)
-    unit = "tokens" if training.seq_len > 1 else "samples"
+    unit = items(training.seq_len)
     for name in ("step", "band", f"{unit}/s/GPU", "memory", *(["$ a step"] if has_price else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

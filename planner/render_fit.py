@@ -7,13 +7,13 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.api.fit import Fit
-from planner.render import GIB, MIB, size
+from planner.render import GIB, MIB, sequences, size
 
 
 def show_fit(fit: Fit, model: str) -> RenderableType:
     """The verdict, the memory of the worst rank, and what else fits."""
     text = Text()
-    where = f"{fit.num_devices} GPUs of {fit.hardware}, {fit.global_batch_size} sequences of {fit.seq_len} tokens"
+    where = f"{fit.num_devices} GPUs of {fit.hardware}, {sequences(fit.global_batch_size, fit.seq_len)}"
     text.append("fits" if fit.fits else "does not fit", style="bold green" if fit.fits else "bold red")
     text.append(f": {model} on {where}\n")
     text.append("fastest plan" if fit.fits else "the layout that lacks least")
@@ -39,8 +39,12 @@ def _edges(fit: Fit) -> Table:
     rows = {
         "fewest GPUs": fit.least_devices,
         "longest sequence": None if fit.longest_seq_len is None else f"{fit.longest_seq_len:,} tokens",
-        "largest micro-batch": None if fit.largest_micro_batch is None else f"{fit.largest_micro_batch} sequences",
+        "largest micro-batch": None
+        if fit.largest_micro_batch is None
+        else f"{fit.largest_micro_batch} {'sequences' if fit.seq_len > 1 else 'samples'}",
     }
+    if fit.seq_len == 1:
+        del rows["longest sequence"]
     for name, value in rows.items():
         table.add_row(name, "none" if value is None else str(value))
     if not fit.fits:

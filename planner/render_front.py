@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from planner.plan.schema import Plan
-from planner.render import degrees, seconds, size
+from planner.render import degrees, items, seconds, size
 
 
 def show_front(plans: Sequence[Plan], chosen: Plan, *, by_cost: bool) -> Table:
@@ -15,7 +15,7 @@ def show_front(plans: Sequence[Plan], chosen: Plan, *, by_cost: bool) -> Table:
     has_price = all(plan.prediction is not None and plan.prediction.usd_per_step is not None for plan in plans)
     table = Table(title="Pareto front of step time, GPUs, memory and dollars", title_justify="left")
     table.add_column("GPUs", no_wrap=True)
-    for name in ("step", "tokens/s/GPU", "memory", *(["$ a step"] if has_price else [])):
+    for name in ("step", f"{items(chosen.training.seq_len)}/s/GPU", "memory", *(["$ a step"] if has_price else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layout")
     for plan in plans:

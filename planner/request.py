@@ -26,15 +26,33 @@ from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
 from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
 from planner.graph.alignment import alignment_warnings
-from planner.graph.graph_cache import Known, default_folder, known_graph, traced_graph
+from planner.graph.graph_cache import (
+    Known,
+    default_folder,
+    held_graph,
+    known_graph,
+    known_held_graph,
+    traced_graph,
+)
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest
 from planner.layout.layout import NO_PINS, Pins, Training
-from planner.model_file import SEARCH_AGAIN, ModelKind, ModelSource, PlannedModel, planned_source, resolve_model
+from planner.model_file import (
+    HELD,
+    SEARCH_AGAIN,
+    LoadedModel,
+    ModelKind,
+    ModelSource,
+    PlannedModel,
+    planned_source,
+    resolve_model,
+)
 from planner.pricing.facts import unpriced_offload
 from planner.pricing.target import PricingTarget
 
+# Samples of a default global batch of models without sequences: Dosovitskiy et al. 2021 (ViT), section 4.1 (4,096).
+BATCH_SAMPLES = 4096
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
 DEFAULT_FRAMEWORK = OUR_FRAMEWORK
@@ -60,11 +78,12 @@ class Request:
     time_limit_s: float | None = None  # from the call on
     num_runners_up: int | None = None  # None: up to five of those that the search comes by
     prefer: Preference = Preference.SIMPLE
-    framework: str = DEFAULT_FRAMEWORK  # whose recipe prices the layouts
+    framework: str = DEFAULT_FRAMEWORK  # within whose rules is searched, and whose recipe prices
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
     may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
     num_tokens: int | None = None  # of the whole training run, for what it takes
+    held: LoadedModel | None = None  # where ``model`` names a module that is held in Python
     planned: PlannedModel | None = None  # where ``model`` is that of a plan: its code is run as the plan records it
 
 
@@ -180,6 +199,8 @@ def _graph_of(source: ModelSource, seq_len: int | None, precision: Precision) ->
 
 def graph_of(request: Request, notes: list[str]) -> ModelGraph:
     """The graph of what is asked for: errors as of ``load_planned_graph`` where a plan names it."""
+    if request.held is not None:
+        return traced_anew(request.held, request.seq_len, request.precision)
     if request.planned is not None and request.seq_len is not None:
         return load_planned_graph(request.planned, request.seq_len, request.precision, notes)
     return load_graph(request.model, request.seq_len, request.precision)
@@ -190,6 +211,8 @@ def load_planned_graph(model: PlannedModel, seq_len: int, precision: Precision, 
 
     ModelError, UntrustedModelError: there is neither. PlanError: the code is not what the plan was made for.
     """
+    if model.source.startswith(HELD):
+        return _held_graph_of(model)
     known = known_graph(
         Known(model.digest, model.files, model.num_params, seq_len), TRACED_BATCH_SIZE, precision, default_folder()
     )
@@ -210,6 +233,23 @@ def load_planned_graph(model: PlannedModel, seq_len: int, precision: Precision, 
     return graph
 
 
+def traced_anew(held: LoadedModel, seq_len: int | None, precision: Precision) -> ModelGraph:
+    """The graph of a module that is held in Python. ModelError where it cannot be traced."""
+    return held_graph(held, TRACED_BATCH_SIZE, seq_len, precision)
+
+
+def _held_graph_of(model: PlannedModel) -> ModelGraph:
+    """ModelError where the module that the plan was made for is not known on this machine."""
+    graph = known_held_graph(model.digest)
+    if graph is None:
+        raise ModelError(
+            f"{model.source} is a module that was held in Python, and its graph is not in the cache of this machine",
+            hint="pass it: planner.load_plan(path, model=module, example_inputs=...); or put a build_model() that "
+            "returns it into a model.py and search again",
+        )
+    return graph.model_copy(update={"source": model.source})
+
+
 def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_node: int) -> tuple[int, str]:
     """Sequences of a step where none are asked for, and what to say of them.
 
@@ -218,12 +258,14 @@ def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_n
     multiple of the nodes, of which each needs a sequence at least for its devices to share. Devices that do not fill
     their nodes need one each.
     """
-    tokens = next(tokens for most, tokens in BATCH_TOKENS if num_params <= most)
+    tokens = next(tokens for most, tokens in BATCH_TOKENS if num_params <= most) if seq_len > 1 else BATCH_SAMPLES
     wanted = max(1, -(-tokens // seq_len))
     sharing = devices_per_node if wanted < num_devices and num_devices % devices_per_node == 0 else 1
     users = num_devices // sharing
     batch = max(1, round(wanted / users)) * users
     said = f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)"
+    if seq_len == 1:
+        return batch, f"no --global-batch given: {batch} samples"
     if wanted < users:
         whose = f"{users} nodes" if sharing > 1 else f"{users} GPUs"
         said += (
@@ -257,18 +299,12 @@ def borrowed(framework: str) -> str:
 def target_of(
     graph: ModelGraph, cluster: ClusterSpec, precision: Precision, framework: str, notes: list[str]
 ) -> PricingTarget:
-    """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name.
-
-    What is searched is the same for every framework as yet, which ``notes`` then say.
-    """
+    """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name."""
     target = target_as_run(graph, cluster, precision, Software(framework))
     if framework != OUR_FRAMEWORK:
         borrowed = framework_of(framework).borrows
         why = f"; {borrowed}" if borrowed else ""
-        notes.append(
-            f"priced as {framework} runs a layout (recipe {target.recipe.name}{why}): layouts "
-            f"that {framework} itself cannot run are not left out"
-        )
+        notes.append(f"priced as {framework} runs a layout (recipe {target.recipe.name}{why})")
     return target
 
 

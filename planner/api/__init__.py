@@ -12,6 +12,7 @@ from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewe
 from planner.api.money import whole_run
 from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
+from planner.api.within import pins_under, refusals, runnable, said_of, within_framework
 from planner.errors import (
     HardwareError,
     InfeasibleError,
@@ -81,6 +82,7 @@ class Question:
         notes: list[str] = []
         check_sizes(request)
         check_memory_risk(request.memory_risk)
+        request = replace(request, pins=pins_under(request.framework, request.pins))
         cluster = load_cluster(request.hardware, request.num_devices, notes)
         check_precision(cluster, request.precision)
         check_offload(cluster, request.pins.offload, activations=request.pins.offload_activations)
@@ -88,8 +90,8 @@ class Question:
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
         notes += alignment_notes(graph, cluster, training.precision)
-        target = target_of(graph, cluster, training.precision, request.framework, notes)
-        return Question(request, target, training, tuple(notes))
+        target = within_framework(target_of(graph, cluster, training.precision, request.framework, notes))
+        return Question(request, target, training, (*notes, *said_of(target)))
 
     @staticmethod
     def in_time(request: Request) -> Question:
@@ -98,6 +100,15 @@ class Question:
             return Question.of(request)
         except OutOfTimeError:
             raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+
+    def run_by(self, framework: str) -> Question:
+        """The same training as another framework runs it, over all devices; nothing more is assumed."""
+        asked = replace(
+            self.request, framework=framework, pins=pins_under(framework, self.request.pins), may_idle=False
+        )
+        whole = self.target
+        target = target_of(whole.graph, whole.cluster, self.training.precision, framework, [])
+        return replace(self, request=asked, target=within_framework(target), notes=())
 
     def over(self, num_devices: int) -> Question:
         """The same training over another number of devices of one kind; nothing more is assumed."""
@@ -115,8 +126,13 @@ def find_plan(request: Request, progress: Progress | None = None, deadline: Dead
     return answer_of(Question.in_time(request), deadline, progress)
 
 
-def answer_of(question: Question, deadline: Deadline, progress: Progress | None = None) -> Answer:
-    """The fastest plan that fits, or the best by the deadline; errors as of ``find_plan``."""
+def answer_of(
+    question: Question, deadline: Deadline, progress: Progress | None = None, *, brief: bool = False
+) -> Answer:
+    """The fastest plan that fits, or the best by the deadline; errors as of ``find_plan``.
+
+    ``brief``: without runners-up, a plan with room, and a search for what would help where nothing fits.
+    """
     request, target, notes = question.request, question.target, list(question.notes)
     try:
         solved = _solved(question, deadline, progress)
@@ -125,7 +141,7 @@ def answer_of(question: Question, deadline: Deadline, progress: Progress | None 
         raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
     problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
-        raise no_plan(problem, outcome)
+        raise no_plan(problem, outcome, brief=brief)
     deadline.settle()
     baseline = problem.solved_baseline()
     cases: tuple[CaseSection, ...] = ()
@@ -135,7 +151,10 @@ def answer_of(question: Question, deadline: Deadline, progress: Progress | None 
         notes.append(robust.note)
     else:
         outcome = problem.preferred(outcome, baseline, request.prefer)
-    roomier = problem.roomier(outcome, deadline)
+    outcome = runnable(outcome, problem.target, lambda found: described(problem, found))
+    if brief:
+        outcome = replace(outcome, ranking=() if outcome.best is None else (outcome.best,))
+    roomier = None if brief else problem.roomier(outcome, deadline)
     plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline)
     plan = plan.model_copy(update={"search": plan.search and plan.search.model_copy(update={"cases": cases})})
     plan = over_devices(plan, counted, target.cluster.num_devices, target)
@@ -252,8 +271,8 @@ def described(problem: Problem, found: Evaluated) -> Plan:
     return to_plan.described(found, problem.target, problem.space.training, decision)
 
 
-def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitError:
-    """Why nothing was found, and the smallest change that would help."""
+def no_plan(problem: Problem, outcome: Outcome, *, brief: bool = False) -> InfeasibleError | TimeLimitError:
+    """Why nothing was found, and the smallest change that would help; with ``brief`` who would look for that."""
     if not outcome.is_exhausted:
         return TimeLimitError(
             f"no plan was found in time ({outcome.num_visited} of {outcome.num_candidates} layouts tried)",
@@ -266,6 +285,8 @@ def no_plan(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitEr
     cluster = problem.target.cluster
     text = binding_text(cluster, closest, space_text, problem.memory_risk)
     lacks = lacking_bytes(closest)
+    if brief:
+        return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacks)
     risk = problem.least_risk_that_fits
     if risk is not None:
         hint = (
@@ -302,7 +323,7 @@ class PlannedLayout:
     def on(self, target: PricingTarget) -> Evaluated:
         """The same layout, cut and placements priced on another cluster."""
         layout = self.evaluator.layout
-        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
         table = build_table(target, self.training, {split: self.decision}, (layout,))
         return Evaluator(table, layout, self.evaluator.modes).evaluate(self.starts, exact=True)
 
@@ -324,7 +345,10 @@ def planned_layout(
     from_plan.check_priceable(plan, graph)
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     framework = framework or plan.framework
-    target = target_of(graph, cluster, section.precision, framework, notes)
+    target = within_framework(target_of(graph, cluster, section.precision, framework, notes))
+    beyond = refusals(plan, target)
+    if beyond:
+        notes.append(f"{framework} itself cannot run this plan: {'; '.join(each.reason for each in beyond)}")
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
     decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
     if decision is None:

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 from planner.api import Question, answer_of
 from planner.api.pinned import pinned_run, price_on
-from planner.api.within import best_within, refusals, within_framework
+from planner.api.within import refusals
 from planner.errors import PlannerError, TimeLimitError
 from planner.formats.completion import Given, completed
-from planner.formats.frameworks import OWN, RULES, ModelFacts
+from planner.formats.frameworks import OWN, RULES
 from planner.formats.registry import read_config
 from planner.formats.settings import Layout
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Pins
 from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
 from planner.plan.schema import Plan
-from planner.request import Request, borrowed, target_of
+from planner.request import Request, borrowed, check_offload, target_of
 
 FRAMEWORKS = (OWN, *RULES)
 NO_TIME = "the time limit came before any plan of it was found"
@@ -91,11 +91,10 @@ def compare(
             optimizer=layout.optimizer,
         )  # fmt: skip
     question = Question.in_time(replace(request, may_idle=False))
-    model = ModelFacts.of(request.model, shape, question.target.cluster.devices_per_node)
-    rows, interrupted = _searched(question, model, deadline, said)
+    rows, interrupted = _searched(question, deadline, said)
     fastest = rows[0].plan
     if fastest is not None:
-        rows = [replace(row, lacks=_lacks(row, fastest, model)) for row in rows]
+        rows = [replace(row, lacks=_lacks(row, fastest, question)) for row in rows]
     row = None
     if not interrupted and isinstance(mine, Pins):
         said("your own set-up")
@@ -105,18 +104,17 @@ def compare(
     return Comparison(question, tuple(rows), row, (*question.notes, *notes), interrupted)
 
 
-def _lacks(row: Row, fastest: Plan, model: ModelFacts) -> tuple[str, ...]:
-    return () if row.plan is fastest else tuple(each.reason for each in refusals(row.framework, fastest, model))
+def _lacks(row: Row, fastest: Plan, question: Question) -> tuple[str, ...]:
+    target = replace(question.target, framework_name=row.framework)
+    return () if row.plan is fastest else tuple(each.reason for each in refusals(fastest, target))
 
 
-def _searched(
-    question: Question, model: ModelFacts, deadline: Deadline, said: Callable[[str], None]
-) -> tuple[list[Row], bool]:
+def _searched(question: Question, deadline: Deadline, said: Callable[[str], None]) -> tuple[list[Row], bool]:
     """A row of every framework, in the order of their step times, and whether Ctrl-C ended it."""
     alike: dict[tuple[str, int], list[str]] = {}
     asked: dict[str, Question] = {}
     for framework in FRAMEWORKS:
-        asked[framework] = within_framework(question, framework, model)
+        asked[framework] = question.run_by(framework)
         key = asked[framework].target.recipe.name, id(RULES.get(framework))
         alike.setdefault(key, []).append(framework)
     rows: list[Row] = []
@@ -124,7 +122,7 @@ def _searched(
         said(", ".join(names))
         left_s = deadline.left_s / (len(alike) - place) if deadline.is_limited else None
         try:
-            found = _best(asked[names[0]], model, Deadline.within(left_s))
+            found = _answered(names[0], asked[names[0]], Deadline.within(left_s), brief=True)
         except KeyboardInterrupt:
             if not any(row.plan for row in rows):
                 raise
@@ -142,27 +140,15 @@ def _named(row: Row, framework: str) -> Row:
     return replace(row, framework=framework, plan=plan, borrowed=borrowed(framework))
 
 
-def _best(question: Question, model: ModelFacts, deadline: Deadline) -> Row:
-    framework = question.request.framework
-    source = "planner run" if framework == OWN else RULES[framework].source
-    row = Row(framework, None, question.target.recipe.name, source)
+def _answered(label: str, question: Question, deadline: Deadline, *, brief: bool = False) -> Row:
+    """The plan that ``planner search --framework`` finds, or why there is none."""
+    request, target = question.request, question.target
+    source = "planner run" if request.framework == OWN else RULES[request.framework].source
+    row = Row(label, None, target.recipe.name, source)
     try:
-        answer = best_within(question, model, deadline)
+        check_offload(target.cluster, request.pins.offload, activations=request.pins.offload_activations)
+        answer = answer_of(question, deadline, brief=brief)
     except (OutOfTimeError, TimeLimitError):
-        return replace(row, reason=NO_TIME, way_out="raise --time-limit", is_late=True)
-    except PlannerError as error:
-        return replace(row, reason=error.message, way_out=error.hint)
-    if answer.interrupted:
-        raise KeyboardInterrupt
-    return replace(row, plan=answer.plan)
-
-
-def _answered(label: str, question: Question, deadline: Deadline) -> Row:
-    """As ``planner search`` answers."""
-    row = Row(label, None, question.target.recipe.name, "planner run")
-    try:
-        answer = answer_of(question, deadline)
-    except TimeLimitError:
         return replace(row, reason=NO_TIME, way_out="raise --time-limit", is_late=True)
     except PlannerError as error:
         return replace(row, reason=error.message, way_out=error.hint)

@@ -10,12 +10,11 @@ from enum import StrEnum
 
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.terms import Term
-from planner.api import Question
+from planner.api import Question, answer_of
 from planner.api.pinned import PricedRun
-from planner.api.within import best_within, within_framework
 from planner.errors import InfeasibleError
 from planner.evaluation.evaluator import Evaluated
-from planner.formats.frameworks import RULES, ModelFacts
+from planner.formats.frameworks import RULES
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
@@ -78,7 +77,7 @@ def findings(priced: PricedRun) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda each: (each.rule is not Rule.DOES_NOT_FIT, -each.share)))
 
 
-def better_plan(priced: PricedRun, model: ModelFacts, deadline: Deadline) -> Plan | None:
+def better_plan(priced: PricedRun, deadline: Deadline) -> Plan | None:
     """The fastest plan for the same training on the same devices that the same framework can run.
 
     None where it is no faster than a set-up that fits. Its risk of not fitting is ``risk_of``. Optimiser states leave
@@ -87,26 +86,25 @@ def better_plan(priced: PricedRun, model: ModelFacts, deadline: Deadline) -> Pla
     """
     run = priced.run
     try:
-        plan = _best(priced, model, deadline, Pins())
+        plan = _best(priced, deadline, Pins())
     except InfeasibleError:
         if run.layout.offload is Offload.NONE:
             raise
-        plan = _best(priced, model, deadline, Pins(offload=run.layout.offload))
+        plan = _best(priced, deadline, Pins(offload=run.layout.offload))
     assert plan.prediction is not None
     if priced.found.fits and plan.prediction.step_time_s >= priced.found.step_time_s * (1 - WORTH_A_CHANGE / 10):
         return None
     return plan
 
 
-def _best(priced: PricedRun, model: ModelFacts, deadline: Deadline, pins: Pins) -> Plan:
+def _best(priced: PricedRun, deadline: Deadline, pins: Pins) -> Plan:
     run, training = priced.run, priced.run.training
     request = Request(
         model=run.model, num_devices=run.layout.mesh.world_size, seq_len=training.seq_len,
         global_batch_size=training.global_batch_size, precision=training.precision, optimizer=training.optimizer,
         framework=run.framework, pins=pins, memory_risk=risk_of(priced), may_idle=False,
     )  # fmt: skip
-    question = Question(request, priced.target, training, ())
-    answer = best_within(within_framework(question, run.framework, model), model, deadline)
+    answer = answer_of(Question(request, priced.target, training, ()).run_by(run.framework), deadline, brief=True)
     if answer.interrupted:
         raise KeyboardInterrupt
     return answer.plan

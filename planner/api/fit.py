@@ -169,6 +169,8 @@ def _largest_micro_batch(problem: Problem) -> int | None:
 def _longest_sequence(question: Question, *, fits: bool) -> int | None:
     """Tokens of the longest sequence that fits, of those tried; the global batch keeps its number of sequences."""
     start = question.training.seq_len
+    if start == 1:  # a model without sequences
+        return None
 
     def holds(seq_len: int) -> bool:
         request = replace(question.request, seq_len=seq_len, global_batch_size=question.training.global_batch_size)

@@ -37,7 +37,7 @@ class PricedRun:
     def on(self, target: PricingTarget) -> Evaluated:
         """The same layout, cut and placements on another cluster."""
         layout = self.run.layout
-        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
         table = build_table(target, self.run.training, {split: self.decision}, (layout,))
         return Evaluator(table, layout, self.evaluator.modes).evaluate(self.found.starts, exact=True)
 
@@ -50,7 +50,7 @@ class PricedRun:
 def pinned_run(model: str, framework: str, said: Settings) -> PinnedRun:
     """What a config says, as a run of MODEL under ``framework``."""
     layout = Layout(
-        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep),
+        mesh=Mesh(said.pp, said.dp_replicate, said.dp_shard, said.cp, said.tp, said.ep, said.etp),
         zero_stage=said.zero_stage,
         micro_batch_size=said.micro_batch_size,
         num_microbatches=said.num_microbatches,
@@ -83,7 +83,7 @@ def price_on(run: PinnedRun, target: PricingTarget, said: tuple[str, ...] = ()) 
     notes = [*said]
     check_precision(target.cluster, training.precision)
     check_offload(target.cluster, layout.offload)
-    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
+    split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
     decision = decided(target, split, {}, placement_solver())
     if decision is None:
         raise PlanError(

@@ -1,144 +1,116 @@
-"""The best plan that a training framework can run: searched within its rules, priced by its recipe."""
+"""What a training framework can run: the layouts that are searched for it, and what is against a plan."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.api import MORE_TIME, Answer, Question, described, plan_of
-from planner.errors import InfeasibleError, NoLayoutError, TimeLimitError
-from planner.evaluation.evaluator import Evaluated, Evaluator
-from planner.formats.frameworks import RULES, ModelFacts, Rules
-from planner.formats.settings import Layout, layout_of
+from planner.errors import NoLayoutError
+from planner.evaluation.evaluator import Evaluated
+from planner.formats.frameworks import OWN, ModelFacts, Rules, rules_of
+from planner.formats.settings import Layout, layout_of, stack_of
 from planner.formats.target import Refusal
-from planner.layout.columns import key_of
-from planner.layout.deadline import Deadline
-from planner.layout.layout import Training
-from planner.layout.within import Choice, Within
+from planner.layout.layout import Pins, Training
+from planner.layout.within import Against, Choice, Within
+from planner.model_file import family_config_of
 from planner.plan.schema import Plan
-from planner.problem import Problem, at_its_smallest, solved_by
-from planner.request import check_offload, target_of
+from planner.pricing.target import PricingTarget
 from planner.solver.search import Outcome
-from planner.translate.infeasible import binding_text, lacking_bytes
 
 
-def refusals(framework: str, plan: Plan, model: ModelFacts) -> list[Refusal]:
-    """What of ``plan`` the framework cannot run; empty where it can, or where nothing is known of it."""
-    rules = RULES.get(framework)
-    return [] if rules is None else rules.refusals(model.with_layout(layout_of(plan)))
+def model_facts(target: PricingTarget) -> ModelFacts:
+    """What rules look at of the model of ``target``, as far as its source tells."""
+    source = target.graph.source
+    return ModelFacts.of(source, family_config_of(source), target.cluster.devices_per_node)
 
 
-def within_framework(question: Question, framework: str, model: ModelFacts) -> Question:
-    """``question`` as asked of ``framework``: with its recipe and its layouts, over all devices.
-
-    Where it always offloads, that is pinned.
-    """
-    notes: list[str] = []
-    cluster, training, request = question.target.cluster, question.training, question.request
-    target = target_of(question.target.graph, cluster, training.precision, framework, notes)
-    rules = RULES.get(framework)
-    pins = request.pins
-    if rules is not None:
-        can = rules.abilities
-        if pins.offload is None and Offload.NONE not in can.offloads:
-            pins = replace(pins, offload=can.offloads[0])
-        target = replace(target, within=_within(framework, rules, question, model))
-    request = replace(request, framework=framework, pins=pins, may_idle=False)
-    return replace(question, request=request, target=target, notes=())
+def refusals(plan: Plan, target: PricingTarget) -> list[Refusal]:
+    """What of ``plan`` the framework of ``target`` cannot run; empty where it can, or where nothing is known of it."""
+    rules = rules_of(target.framework_name)
+    return [] if rules is None else rules.refusals(model_facts(target).with_layout(layout_of(plan)))
 
 
-def best_within(question: Question, model: ModelFacts, deadline: Deadline) -> Answer:
-    """The fastest plan of ``within_framework`` that fits, with the stages that the framework cuts.
-
-    HardwareError, NoLayoutError, InfeasibleError and TimeLimitError where there is none.
-    OutOfTimeError: the deadline came before.
-    """
-    request, target, training = question.request, question.target, question.training
-    check_offload(target.cluster, request.pins.offload, activations=request.pins.offload_activations)
-    solved = solved_by(deadline, target, training, request.pins, request.memory_risk)
-    problem, outcome = solved.problem, solved.outcome
-    if outcome.best is None:
-        raise _nothing(problem, outcome)
-    baseline = problem.solved_baseline()
-    outcome = problem.preferred(outcome, baseline, request.prefer)
-    chosen = _chosen(problem, outcome, request.framework, model)
-    is_best = chosen is outcome.best
-    only = replace(outcome, best=chosen, ranking=(chosen,), is_exhausted=outcome.is_exhausted and is_best)
-    plan = plan_of(problem, only, baseline, None, None, deadline)
-    return Answer(plan.model_copy(update={"framework": request.framework}), (), outcome.interrupted)
+def pins_under(framework: str, pins: Pins) -> Pins:
+    """``pins`` with what the framework does always: a place for optimiser states, where that is not the devices."""
+    rules = rules_of(framework)
+    if rules is None or pins.offload is not None or Offload.NONE in rules.abilities.offloads:
+        return pins
+    return replace(pins, offload=rules.abilities.offloads[0])
 
 
-def _nothing(problem: Problem, outcome: Outcome) -> InfeasibleError | TimeLimitError:
-    """Why nothing was found. What would help takes a search for each of many changes: it is left to `planner fit`."""
-    if not outcome.is_exhausted or outcome.closest is None:
-        return TimeLimitError("no plan was found in time", hint=MORE_TIME)
-    closest = at_its_smallest(problem.table, outcome.closest)
-    layouts = f"{outcome.num_candidates} layouts"
-    text = binding_text(problem.target.cluster, closest, layouts, problem.memory_risk)
-    return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacking_bytes(closest))
-
-
-def _chosen(problem: Problem, outcome: Outcome, framework: str, model: ModelFacts) -> Evaluated:
-    """The fastest of the layouts known that the framework can run, once its stages are cut as it cuts them."""
-    assert outcome.best is not None
-    rules = RULES.get(framework)
+def within_framework(target: PricingTarget) -> PricingTarget:
+    """``target`` with the layouts that its framework can run; all where that is ours, or its rules are not known."""
+    rules, framework = rules_of(target.framework_name), target.framework_name
     if rules is None:
-        return outcome.best
-    known = [outcome.best, *(each for each in outcome.ranking if each is not outcome.best)]
-    if rules.cut is not None:
-        cut = (_cut(problem, each, rules, model) for each in known)
-        known = sorted((each for each in cut if each is not None and each.fits), key=lambda each: each.step_time_s)
-    for each in known:
-        if not refusals(framework, described(problem, each), model):
-            return each
-    raise NoLayoutError(
-        f"of the {len(outcome.ranking)} fastest layouts that fit, {framework} can run none with its own stages",
-        hint="pin --pp 1, or take another framework",
-    )
+        return target
+    can, model = rules.abilities, model_facts(target)
+    has_stack = stack_of([unit.modules for unit in target.graph.units]) is not None
+    cut = _own_cut(rules, model, target)
 
-
-def _cut(problem: Problem, found: Evaluated, rules: Rules, model: ModelFacts) -> Evaluated | None:
-    """``found`` with the framework's own stages; None where it has none for them."""
-    assert rules.cut is not None
-    layout = found.layout
-    if layout.mesh.pp == 1:
-        return found
-    asked = _settings(key_of(Choice, layout), problem.space.training)
-    blocks = rules.cut(model.with_layout(replace(asked, virtual_stages=layout.virtual_stages)))
-    units = [index for index, unit in enumerate(problem.target.graph.units) if unit.is_block]
-    if blocks is None or sum(blocks) != len(units) or min(blocks) == 0:
-        return None
-    starts = (0, *(units[before] for before in accumulate(blocks[:-1])))
-    return Evaluator(problem.table, layout, found.modes).evaluate(starts, exact=True)
-
-
-def _within(framework: str, rules: Rules, question: Question, model: ModelFacts) -> Within:
-    can, training = rules.abilities, question.training
-    has_blocks = any(unit.is_block for unit in question.target.graph.units)
-    against: Counter[str] = Counter()
-    num_asked = 0
-
-    def allows(choice: Choice) -> bool:
-        nonlocal num_asked
-        if choice.mesh.etp not in (None, choice.mesh.tp):  # no config of a framework says it as yet
-            return False
-        asked = _settings(choice, training)
+    def against(choice: Choice, training: Training) -> tuple[Against, ...]:
+        asked = replace(_settings(choice, training), recompute=can.recompute[0])
         if can.schedules:
             asked = replace(asked, schedule=can.schedules[0])
-        asked = replace(asked, recompute=can.recompute[0])
-        found = {each.reason for each in rules.refusals_uncut(model.with_layout(asked), has_blocks=has_blocks)}
-        num_asked += 1
-        against.update(found)
-        return not found
+        refused = rules.refusals_uncut(model.with_layout(asked), has_blocks=has_stack)
+        found = [Against(each.reason, each.way_out) for each in refused]
+        if cut is not None and choice.mesh.pp > 1 and not found and cut(choice.mesh.pp) is None:
+            found.append(Against(f"it cuts this model by itself, and not into {choice.mesh.pp} stages", "pin --pp 1"))
+        return tuple(found)
 
-    def why() -> str:
-        of_all = [reason for reason, count in against.items() if count == num_asked]
-        return "; ".join(of_all or [f"{reason}, and the like" for reason, _ in against.most_common(1)])
+    return replace(target, within=Within(framework, against, can.schedules, can.recompute, cut))
 
-    return Within(framework, allows, frozenset(can.schedules), can.recompute, why)
+
+def said_of(target: PricingTarget) -> tuple[str, ...]:
+    """What a search says of the framework that it is for; nothing of ours."""
+    framework, rules = target.framework_name, rules_of(target.framework_name)
+    if framework == OWN:
+        return ()
+    if rules is None:
+        return (f"what {framework} can run is not known here: all layouts are searched",)
+    return (f"searched within what {framework} can run ({rules.source})",)
+
+
+def runnable(outcome: Outcome, target: PricingTarget, described: Callable[[Evaluated], Plan]) -> Outcome:
+    """``outcome`` from its first layout on that the framework can run with the stages that were chosen for it.
+
+    NoLayoutError where it can run none of those that fit.
+    """
+    if target.within is None:
+        return outcome
+    assert outcome.best is not None
+    known = [outcome.best, *(each for each in outcome.ranking if each is not outcome.best)]
+    first = next((each for each in known if not refusals(described(each), target)), None)
+    if first is None:
+        reasons = "; ".join(each.reason for each in refusals(described(outcome.best), target))
+        raise NoLayoutError(
+            f"of the {len(known)} fastest layouts that fit, {target.framework_name} can run none: {reasons}",
+            hint="pin --pp 1, or take another framework",
+        )
+    if first is outcome.best:
+        return outcome
+    slower = (each for each in known if each.step_time_s >= first.step_time_s and each is not first)
+    return replace(outcome, best=first, ranking=(first, *slower), is_exhausted=False)
+
+
+def _own_cut(rules: Rules, model: ModelFacts, target: PricingTarget) -> Callable[[int], tuple[int, ...] | None] | None:
+    """The first unit of each of so many stages, as the framework cuts; None where it cuts as it is told."""
+    own, shape = rules.cut, model.shape
+    if own is None:
+        return None
+    units = [index for index, unit in enumerate(target.graph.units) if unit.is_block]
+
+    @cache
+    def cut(num_stages: int) -> tuple[int, ...] | None:
+        blocks = None if shape is None else own(shape, num_stages)
+        if blocks is None or sum(blocks) != len(units) or min(blocks) == 0:
+            return None
+        return (0, *(units[before] for before in accumulate(blocks[:-1])))
+
+    return cut
 
 
 def _settings(choice: Choice, training: Training) -> Layout:
@@ -151,5 +123,6 @@ def _settings(choice: Choice, training: Training) -> Layout:
         num_microbatches=choice.num_microbatches, global_batch_size=training.global_batch_size,
         seq_len=training.seq_len, precision=training.precision, optimizer=training.optimizer,
         schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, stage_blocks=None, recompute=Recompute.NONE,
-        sequence_parallel=choice.sequence_parallel, offload=choice.offload, cp_method=choice.cp_method,
+        sequence_parallel=choice.sequence_parallel, offload=choice.offload, cp_method=choice.cp_method, etp=mesh.etp,
+        offloads_activations=choice.offloads_activations,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Framework, Hardware, OtherGpus, Trust
+from planner.cli.options import AsJson, Hardware, OtherGpus, Trust
 from planner.cli.search import show_answer
 from planner.output_file import check_output
 from planner.plan.plan_file import read_plan
@@ -22,7 +22,10 @@ def estimate(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search` or by hand")],
     hardware: Hardware = None,
     gpus: OtherGpus = None,
-    framework: Framework = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Price as this framework runs it; said where it cannot run the plan."),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
     output: Annotated[

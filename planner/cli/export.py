@@ -64,7 +64,9 @@ def exported(target: Target, job: Job) -> Written:
 
     if target.abilities is None:
         from planner.executor.mesh import check_executable
+        from planner.model_file import check_in_a_file
 
+        check_in_a_file(job.plan.model)
         check_executable(job.plan)  # a launcher runs what `planner run` can
     return written(target, job)
 

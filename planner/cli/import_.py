@@ -89,13 +89,10 @@ def import_config(  # over 6 arguments: one for each option of the command line
 def _write_better(priced: PricedRun, target: Target, file: Path, time_limit: float | None) -> None:
     """Writes the best set-up of the same framework; nothing where the file's own is as good."""
     from planner.api.diagnose import better_plan
-    from planner.formats.frameworks import ModelFacts
     from planner.layout.deadline import Deadline
-    from planner.model_file import family_config_of
 
-    run, node = priced.run, priced.target.cluster.devices_per_node
-    model = ModelFacts.of(run.model, family_config_of(run.model), node)
-    plan = better_plan(priced, model, Deadline.answering_within(time_limit))
+    node = priced.target.cluster.devices_per_node
+    plan = better_plan(priced, Deadline.answering_within(time_limit))
     talk = talk_console()
     if plan is None or plan.prediction is None:
         talk.print("no better set-up was found: nothing is written")

@@ -80,7 +80,13 @@ OtherGpus = Annotated[
 ]
 Framework = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Price as this framework runs it: megatron-core, deepspeed, ..."),
+    typer.Option(
+        "--framework",
+        "--within",
+        metavar="NAME",
+        help="Search what this framework can run, priced as it runs it: megatron-core, deepspeed, ...; default: "
+        "planner run.",
+    ),
 ]
 WRITES_PLAN = "Write the plan here, - for stdout; known to be writable before the work begins."
 TokenCount = Annotated[

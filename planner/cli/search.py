@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from enum import StrEnum
 from importlib import import_module
@@ -173,7 +174,8 @@ def search(  # over 6 arguments: one for each option of the command line
             if gpus is not None and not gpus.is_one:
                 return show_range(request, gpus.first, deadline, Shown(objective is Objective.COST, as_json, output))
             answer = _find(request, deadline, by_cost=objective is Objective.COST)
-            show_answer(answer.plan, answer.notes, as_json=as_json, output=output)
+            notes = answer.notes if framework else (*answer.notes, _others(request))
+            show_answer(answer.plan, notes, as_json=as_json, output=output)
     except KeyboardInterrupt:  # there was no plan yet
         talk_console().print("interrupted")
         return 130
@@ -192,6 +194,14 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
         typer.echo(plan_json(plan), nl=False)
     else:
         data_console().print(show_plan(plan))
+
+
+def _others(request: Request) -> str:
+    """Where the best plans of other frameworks are to be had: all of them take many times this search."""
+    counted = [] if request.num_devices is None else ["--gpus", str(request.num_devices)]
+    named = [] if request.hardware is None else ["--hardware", request.hardware]
+    words = ["planner", "compare", request.model, *counted, *named]
+    return f"this is what planner run can train; the best plan of each other framework: {shlex.join(words)}"
 
 
 def _find(request: Request, deadline: Deadline, *, by_cost: bool) -> Answer:

@@ -55,28 +55,22 @@ def _no_limits(_asked: Asked) -> Iterator[Refusal]:
     return iter(())
 
 
-def _cut_evenly(asked: Asked) -> tuple[int, ...] | None:
+def _cut_evenly(shape: FamilyConfig, num_stages: int) -> tuple[int, ...] | None:
     """As many blocks in every stage; None where that does not come out even."""
-    stages = asked.layout.pp * asked.layout.virtual_stages
-    shape = asked.shape
-    return None if shape is None or shape.layers % stages else (shape.layers // stages,) * stages
-
-
-def _cut_by_cost(asked: Asked) -> tuple[int, ...] | None:
-    return None if asked.shape is None else nanotron.stage_blocks(asked.shape, asked.layout.pp)
+    return None if shape.layers % num_stages else (shape.layers // num_stages,) * num_stages
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a framework can run. ``cut``: the blocks of each stage where it cuts by itself; None: as it is told.
+    """What a framework can run. ``cut``: the blocks of each of so many stages where it cuts by itself.
 
-    ``cut`` gives None where it has no cut for the model and its stages.
+    None: it cuts as it is told. ``cut`` gives None where it has no cut of the model into so many.
     """
 
     abilities: Abilities
     source: str
     limits: Limits = _no_limits
-    cut: Callable[[Asked], tuple[int, ...] | None] | None = None
+    cut: Callable[[FamilyConfig, int], tuple[int, ...] | None] | None = None
 
     def refusals(self, asked: Asked) -> list[Refusal]:
         """Everything of ``asked`` that it cannot run; empty where it can."""
@@ -127,7 +121,7 @@ RULES = {
     ),
     "torchtitan": Rules(torchtitan.ABILITIES, torchtitan.VERSION, torchtitan.limits),
     "accelerate": Rules(accelerate.ABILITIES, accelerate.VERSION, accelerate.limits),
-    "nanotron": Rules(nanotron.ABILITIES, nanotron.VERSION, nanotron.limits, _cut_by_cost),
+    "nanotron": Rules(nanotron.ABILITIES, nanotron.VERSION, nanotron.limits, nanotron.stage_blocks),
     "maxtext": Rules(maxtext.ABILITIES, maxtext.VERSION, maxtext.limits, _cut_evenly),
     "fsdp": Rules(_SHARDS, "PyTorch 2.13: torch.distributed.fsdp.fully_shard (mesh, reshard_after_forward)"),
     "ddp": Rules(_REPLICAS, "PyTorch 2.13: torch.nn.parallel.DistributedDataParallel"),
@@ -151,3 +145,15 @@ RULES = {
         "microsoft/nnscaler: docs/source/trainer.rst (ComputeConfig: use_zero, zero_ngroups), docs/source/autodist",
     ),
 }  # fmt: skip
+# Other names that ``planner.frameworks.registry`` knows for what runs the same layouts.
+OTHER_NAMES = {
+    "megatron-core-expert-overlap": "megatron-core",
+    "megatron-bridge": "nemo",
+    "fsdp-llm-foundry": "llm-foundry",
+}
+
+
+def rules_of(framework: str) -> Rules | None:
+    """The rules of the framework that goes by this name; None of ours, and where nothing is known."""
+    name = framework.strip().lower()
+    return RULES.get(OTHER_NAMES.get(name, name))

@@ -28,6 +28,7 @@ ABILITIES = Abilities(
     offloads=(Offload.NONE, Offload.CPU),  # --optimizer-cpu-offload
     cuts_unevenly=True,  # --pipeline-model-parallel-layout
     mixes_recompute=True,  # --recompute-method block, within limits
+    has_whole_experts=True,  # --expert-tensor-parallel-size 1
 )
 CP_TYPES = {ContextMethod.RING: "p2p", ContextMethod.ALL_GATHER: "allgather", ContextMethod.ALL_TO_ALL: "a2a"}
 FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -135,6 +136,8 @@ def parallelism(layout: Layout) -> dict[str, object]:
         "expert_model_parallel_size": layout.ep,
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
     }
+    if layout.ep > 1 and layout.tp > 1:  # its default is tp in some versions, 1 in others
+        found["expert_tensor_parallel_size"] = layout.etp or layout.tp
     if layout.cp > 1:
         found["cp_comm_type"] = CP_TYPES[layout.cp_method]
     group = layout.num_microbatches // max(1, layout.num_microbatches // layout.pp)

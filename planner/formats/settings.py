@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -41,6 +42,7 @@ class Settings:
     sequence_parallel: bool | None = None
     offload: Offload | None = None
     cp_method: ContextMethod | None = None
+    etp: int | None = None  # tensor-parallel degree of experts where it is not tp
 
     def said(self) -> dict[str, object]:
         """What the config says, by name."""
@@ -80,6 +82,8 @@ class Layout:
     sequence_parallel: bool
     offload: Offload
     cp_method: ContextMethod
+    etp: int | None = None  # tensor-parallel degree of experts where it is not tp
+    offloads_activations: bool = False  # of some blocks, to host memory
 
     @property
     def dp(self) -> int:
@@ -163,7 +167,7 @@ def layout_of(plan: Plan) -> Layout:
     over one rank.
     """
     mesh, pipeline = plan.mesh, plan.pipeline
-    stages = _blocks_of_stages(plan)
+    stages = stack_of([stage.modules for stage in plan.pipeline.stages])
     shards = mesh.dp_shard * mesh.cp > 1
     return Layout(
         num_devices=plan.num_devices,
@@ -182,12 +186,13 @@ def layout_of(plan: Plan) -> Layout:
         sequence_parallel=plan.placements.sequence_parallel,
         offload=plan.offload,
         cp_method=plan.cp_method if mesh.cp > 1 else ContextMethod.ALL_GATHER,
+        etp=mesh.shape().etp,
+        offloads_activations=bool(plan.offloaded_activations),
     )  # fmt: skip
 
 
-def _blocks_of_stages(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
-    """Names of the repeated blocks in each stage: modules called by a number. None where they form no single stack."""
-    stages = [stage.modules for stage in plan.pipeline.stages]
+def stack_of(stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:
+    """Of modules by stage the repeated blocks: those called by a number. None where they form no single stack."""
     blocks = tuple(tuple(name for name in names if name.rpartition(".")[2].isdigit()) for names in stages)
     stacks = Counter(name.rpartition(".")[0] for names in blocks for name in names)
     numbers = [int(name.rpartition(".")[2]) for names in blocks for name in names]

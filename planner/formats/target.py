@@ -41,6 +41,7 @@ class Abilities:
     sequence_parallel: tuple[bool, ...] = (False, True)  # where tp is above 1
     cuts_unevenly: bool = False  # stages may hold any number of blocks
     mixes_recompute: bool = False  # blocks may differ in what they recompute
+    has_whole_experts: bool = False  # experts may be whole on a rank beside tensor parallelism (etp 1)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,15 @@ def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
         yield _unknown("ZeRO stage", layout.zero_stage, can.zero_stages, "--zero")
     if layout.pp > 1 and "pp" in can.axes:
         yield from _pipeline(can, layout)
+    if layout.etp is not None and not can.has_whole_experts:
+        yield Refusal(
+            f"its experts have the tensor parallelism of attention, the plan's are whole (etp = {layout.etp})",
+            f"search with --etp {layout.tp}",
+        )
+    if layout.offloads_activations:
+        yield Refusal(
+            "it cannot say which blocks keep activations in host memory", "search without --offload-activations"
+        )
     yield from _recompute(can, layout)
     yield from _words(can, layout)
 

@@ -22,7 +22,7 @@ from planner.graph.disk_cache import DiskCache
 from planner.graph.model_graph import ModelGraph
 from planner.graph.read_files import variables_named_in
 from planner.graph.tracing import TracedModel, TraceRequest, trace
-from planner.model_file import ModelKind, content_digest, digest_of
+from planner.model_file import LoadedModel, ModelKind, content_digest, digest_of
 from planner.models.own_code import file_digest
 
 SUFFIX = ".graph"
@@ -53,6 +53,41 @@ def traced_graph(request: TraceRequest, folder: Path | None) -> ModelGraph:
             name = _name_of(Known.of(found.graph), request.batch_size, request.precision)
             _names(folder).write(name, key)
     return found.graph.model_copy(update={"source": request.source.name})
+
+
+# Graphs of modules that were passed to this process, by their digests: where there is no cache folder they are here.
+_HELD: dict[str, ModelGraph] = {}
+MOST_HELD = 8
+
+
+def held_graph(loaded: LoadedModel, batch_size: int, seq_len: int | None, precision: Precision) -> ModelGraph:
+    """The graph of a module held in Python, traced here and kept, so that plans made for it can be priced again."""
+    from planner.graph.tracer import trace_model, traced_dtype
+
+    graph = trace_model(loaded, batch_size, seq_len or loaded.default_seq_len, traced_dtype(precision))
+    content = graph.model_dump_json(exclude={"source", "digest", "warnings"}, exclude_defaults=True)
+    graph = graph.model_copy(update={"digest": digest_of("module", content)})
+    folder = default_folder()
+    if folder is not None:
+        written = TracedModel(graph=graph).model_dump_json(exclude_defaults=True)
+        DiskCache(folder, SUFFIX, MAX_ENTRIES).write(_held_key(graph.digest), written)
+    while len(_HELD) >= MOST_HELD:
+        _HELD.pop(next(iter(_HELD)))
+    _HELD[graph.digest] = graph
+    return graph
+
+
+def known_held_graph(digest: str) -> ModelGraph | None:
+    """The graph of a module that was traced before, by this process or another of the user's; None: there is none."""
+    folder = default_folder()
+    if digest in _HELD or folder is None:
+        return _HELD.get(digest)
+    found = _read(DiskCache(folder, SUFFIX, MAX_ENTRIES), _held_key(digest))
+    return None if found is None else found.graph
+
+
+def _held_key(digest: str) -> str:
+    return digest_of("held", digest, *_software())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.layout.columns import Columns
-from planner.layout.layout import Layout
+from planner.layout.layout import Layout, Training
 
 
 class Choice(NamedTuple):
@@ -24,6 +24,14 @@ class Choice(NamedTuple):
     sequence_parallel: bool
     offload: Offload
     cp_method: ContextMethod
+    offloads_activations: bool
+
+
+class Against(NamedTuple):
+    """Why a framework cannot run something, and what to ask for instead."""
+
+    reason: str
+    way_out: str
 
 
 class _Pipeline(NamedTuple):
@@ -37,20 +45,45 @@ class _Modes(NamedTuple):
 
 @dataclass(frozen=True)
 class Within:
-    """What a framework can run. ``recompute``: what all blocks alike may recompute; None: blocks may differ in it."""
+    """What a framework can run. All blocks recompute alike, in one of the modes ``recompute``.
+
+    ``against``: everything against a choice; empty where it can run that. ``cut``: the first unit of each of so many
+    stages, of a framework that cuts by itself; None: as it is told.
+    """
 
     framework: str
-    allows: Callable[[Choice], bool]
-    schedules: frozenset[ScheduleName]  # of pipelines
-    recompute: tuple[Recompute, ...] | None
-    why: Callable[[], str] = str  # what is against all layouts that ``allows`` was asked of
+    against: Callable[[Choice, Training], tuple[Against, ...]]
+    schedules: tuple[ScheduleName, ...]  # of pipelines
+    recompute: tuple[Recompute, ...]
+    cut: Callable[[int], tuple[int, ...] | None] | None = None
 
-    def of(self, layouts: Columns[Layout]) -> Columns[Layout]:
-        """Those of ``layouts`` that it can run; where blocks cannot differ, one layout for each mode of all blocks."""
-        found = layouts.where(_Pipeline, lambda key: key.pp == 1 or key.schedule in self.schedules)
-        found = found.where(Choice, self.allows)
-        if self.recompute is None:
-            return found
+    def of(self, layouts: Columns[Layout], training: Training) -> Columns[Layout]:
+        """Those of ``layouts`` that it can run, one for each mode where the blocks' modes are free."""
+        found = self._scheduled(layouts).where(Choice, lambda choice: not self.against(choice, training))
         is_free = np.asarray(found.each(_Modes, lambda key: key.recompute is None), dtype=bool)
-        fixed = found.take(~is_free).where(_Modes, lambda key: key.recompute in (self.recompute or ()))
+        fixed = found.take(~is_free).where(_Modes, lambda key: key.recompute in self.recompute)
         return Columns.joined([fixed, found.take(is_free).with_each("recompute", self.recompute)])
+
+    def why_none(self, layouts: Columns[Layout], training: Training) -> Against:
+        """What is against all of ``layouts``, of which it can run none; or where that differs, against the nearest."""
+        found = self._scheduled(layouts) if self.schedules else layouts
+        if not found:
+            wanted = ", ".join(sorted({key.schedule.value for key in layouts.by(_Pipeline)[0]}))
+            return _none_of("schedule", wanted, [each.value for each in self.schedules], "--schedule")
+        choices = found.by(Choice)[0]
+        asked = [self.against(choice, training) for choice in choices]
+        if not all(asked):
+            modes = {key.recompute for key in found.by(_Modes)[0] if key.recompute is not None}
+            return _none_of("recomputation", ", ".join(sorted(modes)), [*self.recompute], "--recompute")
+        of_all = [each for each in asked[0] if all(each in reasons for reasons in asked)]
+        nearest = of_all or min(asked, key=len)
+        reasons = "; ".join(each.reason for each in nearest)
+        ways = "; ".join(dict.fromkeys(each.way_out for each in nearest))
+        return Against(reasons if of_all else f"against the nearest of them, {reasons}", ways)
+
+    def _scheduled(self, layouts: Columns[Layout]) -> Columns[Layout]:
+        return layouts.where(_Pipeline, lambda key: key.pp == 1 or key.schedule in self.schedules)
+
+
+def _none_of(what: str, wanted: str, known: list[str], option: str) -> Against:
+    return Against(f"{what} {wanted} is not one of its own ({', '.join(known)})", f"search with {option} {known[0]}")

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.models.held import check_has_shapes, fixed_seq_len
 from planner.models.loss import Reduction, TrainingLoss
 from planner.models.own_code import OwnCode
 from planner.models.weightless import build_weightless
@@ -56,6 +57,7 @@ class PythonModel:
     loss_fn: Callable[[object, Batch], torch.Tensor] | None  # of a whole batch
     training_loss: TrainingLoss | None
     max_seq_len: int | None
+    fixed_seq_len: int | None  # of inputs that are the same whatever is asked for
     vocab_size: int | None
 
     @staticmethod
@@ -87,6 +89,7 @@ class PythonModel:
 
         with time_limit(time_limit_s, f"{factory_name}() of {path}"):
             model = build_weightless(build)
+        check_has_shapes(model, f"{path}: {factory_name}()")
         inputs, loss = _function(module, "example_inputs", path), _training_loss(module, path)
         return PythonModel(
             factory_name=factory_name,
@@ -95,7 +98,8 @@ class PythonModel:
             example_inputs=None if inputs is None else _checked_inputs(inputs, path),
             loss_fn=None if loss is None else _loss_of_whole(loss),
             training_loss=loss,
-            max_seq_len=_named_size(model, SEQ_LEN_NAMES),
+            max_seq_len=max_seq_len_of(model),
+            fixed_seq_len=None if inputs is None else _fixed_seq_len(_checked_inputs(inputs, path)),
             vocab_size=_vocab_size(model) if inputs is None else None,
         )
 
@@ -304,6 +308,18 @@ def _loss_of_whole(loss: TrainingLoss) -> Callable[[object, Batch], torch.Tensor
         return value if isinstance(value, torch.Tensor) else value[0] / value[1]
 
     return loss_fn
+
+
+def _fixed_seq_len(example_inputs: Callable[[int, int], Batch]) -> int | None:
+    try:
+        return fixed_seq_len(example_inputs)
+    except ModelError:  # of lengths that nobody asked for
+        return None
+
+
+def max_seq_len_of(model: nn.Module) -> int | None:
+    """Positions that the model is made for, where it or its ``config`` says."""
+    return _named_size(model, SEQ_LEN_NAMES)
 
 
 def _named_size(model: nn.Module, names: tuple[str, ...]) -> int | None:

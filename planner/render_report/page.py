@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 
 from planner.api.explain import Explanation
 from planner.plan.schema import Plan
-from planner.render import count, degrees, fullest_text, layout_line, plan_rows, probability, seconds, size
+from planner.render import count, degrees, fullest_text, items, layout_line, plan_rows, probability, seconds, size
 from planner.render_explain import LIMITS, binding_lines, loses, price_lines, what_if_cells, where_text
 from planner.render_report.charts import COLOURS, devices, front_chart, memory_chart, timeline_rows, waterfall
 from planner.report.timeline import StepTimeline, Work
@@ -100,7 +100,7 @@ def _cards(plan: Plan) -> list[tuple[str, str, str]]:
     fits = "" if p.fit_probability is None else f"fits with {probability(p.fit_probability)}"
     cards = [
         ("step", seconds(p.step_time_s), band),
-        ("tokens/s/GPU", f"{p.tokens_per_s_per_gpu:,.0f}", ""),
+        (f"{items(plan.training.seq_len)}/s/GPU", f"{p.tokens_per_s_per_gpu:,.0f}", ""),
         ("MFU", f"{p.mfu:.1%}", f"{p.model_flops_per_gpu_per_s / 1e12:.3g} model TFLOP/s/GPU"),
         ("fullest GPU", fullest_text(p), fits),
     ]

@@ -18,6 +18,11 @@ class UnprovedError(Exception):
 class StageSolver(ABC):
     """What the search needs to cut pipelines."""
 
+    def only_cut(self, num_stages: int) -> tuple[int, ...] | None:
+        """The first unit of each of so many stages where no other cut is allowed; None: all cuts are."""
+        del num_stages
+        return None
+
     @abstractmethod
     def cuts(self, problem: StageProblem, limit_s: Limit) -> Iterator[StageSolution]:
         """Every cut whose ``pipeline_bound_s`` may be below the limit, the first with the least bound.

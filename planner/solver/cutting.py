@@ -53,8 +53,9 @@ def best_cut(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_
     ``bound_s``: a lower bound of the layout.
     """
     layout = pricer.evaluator.layout
-    if layout.mesh.pp == 1:
-        priced = pricer.price((0,))
+    only = (0,) if layout.mesh.pp == 1 else solver.only_cut(pricer.evaluator.num_stages)
+    if only is not None:
+        priced = pricer.price(only)
         return Cut(priced, np.inf if priced is None else priced.step_time_s)
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
@@ -116,9 +117,10 @@ class Pricer:
         return [starts for starts in cuts if not several or is_allowed(starts, units.is_block)]
 
 
-def probe(pricer: Pricer) -> Evaluated | None:
-    """The best of the nearly even cuts, where one fits."""
-    return pricer.fastest(pricer.first_cuts())
+def probe(pricer: Pricer, solver: StageSolver) -> Evaluated | None:
+    """The best of the nearly even cuts, where one fits; the only cut, where there is but one."""
+    only = solver.only_cut(pricer.evaluator.num_stages)
+    return pricer.fastest(pricer.first_cuts() if only is None else [only])
 
 
 def _fastest(found: Iterable[Evaluated | None]) -> Evaluated | None:

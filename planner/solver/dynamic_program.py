@@ -17,7 +17,7 @@ is at least as large as its average stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations, groupby
 
@@ -31,7 +31,17 @@ Array = NDArray[np.float64]
 
 
 class DynamicProgramSolver(StageSolver):
-    """Tables over cuts; ties go to the earliest cut."""
+    """Tables over cuts; ties go to the earliest cut.
+
+    ``own``: the cut into so many stages of a framework that cuts by itself; None: the cuts are chosen.
+    """
+
+    def __init__(self, own: Callable[[int], tuple[int, ...] | None] | None = None) -> None:
+        self._own = own
+
+    def only_cut(self, num_stages: int) -> tuple[int, ...] | None:
+        """The framework's own."""
+        return None if self._own is None else self._own(num_stages)
 
     def cuts(self, problem: StageProblem, limit_s: Limit) -> Iterator[StageSolution]:
         """The recurrence above for every run, over the meeting points that can still be better.

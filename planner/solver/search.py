@@ -108,7 +108,7 @@ def search(
     best.keep(wanted.known)
     listed = Columns.of(Layout, layouts)
     try:
-        _probe_likely(table, listed, best, deadline)
+        _probe_likely(table, listed, solver, best, deadline)
         listed = _within_reach(table, listed, best.time_s)
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
     except OutOfTimeError:
@@ -175,7 +175,7 @@ class _Walk:
         for index in _unlike(self._listed, order, NUM_PROBES):
             if is_over():
                 return
-            self._best.keep(probe(self._pricer(index)))
+            self._best.keep(probe(self._pricer(index), self._solver))
 
     def probe_others(self, order: Positions, lower: Bounds, is_over: Callable[[], bool]) -> None:
         """Prices layouts that were not visited, the likeliest first: a plan is shown beside what comes next."""
@@ -186,7 +186,7 @@ class _Walk:
         for index in [index for index in likely if self._listed[index] not in self._best.found][:NUM_OTHERS]:
             if is_over():
                 return
-            self._best.keep(probe(self._pricer(index)))
+            self._best.keep(probe(self._pricer(index), self._solver))
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
@@ -321,7 +321,9 @@ def _nearest(guess_s: Array, order: Positions, best: Best, walk: _Walk, *, until
             yield index
 
 
-def _probe_likely(table: CostTable, listed: Columns[Layout], best: Best, deadline: Deadline) -> None:
+def _probe_likely(
+    table: CostTable, listed: Columns[Layout], solver: StageSolver, best: Best, deadline: Deadline
+) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
     All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
@@ -334,12 +336,12 @@ def _probe_likely(table: CostTable, listed: Columns[Layout], best: Best, deadlin
     order = _in_order(table, part, bounds(table, part))
     for index in _unlike(part, order, NUM_UNLIKE):
         deadline.check()
-        best.keep(probe(Pricer(table, part[index])))
+        best.keep(probe(Pricer(table, part[index]), solver))
     kind = None if best.best is None else _kind(best.best.layout)
     alike = (index for index in order.tolist() if _kind(part[index]) == kind)
     for index in islice(alike, NUM_PROBES):
         deadline.check()
-        best.keep(probe(Pricer(table, part[index])))
+        best.keep(probe(Pricer(table, part[index]), solver))
 
 
 def _kind(layout: Layout) -> tuple[object, ...]:
@@ -389,7 +391,7 @@ def _scarcity(table: CostTable, lower: Bounds) -> Array:
     return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
 
 
-def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Outcome:
+def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, deadline: Deadline) -> Outcome:
     """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
     listed = Columns.of(Layout, layouts)
     lower, best = bounds(table, listed), Best()
@@ -398,5 +400,5 @@ def probes(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> O
         if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):
             break
         visited += 1
-        best.keep(probe(Pricer(table, listed[index])))
+        best.keep(probe(Pricer(table, listed[index]), solver))
     return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)

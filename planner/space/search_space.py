@@ -88,12 +88,14 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
 
 def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) -> SearchSpace:
     """The layouts that a framework can run; NoLayoutError where there is none."""
-    layouts = within.of(space.layouts)
+    layouts = within.of(space.layouts, space.training)
     if not layouts and not may_be_empty:
+        reason, way_out = within.why_none(space.layouts, space.training)
+        pinned = space.pins.describe()
         raise NoLayoutError(
             f"{within.framework} can run none of the {len(space.layouts)} layouts of {space.limits.num_devices} GPUs "
-            f"with a global batch of {space.training.global_batch_size}: {within.why()}",
-            hint="give another --gpus or --global-batch, or take another framework",
+            f"with a global batch of {space.training.global_batch_size}{f' and {pinned}' if pinned else ''}: {reason}",
+            hint=f"{way_out}; or give another --gpus or --global-batch, or take another framework",
         )
     return replace(space, layouts=layouts)
 

@@ -151,8 +151,7 @@ _SWITCHES = (
     "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split use-rotary-position-embeddings"
 )
 # Layouts that are not priced: an import says no rather than pricing something else.
-_UNREAD = ("expert-tensor-parallel-size", "account-for-embedding-in-pipeline-split",
-           "account-for-loss-in-pipeline-split", "use-torch-fsdp2")  # fmt: skip
+_UNREAD = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "use-torch-fsdp2")
 
 
 def read(text: str) -> Read:
@@ -160,7 +159,10 @@ def read(text: str) -> Read:
     known, rest = _parser().parse_known_args(option_words(text))
     given: dict[str, object] = vars(known)
     numbers = _numbers(given)
-    refuse = [name for name in _UNREAD if given[_key(name)] and numbers.get(_key(name)) != _tp(numbers)]
+    refuse = [name for name in _UNREAD if given[_key(name)]]
+    etp = numbers.get("expert_tensor_parallel_size")
+    if etp not in (None, 1, _tp(numbers)):
+        refuse.append(f"expert-tensor-parallel-size {etp}")
     if refuse:
         raise InputError(
             f"layouts with {', '.join('--' + name for name in refuse)} are not priced", hint="leave these out"
@@ -217,8 +219,10 @@ def _degrees(given: Mapping[str, object], numbers: Mapping[str, int]) -> Setting
     instances, zero = numbers.get("num_distributed_optimizer_instances", 1), _zero_stage(given)
     if zero > 0 and dp is not None and dp * cp == instances:
         zero = 0  # one rank shards nothing
+    etp = numbers.get("expert_tensor_parallel_size", tp)
     return Settings(
         num_devices=devices, tp=tp, pp=pp, cp=cp, ep=numbers.get("expert_model_parallel_size", 1), zero_stage=zero,
+        etp=None if etp == tp else etp,
         dp_replicate=instances if zero > 0 else dp,
         dp_shard=1 if zero == 0 else None if dp is None else _quotient(dp, instances),
         sequence_parallel=bool(given["sequence_parallel"]) and tp > 1,

@@ -290,7 +290,8 @@ class NodeBuilder:
     ) -> TensorValue:
         tensors = [entry.value for entry in entries.values()]
         cuts = operator_called(name).has(Trait.CUTS_GRADIENT)
-        differentiable = grad_enabled and not cuts and value.dtype.is_floating_point
+        has_gradient = value.dtype.is_floating_point or value.dtype.is_complex
+        differentiable = grad_enabled and not cuts and has_gradient
         requires_grad = differentiable and any(tensor.requires_grad for tensor in tensors)
         is_weight = any(tensor.is_weight for tensor in tensors) and not any(
             entry.batch_dependent for entry in entries.values()

@@ -47,7 +47,7 @@ def test_what_is_no_option_is_refused(graph: Path) -> None:
         planner.search(graph, gpus=4, zeroo=1)
     with pytest.raises(InputError, match="precision must be one of bf16, .* got 'bf17'"):
         planner.search(graph, gpus=4, precision="bf17")
-    with pytest.raises(InputError, match="must be a name or a path, got int"):
+    with pytest.raises(InputError, match="must be a name or a path, or an nn.Module, got int"):
         planner.search(4, gpus=4)  # type: ignore[arg-type]
 
 
@@ -169,20 +169,29 @@ dist.destroy_process_group()
 """
 
 
-def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)
+    def forward(self, input_ids):
+        return self.head(torch.tanh(self.embed(input_ids)))
+"""
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["of a file", "held in Python"])
+def test_parallelize_trains_as_one_process_does(tmp_path: Path, *, is_held: bool) -> None:
     """Two ranks of a script of one's own, against torch in one process: every gradient of a step."""
-    model = tmp_path / "model.py"
-    model.write_text(
-        "import torch\n\n"
-        "class Model(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.embed, self.head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)\n"
-        "    def forward(self, input_ids):\n"
-        "        return self.head(torch.tanh(self.embed(input_ids)))\n"
-    )
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    names: dict[str, type[nn.Module]] = {}
+    exec(MODEL, names)
+    model = names["Model"]() if is_held else path
     options = {"global_batch_size": 8, "seq_len": 16, "precision": "fp32", "dp": 2, "zero": 3, "micro_batch": 2}
-    write_plan(planner.search(model, gpus=2, hardware="cpu-gloo", **options), tmp_path / "plan.json")
+    plan = planner.search(model, gpus=2, hardware="cpu-gloo", **options)  # pyright: ignore[reportArgumentType]
+    write_plan(plan, tmp_path / "plan.json")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]

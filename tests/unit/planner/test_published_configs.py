@@ -14,13 +14,12 @@ from costmodels.vocabulary.choices import Recompute
 from planner.api.diagnose import better_plan, findings
 from planner.api.pinned import PricedRun, pinned_run, price_run
 from planner.formats.completion import Given, completed
-from planner.formats.frameworks import ModelFacts
 from planner.formats.registry import all_targets, read_config
 from planner.formats.settings import Job, layout_of
 from planner.formats.target import written
 from planner.layout.deadline import Deadline
 from planner.model_file import family_config_of
-from planner.models.catalog import preset_of_shape
+from planner.models.catalog import find_preset, preset_of_shape
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "published_configs"
 MPT_30B = CONFIGS / "mpt-30b.json"  # sizes: mosaicml/llm-foundry scripts/train/yamls/pretrain/mpt-30b.yaml
@@ -99,13 +98,14 @@ def test_every_readable_format_has_a_run() -> None:
 def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
     """It is read back by the format's own reader, trains the same, and its price is what was promised."""
     run, mine = BY_NAME[file], priced(file)
-    model = ModelFacts.of(mine.run.model, family_config_of(mine.run.model), 8)
-    plan = better_plan(mine, model, Deadline.never())
+    plan = better_plan(mine, Deadline.never())
     assert plan is not None
     assert plan.prediction is not None
     assert plan.prediction.step_time_s < mine.found.step_time_s
     target, _ = read_config(file, (CONFIGS / file).read_text(encoding="utf-8"))
-    text = written(target, Job(plan, layout_of(plan), model.shape, model.preset, "plan.json", 8)).text
+    model, preset = mine.run.model, find_preset(mine.run.model)
+    job = Job(plan, layout_of(plan), family_config_of(model), preset and preset.name, "plan.json", 8)
+    text = written(target, job).text
     again, read = read_config(file, text)
     assert again is target
     # What the file leaves to the training script is said by the plan.
@@ -124,8 +124,7 @@ def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
 def test_some_set_ups_are_the_best_that_their_framework_can_run(file: str) -> None:
     """They were chosen by hand: the search, at the same risk of memory, finds nothing faster."""
     mine = priced(file)
-    model = ModelFacts.of(mine.run.model, family_config_of(mine.run.model), 8)
-    assert better_plan(mine, model, Deadline.never()) is None
+    assert better_plan(mine, Deadline.never()) is None
 
 
 def test_what_is_wrong_is_said_with_its_number() -> None:

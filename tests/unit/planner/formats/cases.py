@@ -26,6 +26,7 @@ _MEGATRON_TAKES = [
     Wanted("deepseek-v3", pp=4, dp_shard=8, ep=8, zero=1, stage_blocks=(15, 15, 16, 15)),
     Wanted(pp=4, dp_replicate=2, dp_shard=2, zero=1, recompute=FIRST_TWO, optimizer=Optimizer.SGD),
     Wanted(dp_shard=8, zero=1, offload=Offload.CPU, precision=Precision.FP8, microbatches=3),
+    Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=1, sequence_parallel=True),
 ]
 _MEGATRON_REFUSES = [
     (Wanted(pp=2, **GPIPE), "schedule GPipe"),
@@ -123,6 +124,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
     "megatron": _MEGATRON_REFUSES,
     "nemo": [*_MEGATRON_REFUSES, (Wanted(dp_shard=8, zero=1, precision=Precision.FP32), "precision fp32")],
     "torchtitan": [
+        (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=3, sequence_parallel=True), "etp = 1"),
         (Wanted(pp=2, **ZB_2P), "schedule ZB-2P"),
         (Wanted(dp_shard=8, zero=3, precision=Precision.FP16), "precision fp16"),
         (Wanted(dp_shard=8, zero=3, optimizer=Optimizer.SGD), "optimiser sgd"),
@@ -137,6 +139,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
         (Wanted(dp_shard=4, cp=2, zero=3, seq_len=4098), "4098 tokens"),
     ],
     "deepspeed": [
+        (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=1, sequence_parallel=True), "etp = 1"),
         (Wanted(pp=2, dp_shard=4, zero=1), "it has no pp"),
         (Wanted(dp_replicate=2, dp_shard=4, zero=1), "groups of shards"),
         (Wanted(dp_shard=4, cp=2, zero=3, cp_method=RING), "context parallelism ring"),
@@ -151,6 +154,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
         (Wanted(dp_replicate=8, offload=Offload.CPU), "offload goes with ZeRO"),
     ],
     "accelerate": [
+        (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=3, sequence_parallel=True), "etp = 1"),
         (Wanted(pp=2, dp_replicate=4), "it has no pp"),
         (Wanted("mixtral-8x7b", dp_shard=8, ep=4, zero=3), "it has no ep"),
         (Wanted(dp_shard=8, zero=1), "ZeRO stage 1"),
@@ -164,6 +168,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
         (Wanted(dp_shard=4, tp=2, zero=3, precision=Precision.FP8), "do not go with tp or cp"),
     ],
     "nanotron": [
+        (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=1, sequence_parallel=True), "etp = 1"),
         (Wanted("llama2-7b", pp=2, dp_shard=4, zero=1), "stages of 17, 15 blocks"),
         (Wanted(pp=4, dp_shard=2, zero=1, **INTERLEAVED), "schedule Interleaved1F1B"),
         (Wanted(pp=4, dp_shard=2, zero=1, **ZBV), "schedule ZBVZeroBubble"),
@@ -180,6 +185,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
         (Wanted(dp_replicate=2, dp_shard=4, zero=1), "over all data-parallel ranks"),
     ],
     "maxtext": [
+        (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=3, sequence_parallel=True), "etp = 1"),
         (Wanted(pp=2, dp_shard=4, zero=3), "schedule 1F1B"),
         (Wanted(pp=2, dp_shard=4, zero=3, **INTERLEAVED), "schedule Interleaved1F1B"),
         (Wanted(dp_shard=8, zero=2), "ZeRO stage 2"),

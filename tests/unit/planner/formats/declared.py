@@ -30,7 +30,8 @@ MEGATRON: dict[str, str | list[str]] = {
     "--pipeline-model-parallel-layout": WORD, "--num-virtual-stages-per-pipeline-rank": NUMBER,
     "--overlap-grad-reduce": SWITCH, "--overlap-param-gather": SWITCH, "--use-distributed-optimizer": SWITCH,
     "--data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
-    "--num-distributed-optimizer-instances": NUMBER, "--cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],
+    "--num-distributed-optimizer-instances": NUMBER, "--expert-tensor-parallel-size": NUMBER,
+    "--cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],
     "--seq-length": NUMBER, "--optimizer": ["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
     "--optimizer-cpu-offload": SWITCH, "--group-query-attention": SWITCH, "--max-position-embeddings": NUMBER,
     "--position-embedding-type": ["learned_absolute", "rope", "yarn", "mrope", "relative", "none"],
@@ -104,6 +105,7 @@ NEMO: dict[str, set[str]] = {
     "model": {
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
         "pipeline_model_parallel_layout", "context_parallel_size", "cp_comm_type", "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "sequence_parallel", "microbatch_group_size_per_vp_stage", "recompute_granularity", "recompute_method",
         "recompute_num_layers", "seq_length", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
         "num_query_groups", "kv_channels", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "normalization",

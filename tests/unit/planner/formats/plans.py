@@ -35,6 +35,7 @@ class Wanted:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int | None = None
     zero: int = 0
     micro_batch: int = 1
     microbatches: int = 8
@@ -70,7 +71,13 @@ class Wanted:
                 optimizer=self.optimizer,
             ),
             mesh=MeshSection(
-                pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep
+                pp=self.pp,
+                dp_replicate=self.dp_replicate,
+                dp_shard=self.dp_shard,
+                cp=self.cp,
+                tp=self.tp,
+                ep=self.ep,
+                etp=self.etp,
             ),
             zero_stage=self.zero,
             pipeline=PipelineSection(

@@ -7,7 +7,15 @@ import pytest
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
-from tests.unit.planner.graph.traced import HF_CONFIGS, ROOT, counted_flops, graph_of, loaded, loaded_from_config
+from tests.unit.planner.graph.traced import (
+    HF_CONFIGS,
+    ROOT,
+    counted_flops,
+    graph_of,
+    loaded,
+    loaded_from_code,
+    loaded_from_config,
+)
 
 MODELS = ["gpt-tiny", "llama-tiny", "examples/tiny_gpt.py"]
 
@@ -51,3 +59,73 @@ def test_real_sizes_by_hand() -> None:
     block = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     attention = 32 * 4 * 1024 * 1024 * 4096
     assert graph.forward_flops == 2 * 1024 * (32 * block + 4096 * 128256) + attention
+
+
+HEADER = "import torch\nfrom torch import nn\n"
+# Models through which gradients take an unusual way.
+UNUSUAL = {
+    "a filter of complex parameters": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 16)
+        self.filter = nn.Parameter(torch.randn(33, 64, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = self.first(x)
+        found = torch.fft.irfft(torch.fft.rfft(x.float(), dim=1) * self.filter, n=64, dim=1)
+        return self.last(found.to(x.dtype))
+
+def example_inputs(batch_size, seq_len):
+    return {"x": torch.zeros(batch_size, 64, 64)}
+""",
+    "rotary positions as complex numbers": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.first(x).float().unflatten(-1, (-1, 2)))
+        angles = torch.polar(torch.ones(32, device=x.device), torch.arange(32.0, device=x.device))
+        return self.last(torch.view_as_real(turned * angles).flatten(-2).to(x.dtype))
+
+def example_inputs(batch_size, seq_len):
+    return {"x": torch.zeros(batch_size, 64, 64)}
+""",
+    "a product with a backward of its own": """
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 16)
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return self.last(Product.apply(self.first(x), self.weight))
+
+def example_inputs(batch_size, seq_len):
+    return {"x": torch.zeros(batch_size, 64, 64)}
+""",
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_gradients_that_take_an_unusual_way(name: str, tmp_path: Path) -> None:
+    code = (
+        f"{HEADER}{UNUSUAL[name]}\nbuild_model = Model\ndef loss_fn(output, batch):\n    return output.float().mean()\n"
+    )
+    model = loaded_from_code(code, tmp_path)
+    graph = trace_model(model, 2, 64)
+    assert_counts_agree(graph, model)
+    assert not any("gradient" in warning for warning in graph.warnings)

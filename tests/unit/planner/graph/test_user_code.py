@@ -172,3 +172,9 @@ def test_without_weights_whatever_the_factory_makes(tmp_path: Path) -> None:
     init = "self.p = torch.linspace(0, 0.1, 3)[1].item(); self.big = nn.Linear(32, 2**23)"
     graph = trace(init, "return x + self.a(x) + self.big(x).mean(-1, keepdim=True)", tmp_path)
     assert graph.num_params > 2 * 32 * 2**23
+
+
+def test_a_parameter_without_a_shape_is_named(tmp_path: Path) -> None:
+    code = "from torch import nn\n\ndef build_model():\n    return nn.Sequential(nn.LazyLinear(8))\n"
+    with pytest.raises(ModelError, match=r"build_model\(\): the parameter 0.weight has no shape yet"):
+        loaded_from_code(code, tmp_path)

@@ -42,7 +42,9 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
     sample = random.Random(0).sample(range(len(choices)), min(SAMPLE, len(choices)))
     for index in sample:
         cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None).best
-        found = [each for each in (cut, probe(Pricer(problem.table, choices[index]))) if each is not None]
+        found = [
+            each for each in (cut, probe(Pricer(problem.table, choices[index]), problem.solver)) if each is not None
+        ]
         for priced in found:  # whatever blocks recompute so that it fits
             assert priced.fits
             assert rough_s[index] <= priced.step_time_s * ROUNDING, choices[index]

@@ -38,7 +38,7 @@ def test_the_search_finds_what_pricing_everything_finds(model: str, num_devices:
     found = search(problem.table, problem.space.layouts, problem.solver)
     visited, probed = (
         [price.step_time_s for c in problem.space.layouts if (price := how(Pricer(problem.table, c))) is not None]
-        for how in (lambda pricer: best_cut(pricer, oracle, None).best, probe)
+        for how in (lambda pricer: best_cut(pricer, oracle, None).best, lambda pricer: probe(pricer, oracle))
     )
     assert found.best is not None
     assert found.best.fits
@@ -197,7 +197,7 @@ def test_a_pin_never_makes_the_best_plan_faster() -> None:
 def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
     layouts = problem.space.layouts
-    known = probe(Pricer(problem.table, layouts[0]))
+    known = probe(Pricer(problem.table, layouts[0]), problem.solver)
     assert known is not None
     monkeypatch.setattr("planner.solver.search.SLICE", len(layouts) // 2)
     late = Deadline.within(0.0)
