@@ -37,6 +37,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.overlap import exposed_s
 from costmodels.vocabulary.choices import Offload, Recompute
@@ -75,32 +76,53 @@ class Bounds:
 def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf) -> Bounds:
     """Bounds of every layout.
 
-    Of one that takes ``enough_s`` or more, not all of its time is counted, and its memory is infinite.
+    Of one that takes ``enough_s`` or more not all of its time is counted, and its memory is infinite. Of one that needs
+    more memory than there is, not all of its time is counted either.
     """
     found = Bounds(*(np.full(len(layouts), value) for value in (0.0, np.inf, 0.0, 0.0)))
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
     rows = LayoutRows.of(table, listed)
-    keys, alike = listed.by(AlikeKey)
-    for key, members in zip(
-        keys, np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]), strict=True
-    ):
+    found.step_time_s[:] = found.estimate_s[:] = _at_a_glance_s(table, listed, rows)
+    left = np.flatnonzero(found.step_time_s < enough_s)
+    keys, alike = listed.take(left).by(AlikeKey)
+    by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
+    for key, members in zip(keys, by_key, strict=False):  # without members no key
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = AlikeLayouts(table, key, listed.take(part), rows.take(part))
-            found.step_time_s[part] = found.estimate_s[part] = group.at_a_glance_s()
-            part = part[found.step_time_s[part] < enough_s]
-            if len(part):
-                _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)))
+            _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)), enough_s)
     return found
 
 
-def _fill(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
+def _at_a_glance_s(table: CostTable, layouts: Columns[Layout], rows: LayoutRows) -> Array:
+    """What each layout takes at least on the fastest devices if nothing is sent and no block recomputes by need."""
+    first, like = rows.unlike()
+    whole_s = np.empty(len(first))
+    for start in range(0, len(first), CHUNK):
+        part = rows.take(first[start : start + CHUNK])
+        each = [unit_times(table, part, place) for place in range(len(table.cluster.devices))]
+        # Rows that a kind of device does not run are not priced for it.
+        whole_s[start : start + CHUNK] = np.fmin.reduce([(t.forward_s + t.backward_s) @ table.counts for t in each])
+    return whole_s[like] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
+
+
+def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) -> None:
+    """Closer from step to step, each for the layouts for which it may still matter."""
+    if enough_s < np.inf:
+        found.step_time_s[part] = found.estimate_s[part] = group.without_recomputing_s()
+        part, group = _where(found.step_time_s[part] < enough_s, part, group)
     found.memory_bytes[part] = group.memory_bytes()
     found.host_share[part] = group.host_share()
+    part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
     found.step_time_s[part] = group.step_time_s()
     found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
+
+
+def _where(stays: NDArray[np.bool], part: Positions, group: AlikeLayouts) -> tuple[Positions, AlikeLayouts]:
+    """Layouts, and their group, without those that need not stay; of which none does, one."""
+    stays[0] |= not stays.any()
+    return (part, group) if stays.all() else (part[stays], group.take(np.flatnonzero(stays)))
 
 
 class RecomputeKey(NamedTuple):
@@ -156,6 +178,10 @@ def _times_filled(key: _ShapeKey) -> float:
 class AlikeLayouts(AlikeMemory):
     """Lower bounds of the time of layouts that are alike in what ``AlikeKey`` says, and of their memory."""
 
+    def take(self, places: Positions) -> AlikeLayouts:
+        """Some of the layouts."""
+        return AlikeLayouts(self.table, self._key, self.layouts.take(places), self.rows.take(places))
+
     @cached_property
     def _updated(self) -> Array:
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
@@ -193,19 +219,15 @@ class AlikeLayouts(AlikeMemory):
 
     # -- time ---------------------------------------------------------------------------------
 
-    def at_a_glance_s(self) -> Array:
-        """The pipeline's bound if nothing is sent and no block recomputes that need not."""
-        factor = self.layouts.each(_ShapeKey, _times_whole)
-        if self._key.groups:
-            whole_s = np.min([work @ self.counts for work in self._work_of_ranks], axis=0)
-        else:
-            whole_s = self.work_s @ self.counts
-        return factor * whole_s * (1 - 1e-12)
-
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        return self._pipeline_s() + self.once_s()
+        return self._pipeline_s(self._recomputed_s) + self.once_s
 
+    def without_recomputing_s(self) -> Array:
+        """The same if no block recomputes what it need not."""
+        return self._pipeline_s(np.zeros_like(self.num_microbatches)) + self.once_s
+
+    @cached_property
     def once_s(self) -> Array:
         """The optimiser step of the average rank and its exposed data-parallel communication that comes once a step.
 
@@ -230,10 +252,10 @@ class AlikeLayouts(AlikeMemory):
         gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
         return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
 
-    def _pipeline_s(self) -> Array:
+    def _pipeline_s(self, recomputed_s: Array) -> Array:
         if self._key.groups:
             return self._unlike_s()
-        total = self.work_s @ self.counts + self._recomputed_s
+        total = self.work_s @ self.counts + recomputed_s
         if self.pp == 1:
             return self.num_microbatches * total
         if not self.schedule.rules.has_one_stage:
@@ -345,7 +367,7 @@ class AlikeLayouts(AlikeMemory):
             sent = work - self.times.weight_s
             whole = self.times.forward_s @ below.T + hops + m * (work @ ranks.T)
             even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
-        return even + self.once_s()
+        return even + self.once_s
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.

@@ -106,7 +106,7 @@ class _Pipelines:
             times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
             recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s[part]
             found[part] = paths.least(*times) @ of.counts + recomputed + paths.sends * of.send_s[part]
-            found[part] += self._once_s[part]
+            found[part] += self._of.once_s[part]
         return found
 
     def loads_s(self) -> Array:
@@ -133,11 +133,7 @@ class _Pipelines:
             middle = (low + high) // 2
             enough = self._dealt(fewest, costs, candidates[every, middle]) >= num_blocks
             low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
-        return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._once_s, np.inf)
-
-    @cached_property
-    def _once_s(self) -> Array:
-        return self._of.once_s()
+        return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._of.once_s, np.inf)
 
     @cached_property
     def _extra_of_ranks_s(self) -> Array:
