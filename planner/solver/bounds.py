@@ -96,15 +96,21 @@ def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf
 
 
 def _at_a_glance_s(table: CostTable, layouts: Columns[Layout], rows: LayoutRows) -> Array:
-    """What each layout takes at least on the fastest devices if nothing is sent and no block recomputes by need."""
+    """What each layout takes at least on the fastest devices if nothing is sent and no block recomputes by need.
+
+    The whole model goes through the pipeline, and some rank holds its share of each kind of units, rounded up.
+    """
     first, like = rows.unlike()
-    whole_s = np.empty(len(first))
+    work_s = np.empty((len(first), len(table.counts)))
     for start in range(0, len(first), CHUNK):
         part = rows.take(first[start : start + CHUNK])
         each = [unit_times(table, part, place) for place in range(len(table.cluster.devices))]
         # Rows that a kind of device does not run are not priced for it.
-        whole_s[start : start + CHUNK] = np.fmin.reduce([(t.forward_s + t.backward_s) @ table.counts for t in each])
-    return whole_s[like] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
+        work_s[start : start + CHUNK] = np.fmin.reduce([times.forward_s + times.backward_s for times in each])
+    whole_s = (work_s @ table.counts)[like] * layouts.each(_ShapeKey, _times_whole)
+    held = layouts.each(_RanksKey, lambda key: np.ceil(table.counts / key.pp))
+    longest_s = rows.num_microbatches * (work_s[like] * held).max(axis=1)
+    return np.maximum(whole_s, longest_s) * (1 - 1e-12)
 
 
 def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) -> None:
@@ -129,6 +135,10 @@ class RecomputeKey(NamedTuple):
     """The mode of all blocks; None where each has its own."""
 
     recompute: Recompute | None
+
+
+class _RanksKey(NamedTuple):
+    pp: int
 
 
 class _ShapeKey(NamedTuple):

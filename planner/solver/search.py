@@ -51,7 +51,7 @@ FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 16, 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 60_000, 16
 # Layouts are bounded so many at a time.
-SLICE = 250_000
+SLICE = 1_000_000
 
 Progress = Callable[[int, float, float | None], None]
 
