@@ -85,14 +85,17 @@ class ManyCuts:
         """Seconds of every rank on one micro-batch if nothing is recomputed, and its units; [cuts, ranks]."""
         layout, num_units = self._evaluator.layout, len(self._kinds)
         rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
+        by_rank = np.argsort(rank_of, kind="stable")
         borders = np.array([(*starts, num_units) for starts in cuts], dtype=np.intp)
-        work, units = np.zeros((len(cuts), layout.mesh.pp)), np.zeros((len(cuts), layout.mesh.pp))
-        for rank in range(layout.mesh.pp):
-            times = self._evaluator.unit_times_of(rank)
+        seconds = np.empty((len(cuts), len(rank_of)))
+        for place in set(map(self._evaluator.place_of, range(layout.mesh.pp))):
+            there = [stage for stage, rank in enumerate(rank_of) if self._evaluator.place_of(rank) == place]
+            times = self._evaluator.unit_times_of(rank_of[there[0]])
             passed = np.concatenate(([0.0], np.cumsum(np.add(times.forward_s, times.backward_s))))[borders]
-            stages = [stage for stage, of in enumerate(rank_of) if of == rank]
-            work[:, rank] = np.diff(passed, axis=1)[:, stages].sum(axis=1)
-            units[:, rank] = np.diff(borders, axis=1)[:, stages].sum(axis=1)
+            seconds[:, there] = np.diff(passed, axis=1)[:, there]
+        shape = len(cuts), layout.mesh.pp, -1
+        work = seconds[:, by_rank].reshape(shape).sum(axis=2)
+        units = np.diff(borders, axis=1)[:, by_rank].reshape(shape).sum(axis=2)
         return work, units
 
     def _of_ranks(self, starts: Starts, most_s: float = np.inf) -> list[_OfRank] | None:
