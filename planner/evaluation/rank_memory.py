@@ -16,7 +16,7 @@ from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateByte
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
-from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
+from planner.evaluation.fsdp_moments import Moment, Runs, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
@@ -252,24 +252,14 @@ class RankMemoryModel:
     def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
         there = set(variants)
-        gathered = max([self.gathered_bytes(variant % self._num_kinds) for variant in there], default=0.0)
-        loss = self._most(there, Holding.LOSS)
-        last = None
+        gathered, loss, last = self._gathered(there), self._most(there, Holding.LOSS), None
         if self._table.framework.has_fsdp_moments:
-            sharding = self._sharding
-            unlike = dict.fromkeys(map(tuple, stages))  # in a rank of several stages most are alike
-            at_work = [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
-            # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
-            before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
-            backward = max((fullest_moment(stage, sharding, before) for stage in at_work), key=lambda each: each.total)
-            if not sharding.reduces_each:
-                last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            if not self._sharding.reduces_each:
+                moments = [fullest_last_moment(runs, self._sharding) for runs in self._runs(stages)]
+                last = max(moments, key=lambda each: each.total)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
-        else:
-            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
-            backward = Moment(working, gathered, reduced)
         return Transient(
-            backward=backward,
+            backward=self._fullest_backward(stages),
             last=last,
             loss=loss,
             gathered=gathered,
@@ -280,6 +270,25 @@ class RankMemoryModel:
             stranded=self._most(there, Holding.STRANDED),
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
+
+    def _fullest_backward(self, stages: Sequence[Sequence[int]]) -> Moment:
+        """Of the backward passes of stages, each given by the variants of its units."""
+        if not self._table.framework.has_fsdp_moments:
+            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
+            return Moment(working, self._gathered({variant for stage in stages for variant in stage}), reduced)
+        at_work = self._runs(stages)
+        # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
+        before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
+        moments = [fullest_moment(stage, self._sharding, before) for stage in at_work]
+        return max(moments, key=lambda each: each.total)
+
+    def _runs(self, stages: Sequence[Sequence[int]]) -> list[Runs]:
+        """Equal units that follow each other, in stages that differ: of those of a rank most are alike."""
+        unlike = dict.fromkeys(map(tuple, stages))
+        return [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
+
+    def _gathered(self, variants: Iterable[int]) -> float:
+        return max([self.gathered_bytes(variant % self._num_kinds) for variant in variants], default=0.0)
 
     def gathered_bytes(self, kind: int) -> float:
         """Parameters of as many units of a kind as ZeRO 3 has in transit; nothing where it does not gather them."""
@@ -366,8 +375,9 @@ class RankMemoryModel:
 
         ``stage``: place of the mode and kind of its units. Buffers of activations on their way to the host are no part.
         """
-        found = self._transient_of([[mode * self._num_kinds + kind for mode, kind in stage]])
-        return (found.backward.total + found.buffers) * reserve + found.stranded
+        variants = [mode * self._num_kinds + kind for mode, kind in stage]
+        passing = self._fullest_backward([variants]).total + self._most(variants, Holding.BUFFER)
+        return passing * reserve + self._most(variants, Holding.STRANDED)
 
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""

@@ -308,11 +308,9 @@ class _Pipelines:
     @cached_property
     def _known_bytes(self) -> Array:
         """Of each layout what is outside tensors, and what passes with each of ``_unlike_ends``, two numbers each."""
-        rows: list[list[float]] = []
-        for place in range(len(self._of.num_microbatches)):
-            one = PassingBytes(self._known, self._of, self._of.layouts[place], place)
-            rows.append([one.outside_bytes, *(each for ends in self._unlike_ends for each in one.while_at_work(ends))])
-        return np.array(rows)
+        passing = PassingBytes(self._known, self._of)
+        places = range(len(self._of.num_microbatches))
+        return np.array([passing.of_layout(place, self._unlike_ends) for place in places])
 
     @staticmethod
     def _prices(kept: Array, extra_s: Array) -> Array:
