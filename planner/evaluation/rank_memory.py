@@ -127,7 +127,10 @@ class RankMemoryModel:
         return RankMemory(
             (
                 (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
-                *[(phase, self._with_reserve(held, more)) for phase, held, more in self._step(stages, activation_bytes)],
+                *[
+                    (phase, self._with_reserve(held, more))
+                    for phase, held, more in self._step(stages, activation_bytes)
+                ],
                 (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
             )
         )

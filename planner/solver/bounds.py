@@ -166,9 +166,9 @@ def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
     return whole_s[of, mode.astype(np.intp)] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
 
 
-def likely_s(table: CostTable, layouts: Columns[Layout]) -> Array:
-    """No bound: the same with the time that ranks of several stages wait for the first micro-batch."""
-    return rough_bound_s(table, layouts) * layouts.each(_ShapeKey, _times_filled)
+def times_filled(layouts: Columns[Layout]) -> Array:
+    """No bound: how often ``rough_bound_s`` with the time that ranks of several stages wait for a first micro-batch."""
+    return layouts.each(_ShapeKey, _times_filled)
 
 
 def _times_whole(key: _ShapeKey) -> float:

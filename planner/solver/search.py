@@ -24,7 +24,7 @@ from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
-from planner.solver.bounds import Bounds, RecomputeKey, bounds, likely_s, rough_bound_s
+from planner.solver.bounds import Bounds, RecomputeKey, bounds, rough_bound_s, times_filled
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.table.cost_table import CostTable
@@ -36,7 +36,7 @@ NUM_OTHERS = 12
 # Of typical layouts only so many that fit are priced.
 ENOUGH_PROBES = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
-HEAD = 10_000
+HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
@@ -108,8 +108,10 @@ def search(
     best.keep(wanted.known)
     listed = Columns.of(Layout, layouts)
     try:
-        _probe_likely(table, listed, best, deadline)
-        listed = _within_reach(table, listed, best.time_s)
+        rough_s = rough_bound_s(table, listed)
+        _probe_likely(table, listed, rough_s, best, deadline)
+        if best.time_s is not None:  # layouts that take longer at a glance need no closer look
+            listed = listed.take(np.flatnonzero(rough_s < best.time_s * (1 + NEAR)))
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
     except OutOfTimeError:
         if best.best is None:
@@ -321,15 +323,16 @@ def _nearest(guess_s: Array, order: Positions, best: Best, walk: _Walk, *, until
             yield index
 
 
-def _probe_likely(table: CostTable, listed: Columns[Layout], best: Best, deadline: Deadline) -> None:
+def _probe_likely(table: CostTable, listed: Columns[Layout], rough_s: Array, best: Best, deadline: Deadline) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
     All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
     """
-    flexible = listed.where(RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
+    flexible = np.flatnonzero(listed.each(RecomputeKey, lambda key: key.recompute is not Recompute.NONE))
     if len(flexible) <= 2 * MANY:
         return
-    part = flexible.take(np.argsort(likely_s(table, flexible), kind="stable")[:MANY])
+    flexible = flexible[np.argsort(rough_s[flexible] * times_filled(listed)[flexible], kind="stable")[:MANY]]
+    part = listed.take(flexible)
     deadline.check()
     order = _in_order(table, part, bounds(table, part))
     for index in _unlike(part, order, NUM_UNLIKE):
@@ -356,13 +359,6 @@ def _unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]
         if len(found) == number:
             break
     return list(found.values())
-
-
-def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | None) -> Columns[Layout]:
-    """Layouts that may take no more than about the best so far; the others need no closer look."""
-    if best_s is None or not len(listed):
-        return listed
-    return listed.take(np.flatnonzero(rough_bound_s(table, listed) < best_s * (1 + NEAR)))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
