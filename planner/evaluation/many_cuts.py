@@ -42,6 +42,7 @@ class ManyCuts:
         self._evaluator, self._least = evaluator, least
         self._kinds = tuple(evaluator.table.units.kinds)
         self._known: dict[tuple[object, ...], _OfRank | None] = {}
+        self._timed: dict[tuple[object, ...], _OfRank] = {}
 
     @staticmethod
     def can_price(evaluator: Evaluator) -> bool:
@@ -118,10 +119,15 @@ class ManyCuts:
         choice = self._least.of_rank(rank, stages)
         if choice is None:
             return None
-        evaluator = self._evaluator.with_some(choice.modes)
-        forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
-        data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
-        return _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+        # Ranks that hold alike units in the same modes on the same devices take the same time.
+        held = [[(self._kinds[unit], choice.modes[unit]) for unit in units] for units in stages.values()]
+        key = self._evaluator.place_of(rank), *map(tuple, held)
+        if key not in self._timed:
+            evaluator = self._evaluator.with_some(choice.modes)
+            forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
+            data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
+            self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+        return self._timed[key]
 
     def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
         layout = self._evaluator.layout

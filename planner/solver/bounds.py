@@ -76,8 +76,8 @@ class Bounds:
 def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf) -> Bounds:
     """Bounds of every layout.
 
-    Of one that takes ``enough_s`` or more not all of its time is counted, and its memory is infinite. Of one that needs
-    more memory than there is, not all of its time is counted either.
+    Where some time is enough, not all of the time is counted of a layout that takes it or more, and its memory is
+    infinite; nor is all of the time of one that needs more memory than there is.
     """
     found = Bounds(*(np.full(len(layouts), value) for value in (0.0, np.inf, 0.0, 0.0)))
     listed = Columns.of(Layout, layouts)
@@ -120,7 +120,8 @@ def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) 
         part, group = _where(found.step_time_s[part] < enough_s, part, group)
     found.memory_bytes[part] = group.memory_bytes()
     found.host_share[part] = group.host_share()
-    part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
+    if enough_s < np.inf:
+        part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
     found.step_time_s[part] = group.step_time_s()
     found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
 

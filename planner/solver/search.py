@@ -334,7 +334,7 @@ def _probe_likely(table: CostTable, listed: Columns[Layout], rough_s: Array, bes
     flexible = flexible[np.argsort(rough_s[flexible] * times_filled(listed)[flexible], kind="stable")[:MANY]]
     part = listed.take(flexible)
     deadline.check()
-    order = _in_order(table, part, bounds(table, part))
+    order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s))
     for index in _unlike(part, order, NUM_UNLIKE):
         deadline.check()
         best.keep(probe(Pricer(table, part[index])))
