@@ -24,9 +24,10 @@ from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
-from planner.solver.bounds import Bounds, RecomputeKey, bounds, rough_bound_s, times_filled
+from planner.solver.bounds import Bounds, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
+from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -103,22 +104,20 @@ def search(
     With a cutoff ``Outcome.is_exhausted`` says that no layout takes less besides what was found.
     OutOfTimeError where there was no time for the bounds and none is known that fits.
     """
-    deadline = deadline or Deadline.never()
+    deadline, listed = deadline or Deadline.never(), Columns.of(Layout, layouts)
     best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
-    listed = Columns.of(Layout, layouts)
     try:
         rough_s = rough_bound_s(table, listed)
         _probe_likely(table, listed, rough_s, best, deadline)
-        if best.time_s is not None:  # layouts that take longer at a glance need no closer look
-            listed = listed.take(np.flatnonzero(rough_s < best.time_s * (1 + NEAR)))
+        if best.time_s is not None:  # others need no closer look
+            listed = listed.take(rough_s < best.time_s * (1 + NEAR))
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
     except OutOfTimeError:
         if best.best is None:
             raise
         return Outcome(best.best, best.ranking(), 0.0, False, False, len(layouts), 0, (), None)
-    order = _in_order(table, listed, lower)
-    interrupted = False
+    order, interrupted = _in_order(table, listed, lower), False
     walk = _Walk(table, listed, lower, solver, best)
 
     def is_over() -> bool:

@@ -11,9 +11,10 @@ from planner.evaluation.cuts import is_allowed
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
 from planner.problems import StageProblem, pipeline_bound_s
-from planner.solver.bounds import bounds, pipeline_coefficient, rough_bound_s
+from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
+from planner.solver.glance import pipeline_coefficient, rough_bound_s
 from tests.planning import problem_of
 
 SAMPLE = 25
