@@ -377,20 +377,23 @@ def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[
     total = virtual_stages * num_microbatches
     num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)
 
-    def nth(kind: Kind, position: int) -> Action:
-        one_round, within = divmod(position, per_round * virtual_stages)
-        chunk, index = divmod(within, per_round)
-        if kind != FORWARD:
-            chunk = virtual_stages - 1 - chunk
-        return Action(kind, chunk * num_ranks + rank, one_round * per_round + index)
+    one_round, within = np.divmod(np.arange(total), per_round * virtual_stages)
+    chunks, index = np.divmod(within, per_round)
+    microbatches = (one_round * per_round + index).tolist()
 
-    actions = [nth(FORWARD, position) for position in range(num_warmup)]
+    def of_kind(kind: Kind) -> list[Action]:
+        order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
+        return [Action(kind, *at) for at in zip((order * num_ranks + rank).tolist(), microbatches, strict=True)]
+
+    forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
+    weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)
+    actions = forwards[:num_warmup]
     for position in range(total):
         if num_warmup + position < total:
-            actions.append(nth(FORWARD, num_warmup + position))
-        actions.append(nth(BACKWARD if delay is None else INPUT_GRADIENT, position))
+            actions.append(forwards[num_warmup + position])
+        actions.append(gradients[position])
         if delay is not None and position >= delay:
-            actions.append(nth(WEIGHT_GRADIENT, position - delay))
+            actions.append(weights[position - delay])
     if delay is not None:
-        actions += [nth(WEIGHT_GRADIENT, position) for position in range(max(0, total - delay), total)]
+        actions += weights[max(0, total - delay) :]
     return tuple(actions)
