@@ -57,7 +57,7 @@ class MemoryLedger:
     @property
     def total_bytes(self) -> float:
         """Sum of all rows: what the device has to have."""
-        return sum(num_bytes for _, num_bytes in self.rows)
+        return sum([num_bytes for _, num_bytes in self.rows])
 
     @property
     def reserved_bytes(self) -> float:
@@ -87,16 +87,25 @@ class MemoryLedger:
         come and go in a step (other fragmentation of the caching allocator); ``communicators`` and ``context`` are
         allocated outside it.
         """
-        passing = sum(num_bytes for name, num_bytes in self.rows if not name.is_lasting)
-        reserve = passing * software.reserve_fraction
-        return self._with(
-            (MemoryTerm.WAITING_COLLECTIVES, waiting),
-            (MemoryTerm.STRANDED_COPIES, stranded),
-            (MemoryTerm.ALLOCATOR_RESERVE, reserve),
+        return self._with(*self._besides(software, num_communicators, (waiting, stranded)))
+
+    def total_with_reserve(
+        self, software: SoftwareBytes, num_communicators: float, *, waiting: float = 0.0, stranded: float = 0.0
+    ) -> float:
+        """The total of ``with_reserve``, for those who ask often and for nothing else."""
+        more = self._besides(software, num_communicators, (waiting, stranded))
+        return sum([num_bytes for _, num_bytes in (*self.rows, *more)])
+
+    def _besides(self, software: SoftwareBytes, num_communicators: float, freed: tuple[float, float]) -> Rows:
+        passing = sum([num_bytes for name, num_bytes in self.rows if not name.is_lasting])
+        rows = (
+            (MemoryTerm.WAITING_COLLECTIVES, freed[0]),
+            (MemoryTerm.STRANDED_COPIES, freed[1]),
+            (MemoryTerm.ALLOCATOR_RESERVE, passing * software.reserve_fraction),
             (MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes),
             (MemoryTerm.CONTEXT, software.context_bytes),
-            *([(MemoryTerm.WORKSPACE, software.workspace_bytes)] if software.workspace_bytes else []),
         )
+        return (*rows, (MemoryTerm.WORKSPACE, software.workspace_bytes)) if software.workspace_bytes else rows
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
         names = [name for name, _ in self.rows]

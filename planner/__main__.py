@@ -1,5 +1,6 @@
 """``python -m planner``, and ``torchrun ... -m planner``: the command line."""
 
+import gc
 import os
 import signal
 import sys
@@ -11,8 +12,10 @@ def main() -> None:
     listens = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a job in the background does not
     if listens:
         signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
+    gc.disable()  # imports leave nothing to collect
     from planner.cli.main import main as run
 
+    gc.enable()
     if listens:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

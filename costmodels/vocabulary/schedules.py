@@ -42,7 +42,12 @@ from costmodels.vocabulary.action import (
     Kind,
 )
 from costmodels.vocabulary.bounds import MOST_PASSES
-from costmodels.vocabulary.v_shaped import dual_pipe_v, zero_bubble_v
+from costmodels.vocabulary.v_shaped import (
+    dual_pipe_v,
+    held_by_dual_pipe_v,
+    held_by_zero_bubble_v,
+    zero_bubble_v,
+)
 
 # Rounds of micro-batches after which every rank has seen its peak of activations and the busiest works steadily.
 STEADY_ROUNDS = 4
@@ -76,6 +81,8 @@ class Schedule:
     name: ScheduleName
     actions_of_rank: Callable[[int, int, int, int], tuple[Action, ...]]  # of (rank, p, v, m), which must be legal
     ahead_of_rank: Callable[[int, int], Ahead] | None = None  # of (rank, p), where forwards and backwards interleave
+    # Micro-batches in flight down and up a V when (rank, p, m) holds most.
+    held_by_rank: Callable[[int, int, int], tuple[int, int]] | None = None
     min_stages: int = 1  # a rank
     max_stages: int | None = 1  # a rank; None: any number
     least_microbatches_per_rank: int = 0  # times p: fewest micro-batches
@@ -84,8 +91,12 @@ class Schedule:
     forwards_first: bool = False  # all forward passes before the first backward: every micro-batch is in flight at once
     # A rank begins the next step without waiting for the others to end this one: gradients are checked after the step.
     overlaps_steps: bool = False
-    is_v: bool = False  # a rank holds two stages, one towards the last rank and one back from it
     in_torch: bool = True  # torch.distributed.pipelining has it, so it is searched and executed; otherwise only priced
+
+    @property
+    def is_v(self) -> bool:
+        """Whether a rank holds two stages, one towards the last rank and one back from it."""
+        return self.held_by_rank is not None
 
     @property
     def has_one_stage(self) -> bool:
@@ -227,19 +238,19 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
         Schedule(
             ScheduleName.ZBV_ZERO_BUBBLE,
             lambda rank, p, v, m: zero_bubble_v(rank, p, m),
+            held_by_rank=held_by_zero_bubble_v,
             min_stages=2,
             max_stages=2,
             splits_backward=True,
-            is_v=True,
         ),
         Schedule(
             ScheduleName.DUAL_PIPE_V,
             lambda rank, p, v, m: dual_pipe_v(rank, p, m),
+            held_by_rank=held_by_dual_pipe_v,
             min_stages=2,
             max_stages=2,
             least_microbatches_per_rank=2,
             splits_backward=True,
-            is_v=True,
         ),
         Schedule(
             ScheduleName.ZB_2P,
@@ -266,20 +277,14 @@ def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
 @lru_cache(maxsize=1024)
 def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     counts, waits = ([0] * (p * v) for _ in range(2))
-    ahead = SCHEDULES[name].ahead_of_rank
-    if ahead is not None:
-        for rank in range(p):
-            _count_interleaved(rank, (p, v, m), ahead(rank, p), (counts, waits))
-        return tuple(counts), tuple(waits)
-    for actions in _actions(name, p, v, m):
-        most = now = num_until_peak = 0
-        for place, action in enumerate(actions):
-            now += _HELD[action[0]]
-            if now > most:
-                most, num_until_peak = now, place + 1
-        for kind, stage, _ in actions[:num_until_peak]:
-            counts[stage] += _HELD[kind]
-            waits[stage] += _WAITING[kind]
+    rules = SCHEDULES[name]
+    for rank in range(p):
+        if rules.ahead_of_rank is not None:
+            _count_interleaved(rank, (p, v, m), rules.ahead_of_rank(rank, p), (counts, waits))
+        elif rules.held_by_rank is not None:
+            counts[rank], counts[2 * p - 1 - rank] = rules.held_by_rank(rank, p, m)
+        else:
+            counts[rank] = rules.in_flight(p, m)[rank]
     return tuple(counts), tuple(waits)
 
 
@@ -372,20 +377,23 @@ def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[
     total = virtual_stages * num_microbatches
     num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)
 
-    def nth(kind: Kind, position: int) -> Action:
-        one_round, within = divmod(position, per_round * virtual_stages)
-        chunk, index = divmod(within, per_round)
-        if kind != FORWARD:
-            chunk = virtual_stages - 1 - chunk
-        return Action(kind, chunk * num_ranks + rank, one_round * per_round + index)
+    one_round, within = np.divmod(np.arange(total), per_round * virtual_stages)
+    chunks, index = np.divmod(within, per_round)
+    microbatches = (one_round * per_round + index).tolist()
 
-    actions = [nth(FORWARD, position) for position in range(num_warmup)]
+    def of_kind(kind: Kind) -> list[Action]:
+        order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
+        return [Action(kind, *at) for at in zip((order * num_ranks + rank).tolist(), microbatches, strict=True)]
+
+    forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
+    weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)
+    actions = forwards[:num_warmup]
     for position in range(total):
         if num_warmup + position < total:
-            actions.append(nth(FORWARD, num_warmup + position))
-        actions.append(nth(BACKWARD if delay is None else INPUT_GRADIENT, position))
+            actions.append(forwards[num_warmup + position])
+        actions.append(gradients[position])
         if delay is not None and position >= delay:
-            actions.append(nth(WEIGHT_GRADIENT, position - delay))
+            actions.append(weights[position - delay])
     if delay is not None:
-        actions += [nth(WEIGHT_GRADIENT, position) for position in range(max(0, total - delay), total)]
+        actions += weights[max(0, total - delay) :]
     return tuple(actions)

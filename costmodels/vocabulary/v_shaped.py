@@ -96,6 +96,11 @@ def _zero_bubble_v(rank: int, num_ranks: int, filled: int) -> tuple[Action, ...]
     return tuple(action for action in recorder.actions if action.microbatch < filled)
 
 
+def held_by_zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+    """Micro-batches in flight in the two stages of a rank, down and up, when it holds most: at its (r + 1)th up."""
+    return min(num_microbatches, 2 * num_ranks - 1 - rank), min(num_microbatches, rank + 1)
+
+
 def dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """Actions of one rank under DualPipeV; the pairs it is named for stand one after the other."""
     recorder = _Recorder(rank, num_ranks)
@@ -128,6 +133,11 @@ def dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Actio
     for _ in range(rank + 1):
         recorder.add_waiting()
     return tuple(recorder.actions)
+
+
+def held_by_dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+    """As ``held_by_zero_bubble_v``: with the first forward of the pairs, which 2 p micro-batches or more reach."""
+    return 2 * num_ranks - rank, rank + 1
 
 
 def _late_kind(position: int, rank: int) -> Kind:

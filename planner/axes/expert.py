@@ -153,7 +153,7 @@ def expert_degrees(asked: Asked, mesh: Mesh) -> Iterator[Mesh]:
     """``mesh`` with every expert-parallel degree, and with experts whole on a rank where they may be."""
     if asked.pins.etp in (None, mesh.tp):
         for ep in EXPERT.degrees(asked, mesh.num_expert_ranks):
-            yield replace(mesh, ep=ep)
+            yield mesh if ep == mesh.ep else replace(mesh, ep=ep)
     if mesh.tp in asked.limits.whole_expert_degrees and asked.pins.etp in (None, 1):
         whole = replace(mesh, etp=1)
         for ep in EXPERT.degrees(asked, whole.num_expert_ranks):

@@ -18,7 +18,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.cli.front import Shown, range_progress, show_range
 from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, TokenCount, gpu_range
-from planner.cli.process import interruptible, process_began_s
+from planner.cli.process import interruptible, process_began_s, uncollected
 from planner.cli.terminal import data_console, talk_console
 from planner.layout.deadline import Deadline
 from planner.output_file import check_output, is_stdout
@@ -170,7 +170,7 @@ def search(  # over 6 arguments: one for each option of the command line
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:
-        with interruptible(deadline):
+        with interruptible(deadline), uncollected():
             if gpus is not None and not gpus.is_one:
                 return show_range(request, gpus.first, deadline, Shown(objective is Objective.COST, as_json, output))
             answer = _find(request, deadline, by_cost=objective is Objective.COST)

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class UnitAtWork:
+class UnitAtWork(NamedTuple):
     """Of one unit the bytes of one micro-batch, and its elements when it is gathered."""
 
     working: float
@@ -47,8 +47,7 @@ class Sharding:
     buffer_bytes: float  # where it is reduced, and added up
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes besides states and all kept activations."""
 
     working: float

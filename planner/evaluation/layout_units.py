@@ -153,8 +153,13 @@ class LayoutUnits:
         """Pipeline stages over all ranks."""
         return self.layout.mesh.pp * self.layout.virtual_stages
 
+    @cached_property
+    def _rank_of_stage(self) -> tuple[int, ...]:
+        rules, pp = self.layout.schedule.rules, self.layout.mesh.pp
+        return tuple(rules.rank_of(stage, pp) for stage in range(self.num_stages))
+
     def _rank_of(self, stage: int) -> int:
-        return self.layout.schedule.rules.rank_of(stage, self.layout.mesh.pp)
+        return self._rank_of_stage[stage]
 
     def _units_of_stages(self, starts: Sequence[int]) -> list[range]:
         ends = (*starts[1:], len(self._kinds))
@@ -254,7 +259,7 @@ class LayoutUnits:
         layout, rules = self.layout, self.layout.schedule.rules
         pp, m = layout.mesh.pp, layout.num_microbatches
         if rules.has_one_stage or pp == 1:
-            number = rules.in_flight(pp, m)[rank] if pp > 1 else 1
+            number = self._in_flight[rank] if pp > 1 else 1
             return tuple(number if stage == rank else 0 for stage in range(self.num_stages))
         counts, _ = rules.in_flight_by_stage(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
         return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
@@ -326,17 +331,25 @@ class LayoutUnits:
 
     def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> float:
         """The most bytes of all micro-batches in flight; ``kept``, ``waiting``: of one, in each stage."""
-        layout = self.layout
-        pp, rules, m = layout.mesh.pp, layout.schedule.rules, layout.num_microbatches
-        if pp == 1 and self.hides_exchanges:  # the next micro-batch's forward pass runs beside a backward pass
-            return min(m, 2) * sum(kept.values())
-        if rules.has_one_stage:
-            return rules.in_flight(pp, m)[rank] * sum(kept.values())
+        if self.layout.mesh.pp == 1 and self.hides_exchanges:  # the next forward pass runs beside a backward pass
+            return min(self.layout.num_microbatches, 2) * sum(kept.values())
+        if self.layout.schedule.rules.has_one_stage:
+            return self._in_flight[rank] * sum(kept.values())
         # More, or less, from the first to the second half of a split backward pass.
-        counts = held_counts(layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))[rank]
         in_order = sorted(kept)
-        each = [*(kept[stage] for stage in in_order), *(waiting.get(stage, 0.0) for stage in in_order)]
-        return float((counts @ each).max())
+        each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]
+        return float((self._held_counts[rank] @ np.array(each)).max())
+
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        return self.layout.schedule.rules.in_flight(self.layout.mesh.pp, self.layout.num_microbatches)
+
+    @cached_property
+    def _held_counts(self) -> tuple[Array, ...]:
+        layout, rules, pp = self.layout, self.layout.schedule.rules, self.layout.mesh.pp
+        return held_counts(
+            layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, layout.num_microbatches)
+        )
 
 
 def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class ManyCuts:
         self._evaluator, self._least = evaluator, least
         self._kinds = tuple(evaluator.table.units.kinds)
         self._known: dict[tuple[object, ...], _OfRank | None] = {}
+        self._timed: dict[tuple[object, ...], _OfRank] = {}
 
     @staticmethod
     def can_price(evaluator: Evaluator) -> bool:
@@ -85,14 +86,17 @@ class ManyCuts:
         """Seconds of every rank on one micro-batch if nothing is recomputed, and its units; [cuts, ranks]."""
         layout, num_units = self._evaluator.layout, len(self._kinds)
         rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
+        by_rank = np.argsort(rank_of, kind="stable")
         borders = np.array([(*starts, num_units) for starts in cuts], dtype=np.intp)
-        work, units = np.zeros((len(cuts), layout.mesh.pp)), np.zeros((len(cuts), layout.mesh.pp))
-        for rank in range(layout.mesh.pp):
-            times = self._evaluator.unit_times_of(rank)
+        seconds = np.empty((len(cuts), len(rank_of)))
+        for place in set(map(self._evaluator.place_of, range(layout.mesh.pp))):
+            there = [stage for stage, rank in enumerate(rank_of) if self._evaluator.place_of(rank) == place]
+            times = self._evaluator.unit_times_of(rank_of[there[0]])
             passed = np.concatenate(([0.0], np.cumsum(np.add(times.forward_s, times.backward_s))))[borders]
-            stages = [stage for stage, of in enumerate(rank_of) if of == rank]
-            work[:, rank] = np.diff(passed, axis=1)[:, stages].sum(axis=1)
-            units[:, rank] = np.diff(borders, axis=1)[:, stages].sum(axis=1)
+            seconds[:, there] = np.diff(passed, axis=1)[:, there]
+        shape = len(cuts), layout.mesh.pp, -1
+        work = seconds[:, by_rank].reshape(shape).sum(axis=2)
+        units = np.diff(borders, axis=1)[:, by_rank].reshape(shape).sum(axis=2)
         return work, units
 
     def _of_ranks(self, starts: Starts, most_s: float = np.inf) -> list[_OfRank] | None:
@@ -115,10 +119,15 @@ class ManyCuts:
         choice = self._least.of_rank(rank, stages)
         if choice is None:
             return None
-        evaluator = self._evaluator.with_some(choice.modes)
-        forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
-        data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
-        return _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+        # Ranks that hold alike units in the same modes on the same devices take the same time.
+        held = [[(self._kinds[unit], choice.modes[unit]) for unit in units] for units in stages.values()]
+        key = self._evaluator.place_of(rank), *map(tuple, held)
+        if key not in self._timed:
+            evaluator = self._evaluator.with_some(choice.modes)
+            forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
+            data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
+            self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+        return self._timed[key]
 
     def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
         layout = self._evaluator.layout

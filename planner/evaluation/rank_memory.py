@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateByte
 from costmodels.vocabulary.mesh import ZERO_STAGES, Group
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
-from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
+from planner.evaluation.fsdp_moments import Moment, Runs, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array
@@ -79,6 +79,8 @@ class RankMemoryModel:
         self._state = table.state_bytes[rows.state[0]]
         self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
         self._elements_of: dict[tuple[tuple[int, ...], ...], tuple[float, float, float]] = {}
+        self._states_of: dict[tuple[float, float, float], StateBytes] = {}
+        self._units_at_work: dict[int, UnitAtWork] = {}
 
     def _set_modes(self, modes: Sequence[int]) -> None:
         pairs = zip(modes, self._table.units.kinds, strict=True)
@@ -125,17 +127,31 @@ class RankMemoryModel:
         return RankMemory(
             (
                 (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
-                *self._step(stages, activation_bytes),
+                *[
+                    (phase, self._with_reserve(held, more))
+                    for phase, held, more in self._step(stages, activation_bytes)
+                ],
                 (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
             )
         )
 
     def peak_bytes(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> float:
         """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
-        return max([ledger.total_bytes for _, ledger in self._step(stages, activation_bytes)])
+        software, groups = self.software, self.num_communicators
+        return max(
+            ledger.total_with_reserve(
+                software,
+                groups,
+                waiting=transient.waiting if transient else 0.0,
+                stranded=transient.stranded if transient else 0.0,
+            )
+            for _, ledger, transient in self._step(stages, activation_bytes)
+        )
 
-    def _step(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> tuple[tuple[Phase, MemoryLedger], ...]:
-        """The ledgers of the phases of a step."""
+    def _step(
+        self, stages: Sequence[Sequence[int]], activation_bytes: float
+    ) -> tuple[tuple[Phase, MemoryLedger, Transient | None], ...]:
+        """The ledgers of the phases of a step without what the software takes, and what besides passes in them."""
         trainable, frozen, experts = self.elements(stages)
         states = self._states(trainable, frozen, experts)
         transient = self.transient(stages)
@@ -156,19 +172,22 @@ class RankMemoryModel:
         )
         backward = self._backward(states, stages, activation_bytes, transient)
         return (
-            (Phase.FORWARD, self._with_reserve(forward, transient)),
-            (Phase.BACKWARD, self._with_reserve(backward, transient)),
-            (Phase.OPTIMIZER, self._with_reserve(update)),
+            (Phase.FORWARD, forward, transient),
+            (Phase.BACKWARD, backward, transient),
+            (Phase.OPTIMIZER, update, None),
         )
 
     def _states(self, trainable: float, frozen: float, experts: float) -> StateBytes:
         """States of so many elements, with the flat buffers of frameworks that have some among the gradients."""
-        framework, layout = self._table.framework, self._layout
-        states = state_bytes(self._state, trainable, frozen, experts)
-        if layout.zero_stage == 0 or layout.mesh.num_shards == 1:
-            return states
-        buckets = 2 * min(framework.bucket_elements, trainable) * framework.item_bytes
-        return replace(states, gradients=states.gradients + buckets)
+        key = trainable, frozen, experts
+        if key not in self._states_of:
+            framework, layout = self._table.framework, self._layout
+            states = state_bytes(self._state, trainable, frozen, experts)
+            if layout.zero_stage > 0 and layout.mesh.num_shards > 1:
+                buckets = 2 * min(framework.bucket_elements, trainable) * framework.item_bytes
+                states = replace(states, gradients=states.gradients + buckets)
+            self._states_of[key] = states
+        return self._states_of[key]
 
     def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
         """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
@@ -212,7 +231,7 @@ class RankMemoryModel:
             kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
             of = self._table.units.kinds
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-            end = replace(transient.backward, working=self.transient(first).backward.working, reduced=reduced)
+            end = transient.backward._replace(working=self.transient(first).backward.working, reduced=reduced)
             moments = [ledger(0.0, activation_bytes, transient.backward), ledger(states.gradients, kept, end)]
         return max(moments, key=lambda moment: moment.total_bytes)
 
@@ -235,35 +254,44 @@ class RankMemoryModel:
 
     def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
-        kinds = {variant % self._num_kinds for variant in variants}
-        gathered = max((self.gathered_bytes(kind) for kind in kinds), default=0.0)
-        loss = self._most(variants, Holding.LOSS)
-        last = None
+        there = set(variants)
+        gathered, loss, last = self._gathered(there), self._most(there, Holding.LOSS), None
         if self._table.framework.has_fsdp_moments:
-            sharding = self._sharding
-            unlike = dict.fromkeys(map(tuple, stages))  # in a rank of several stages most are alike
-            at_work = [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
-            # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
-            before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
-            backward = max((fullest_moment(stage, sharding, before) for stage in at_work), key=lambda each: each.total)
-            if not sharding.reduces_each:
-                last = max((fullest_last_moment(stage, sharding) for stage in at_work), key=lambda each: each.total)
+            if not self._sharding.reduces_each:
+                moments = [fullest_last_moment(runs, self._sharding) for runs in self._runs(stages)]
+                last = max(moments, key=lambda each: each.total)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
-        else:
-            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
-            backward = Moment(working, gathered, reduced)
         return Transient(
-            backward=backward,
+            backward=self._fullest_backward(stages),
             last=last,
             loss=loss,
             gathered=gathered,
-            buffers=self._most(variants, Holding.BUFFER),
+            buffers=self._most(there, Holding.BUFFER),
             waiting=min(
-                sum(self._of(variant, Holding.COLLECTIVE) for variant in variants), self._most(variants, Holding.QUEUED)
+                sum([self._of(variant, Holding.COLLECTIVE) for variant in variants]), self._most(there, Holding.QUEUED)
             ),
-            stranded=self._most(variants, Holding.STRANDED),
-            offloaded=BLOCKS_IN_TRANSIT * max((self._on_host[variant] for variant in set(variants)), default=0.0),
+            stranded=self._most(there, Holding.STRANDED),
+            offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
+
+    def _fullest_backward(self, stages: Sequence[Sequence[int]]) -> Moment:
+        """Of the backward passes of stages, each given by the variants of its units."""
+        if not self._table.framework.has_fsdp_moments:
+            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
+            return Moment(working, self._gathered({variant for stage in stages for variant in stage}), reduced)
+        at_work = self._runs(stages)
+        # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
+        before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
+        moments = [fullest_moment(stage, self._sharding, before) for stage in at_work]
+        return max(moments, key=lambda each: each.total)
+
+    def _runs(self, stages: Sequence[Sequence[int]]) -> list[Runs]:
+        """Equal units that follow each other, in stages that differ: of those of a rank most are alike."""
+        unlike = dict.fromkeys(map(tuple, stages))
+        return [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
+
+    def _gathered(self, variants: Iterable[int]) -> float:
+        return max([self.gathered_bytes(variant % self._num_kinds) for variant in variants], default=0.0)
 
     def gathered_bytes(self, kind: int) -> float:
         """Parameters of as many units of a kind as ZeRO 3 has in transit; nothing where it does not gather them."""
@@ -284,12 +312,14 @@ class RankMemoryModel:
         )
 
     def _unit_at_work(self, variant: int) -> UnitAtWork:
-        return UnitAtWork(
-            working=self._of(variant, Holding.WORKING),
-            loss=self._of(variant, Holding.LOSS),
-            kept=self._of(variant, Holding.KEPT),
-            elements=self._sizes[variant % self._num_kinds],
-        )
+        if variant not in self._units_at_work:
+            self._units_at_work[variant] = UnitAtWork(
+                working=self._of(variant, Holding.WORKING),
+                loss=self._of(variant, Holding.LOSS),
+                kept=self._of(variant, Holding.KEPT),
+                elements=self._sizes[variant % self._num_kinds],
+            )
+        return self._units_at_work[variant]
 
     def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
         """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.
@@ -327,8 +357,9 @@ class RankMemoryModel:
     def _of(self, variant: int, holding: Holding) -> float:
         return self._held[variant][PLACE[holding]]
 
-    def _most(self, variants: Sequence[int], holding: Holding) -> float:
-        return max((self._of(variant, holding) for variant in set(variants)), default=0.0)
+    def _most(self, variants: Iterable[int], holding: Holding) -> float:
+        place = PLACE[holding]
+        return max([self._held[variant][place] for variant in variants], default=0.0)
 
     def _count(self, kind: int, element: Element) -> float:
         return self._counts[kind][PLACE[element]]
@@ -347,8 +378,9 @@ class RankMemoryModel:
 
         ``stage``: place of the mode and kind of its units. Buffers of activations on their way to the host are no part.
         """
-        found = self._transient_of([[mode * self._num_kinds + kind for mode, kind in stage]])
-        return (found.backward.total + found.buffers) * reserve + found.stranded
+        variants = [mode * self._num_kinds + kind for mode, kind in stage]
+        passing = self._fullest_backward([variants]).total + self._most(variants, Holding.BUFFER)
+        return passing * reserve + self._most(variants, Holding.STRANDED)
 
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""

@@ -20,11 +20,13 @@ def stage_problem(evaluator: Evaluator) -> StageProblem:
     layout = evaluator.layout
     pp, num_units = layout.mesh.pp, len(evaluator.table.units.kinds)
     times = [evaluator.unit_times_of(rank) for rank in range(pp)]
+    places = [evaluator.place_of(rank) for rank in range(pp)]
+    once_s = {place: evaluator.least_once_a_step_s(places.index(place)) for place in set(places)}
     return StageProblem(
         forward_s=tuple(each.forward_s for each in times),
         backward_s=tuple(each.backward_s for each in times),
         extra_s=np.zeros((pp, num_units, num_units + 1)),
-        once_s=np.array([evaluator.least_once_a_step_s(rank) for rank in range(pp)]),
+        once_s=np.array([once_s[place] for place in places]),
         num_microbatches=layout.num_microbatches,
         send_s=evaluator.send_s,
         windowed=not layout.schedule.rules.forwards_first,
@@ -40,12 +42,15 @@ def refine(problem: StageProblem, starts: tuple[int, ...], least: LeastRecompute
     extra_s, is_new = problem.extra_s.copy(), False
     alike = len(set(zip(problem.forward_s, problem.backward_s, strict=True))) == 1
     ends = (*starts[1:], problem.num_units)
-    for rank, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    needed = np.zeros_like(extra_s[0])  # on this rank, and where all are alike on those behind it
+    for rank in reversed(range(problem.num_ranks)):
+        start, end = starts[rank], ends[rank]
         choice = least.of_rank(rank, {rank: range(start, end)})
         found_s = np.inf if choice is None else choice.least_s
+        if not alike:
+            needed[:] = 0.0
         if found_s > extra_s[rank, start, end]:
             is_new = True
-            first = 0 if alike else rank
-            part = extra_s[first : rank + 1, : start + 1, end:]
-            np.maximum(part, found_s, out=part)
+            np.maximum(needed[: start + 1, end:], found_s, out=needed[: start + 1, end:])
+        np.maximum(extra_s[rank], needed, out=extra_s[rank])
     return replace(problem, extra_s=extra_s) if is_new else None

@@ -133,6 +133,17 @@ class LayoutRows:
         """Those of some of the layouts."""
         return LayoutRows(*(getattr(self, field.name)[places] for field in fields(self)))
 
+    def unlike(self) -> tuple[Positions, Positions]:
+        """One layout of each that differ in what ``unit_times`` reads, and which of these every layout is like."""
+        combined = np.zeros(len(self.work), dtype=np.int64)
+        for column in (
+            self.work, self.mode, self.data, self.zero_stage, self.num_microbatches > 1, self.splits_backward,
+            self.hides_exchanges,
+        ):  # fmt: skip
+            combined = combined * (int(column.max(initial=0)) + 1) + column
+        _, first, like = np.unique(combined, return_index=True, return_inverse=True)
+        return first, like
+
 
 @dataclass(frozen=True)
 class UnitTimes:

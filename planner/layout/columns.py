@@ -134,14 +134,8 @@ class Columns(Sequence[T]):
         are keys themselves are taken apart.
         """
         columns = [self._column(name) for name in leaves_of(key)]
-        combined, which = _combinations(columns, len(self))
-        codes: list[Positions] = []
-        for column in reversed(columns):
-            combined, code = np.divmod(combined, max(1, len(column.values)))
-            codes.append(code)
-        rows = zip(
-            *([c.values[i] for i in code] for c, code in zip(columns, reversed(codes), strict=True)), strict=True
-        )
+        first, which = _combinations(columns, len(self))
+        rows = zip(*([c.values[i] for i in c.codes[first].tolist()] for c in columns), strict=True)
         return [_nested(key, iter(row)) for row in rows], which
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
@@ -168,16 +162,31 @@ MOST_MARKED = 2**24
 
 
 def _combinations(columns: Sequence[_Column], num_records: int) -> tuple[Positions, Positions]:
-    """The combinations of values that occur, numbered with the last column fastest, and which every record has."""
+    """Of each combination of values that occurs a record that has it, and which of them every record has.
+
+    Combinations are in order, with the last column fastest.
+    """
     combined, total = np.zeros(num_records, dtype=np.int64), 1
     for column in columns:
-        combined = combined * max(1, len(column.values)) + column.codes
-        total *= max(1, len(column.values))
+        size = max(1, len(column.values))
+        if total * size > MOST_MARKED:
+            combined, total = _numbered(combined, total)
+        combined, total = combined * size + column.codes, total * size
+    combined, total = _numbered(combined, total)
+    records = np.zeros(total, dtype=np.intp)
+    records[combined] = np.arange(num_records)
+    return records, combined
+
+
+def _numbered(combined: Positions, total: int) -> tuple[Positions, int]:
+    """Numbers below ``total`` in the same order without those that do not occur, and how many there are."""
     if total > MOST_MARKED:
-        return np.unique(combined, return_inverse=True)
+        numbers, which = np.unique(combined, return_inverse=True)
+        return which, len(numbers)
     occurs = np.zeros(total, dtype=bool)
     occurs[combined] = True
-    return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[combined]
+    places = np.cumsum(occurs)
+    return (places - 1)[combined], int(places[-1])
 
 
 @lru_cache(maxsize=64)

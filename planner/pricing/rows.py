@@ -10,7 +10,7 @@ import numpy as np
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Holding, Time
 from planner.axes.framework import Framework
-from planner.axes.lowered import RankStates
+from planner.axes.lowered import Collective, RankStates
 from planner.axes.registry import (
     Own,
     WorkLowering,
@@ -74,6 +74,7 @@ def data_rows(
     whole = whole_states(graph)
     pricers: dict[tuple[TensorSplit, Own], StatePricer] = {}
     found: dict[tuple[TensorSplit, Own, Own], Array] = {}
+    moves: dict[Own, tuple[Collective, ...]] = {}
     rows = np.empty((len(keys), len(whole), len(Data)))
     for row, key in enumerate(keys):
         own, moved = state_fields(key), collective_fields(key)
@@ -83,6 +84,8 @@ def data_rows(
                 placed = zip(whole, decisions[key.tensor], strict=True)
                 states = [lowered_states(each, own, placement) for each, placement in placed]
                 pricers[key.tensor, own] = StatePricer(states, machine, framework)
-            found[place] = pricers[key.tensor, own].times(state_collectives(moved, framework))
+            if moved not in moves:
+                moves[moved] = state_collectives(moved, framework)
+            found[place] = pricers[key.tensor, own].times(moves[moved])
         rows[row] = found[place]
     return rows

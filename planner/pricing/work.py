@@ -112,6 +112,14 @@ class _Exchanges(NamedTuple):
         return exposed, sum((self.hiding_s[i] for i in hidden), zero)
 
 
+class _Repeated(NamedTuple):
+    """The kernels that a mode of recomputation runs again."""
+
+    compute_s: Array  # at each size
+    has_attention: bool
+    share_issued: float  # of the kernels that the host issues forward
+
+
 class _PricedUnit:
     """One unit at several sizes of the micro-batch; what its cases share is computed once."""
 
@@ -124,6 +132,7 @@ class _PricedUnit:
         self._num_launches = {run: sum(kernels_issued(k, framework, run) for k in unit.kernels) for run in Pass}
         self._seconds: dict[int, tuple[Array, Array]] = {}
         self._more: dict[int, BlockTimes] = {}
+        self._again: dict[int, _Repeated] = {}  # by the mode of the unit's own
 
     def exchanges(self, work: RankWork) -> _Exchanges:
         """Times of the collectives of this unit, and of attention in as many blocks as ``work`` says."""
@@ -170,20 +179,24 @@ class _PricedUnit:
 
     def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> tuple[Array, Array]:
         """Forward work that the backward pass repeats, and how much of it hides what is sent again."""
-        places = [place for place, kernel in enumerate(self._unit.kernels) if kernel.id in mode.kernels]
-        compute = self._kernels.forward_s[:, places].sum(axis=1)
-        if any(self._unit.kernels[place].keys_and_values for place in places):
-            compute = compute + exchanges.blocks.forward_s
+        if id(mode) not in self._again:
+            self._again[id(mode)] = self._repeated(mode)
+        again = self._again[id(mode)]
+        compute = again.compute_s + exchanges.blocks.forward_s if again.has_attention else again.compute_s
         sent, hiding = exchanges.repeated(mode, self._zero)
         if mode.waits_for_host:
-            compute = np.maximum(compute, exchanges.host_s[0] * self._issued_again(mode) - sent)
+            compute = np.maximum(compute, exchanges.host_s[0] * again.share_issued - sent)
         return compute + sent, hiding
 
-    def _issued_again(self, mode: Recomputation) -> float:
-        """Of the kernels that the host issues forward, the share that it issues again."""
-        again = (kernel for kernel in self._unit.kernels if kernel.id in mode.kernels)
-        issued = sum(kernels_issued(kernel, self._framework, Pass.FORWARD) for kernel in again)
-        return issued / max(1, self._num_launches[Pass.FORWARD])
+    def _repeated(self, mode: Recomputation) -> _Repeated:
+        places = [place for place, kernel in enumerate(self._unit.kernels) if kernel.id in mode.kernels]
+        kernels = [self._unit.kernels[place] for place in places]
+        issued = sum(kernels_issued(kernel, self._framework, Pass.FORWARD) for kernel in kernels)
+        return _Repeated(
+            self._kernels.forward_s[:, places].sum(axis=1),
+            any(kernel.keys_and_values for kernel in kernels),
+            issued / max(1, self._num_launches[Pass.FORWARD]),
+        )
 
     def _blocks(self, num_blocks: int) -> BlockTimes:
         """Cases share numbers of blocks, too."""

@@ -17,8 +17,9 @@ first backward pass, until a micro-batch has gone through all ranks behind it an
 ranks behind it twice, before its first backward and before its last, and fills p - 1 - r micro-batches of its own into
 these waits. Example, rank 1 of the cut (2, 4): (1) says 2 + 4 * 4 = 18 s.
 
-The cut is not known yet, so the lines are turned into multiples of W that hold for all cuts (``pipeline_coefficient``).
-Some w_r is at least W / p, and at least the work of the units of one kind, rounded up, that some rank must hold.
+The cut is not known yet, so the lines are turned into multiples of W that hold for all cuts
+(``glance.pipeline_coefficient``). Some w_r is at least W / p, and at least the work of the units of one kind, rounded
+up, that some rank must hold.
 
 The other bounds stand with their methods: rounds of micro-batches in flight (``_rounds_s``), unlike devices, where w_r
 is counted on rank r's own (``_weighted_s``), several stages a rank (``_any_cut_s``), memory, of which the fullest rank
@@ -34,27 +35,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.overlap import exposed_s
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import PLACE, Data, Element, Term, Time
-from planner.evaluation.block_modes import MODES
+from costmodels.vocabulary.terms import PLACE, Data, Element
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, data_times, hiding_s, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
+from planner.solver.glance import CHUNK, at_a_glance_s, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
-from planner.table.keys import StateKey, WorkKey
+from planner.table.keys import StateKey
 
-CHUNK = 20_000
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
@@ -75,86 +75,50 @@ class Bounds:
 def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf) -> Bounds:
     """Bounds of every layout.
 
-    Of one that takes ``enough_s`` or more, not all of its time is counted, and its memory is infinite.
+    Where some time is enough, not all of the time is counted of a layout that takes it or more, and its memory is
+    infinite; nor is all of the time of one that needs more memory than there is.
     """
     found = Bounds(*(np.full(len(layouts), value) for value in (0.0, np.inf, 0.0, 0.0)))
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
     rows = LayoutRows.of(table, listed)
-    keys, alike = listed.by(AlikeKey)
-    for key, members in zip(
-        keys, np.split(np.argsort(alike, kind="stable"), np.cumsum(np.bincount(alike))[:-1]), strict=True
-    ):
+    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, rows)
+    left = np.flatnonzero(found.step_time_s < enough_s)
+    keys, alike = listed.take(left).by(AlikeKey)
+    by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
+    for key, members in zip(keys, by_key, strict=False):  # without members no key
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            group = AlikeLayouts(table, key, listed.take(part), rows.take(part))
-            found.step_time_s[part] = found.estimate_s[part] = group.at_a_glance_s()
-            part = part[found.step_time_s[part] < enough_s]
-            if len(part):
-                _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)))
+            _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)), enough_s)
     return found
 
 
-def _fill(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
+def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) -> None:
+    """Closer from step to step, each for the layouts for which it may still matter."""
+    if enough_s < np.inf:
+        found.step_time_s[part] = found.estimate_s[part] = group.without_recomputing_s()
+        part, group = _where(found.step_time_s[part] < enough_s, part, group)
     found.memory_bytes[part] = group.memory_bytes()
     found.host_share[part] = group.host_share()
+    if enough_s < np.inf:
+        part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
     found.step_time_s[part] = group.step_time_s()
     found.estimate_s[part] = np.maximum(found.step_time_s[part], group.estimate_s())
 
 
-class RecomputeKey(NamedTuple):
-    """The mode of all blocks; None where each has its own."""
-
-    recompute: Recompute | None
-
-
-class _ShapeKey(NamedTuple):
-    schedule: ScheduleName
-    pp: int
-    virtual_stages: int
-    num_microbatches: int
-    groups: tuple[str, ...]
-
-
-def rough_bound_s(table: CostTable, layouts: Columns[Layout]) -> Array:
-    """What each layout takes at least, at a glance: what units take by themselves, and how the pipeline fills.
-
-    Counted is one micro-batch on the fastest devices. Where each block may choose, it recomputes nothing.
-    """
-    framework = table.framework
-    may_hide = framework.exchanges_hide_without_pipeline or framework.exchanges_hide_under
-    counted = [time for time in Time if time.term and not (may_hide and time.term is Term.EXPERT)]
-    keys, of = layouts.by(WorkKey)
-    times = table.time_s[:, table.work_rows(keys)][..., [PLACE[time] for time in counted]].sum(axis=-1)
-    # Rows that a kind of device does not run are not priced for it.
-    in_mode = np.nan_to_num(np.fmin.reduce(times @ table.counts, axis=0))  # [rows, modes]
-    whole_s = np.concatenate([in_mode, in_mode.min(axis=1, keepdims=True)], axis=1)
-    mode = layouts.each(RecomputeKey, lambda key: -1 if key.recompute is None else MODES[key.recompute])
-    return whole_s[of, mode.astype(np.intp)] * layouts.each(_ShapeKey, _times_whole) * (1 - 1e-12)
-
-
-def likely_s(table: CostTable, layouts: Columns[Layout]) -> Array:
-    """No bound: the same with the time that ranks of several stages wait for the first micro-batch."""
-    return rough_bound_s(table, layouts) * layouts.each(_ShapeKey, _times_filled)
-
-
-def _times_whole(key: _ShapeKey) -> float:
-    """The least that a pipeline takes, as a multiple of one micro-batch through the whole model."""
-    if key.schedule.rules.has_one_stage and key.pp > 1 and not key.groups:
-        return pipeline_coefficient(key.schedule, key.pp, key.num_microbatches)
-    return key.num_microbatches / key.pp
-
-
-def _times_filled(key: _ShapeKey) -> float:
-    rules = key.schedule.rules
-    if rules.has_one_stage or rules.splits_backward:
-        return 1.0
-    return 1 + (key.pp - 1) / (key.virtual_stages * key.num_microbatches)
+def _where(stays: NDArray[np.bool], part: Positions, group: AlikeLayouts) -> tuple[Positions, AlikeLayouts]:
+    """Layouts, and their group, without those that need not stay; of which none does, one."""
+    stays[0] |= not stays.any()
+    return (part, group) if stays.all() else (part[stays], group.take(np.flatnonzero(stays)))
 
 
 class AlikeLayouts(AlikeMemory):
     """Lower bounds of the time of layouts that are alike in what ``AlikeKey`` says, and of their memory."""
+
+    def take(self, places: Positions) -> AlikeLayouts:
+        """Some of the layouts."""
+        return AlikeLayouts(self.table, self._key, self.layouts.take(places), self.rows.take(places))
 
     @cached_property
     def _updated(self) -> Array:
@@ -193,19 +157,15 @@ class AlikeLayouts(AlikeMemory):
 
     # -- time ---------------------------------------------------------------------------------
 
-    def at_a_glance_s(self) -> Array:
-        """The pipeline's bound if nothing is sent and no block recomputes that need not."""
-        factor = self.layouts.each(_ShapeKey, _times_whole)
-        if self._key.groups:
-            whole_s = np.min([work @ self.counts for work in self._work_of_ranks], axis=0)
-        else:
-            whole_s = self.work_s @ self.counts
-        return factor * whole_s * (1 - 1e-12)
-
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        return self._pipeline_s() + self.once_s()
+        return self._pipeline_s(self._recomputed_s) + self.once_s
 
+    def without_recomputing_s(self) -> Array:
+        """The same if no block recomputes what it need not."""
+        return self._pipeline_s(np.zeros_like(self.num_microbatches)) + self.once_s
+
+    @cached_property
     def once_s(self) -> Array:
         """The optimiser step of the average rank and its exposed data-parallel communication that comes once a step.
 
@@ -230,10 +190,10 @@ class AlikeLayouts(AlikeMemory):
         gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
         return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
 
-    def _pipeline_s(self) -> Array:
+    def _pipeline_s(self, recomputed_s: Array) -> Array:
         if self._key.groups:
             return self._unlike_s()
-        total = self.work_s @ self.counts + self._recomputed_s
+        total = self.work_s @ self.counts + recomputed_s
         if self.pp == 1:
             return self.num_microbatches * total
         if not self.schedule.rules.has_one_stage:
@@ -345,7 +305,7 @@ class AlikeLayouts(AlikeMemory):
             sent = work - self.times.weight_s
             whole = self.times.forward_s @ below.T + hops + m * (work @ ranks.T)
             even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
-        return even + self.once_s()
+        return even + self.once_s
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.
@@ -361,30 +321,6 @@ class AlikeLayouts(AlikeMemory):
         way = 2 * send * (p - 1 - rank)
         below = (rounds * (total + way) + 2 * send * rank) / (m / rank + rounds - 1)
         return np.where(below <= total, m * below / rank, total + 2 * send * rank + rounds * way)
-
-
-@lru_cache(maxsize=4096)
-def pipeline_coefficient(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> float:
-    """The largest number known so that no cut of one stage a rank takes less than it times W.
-
-    Line (1) gives T >= m W / p, since some w_r >= W / p. Its largest is least where all are equal: then W =
-    T (1 - (1 - 1/m)^p). Line (2) with w_r >= W / p gives T >= W (m + p - 1) / p. In a mean of line (3) with weights l_r
-    that sum to 1, w_i has the coefficient 1 + sum_(r<i) l_r + l_i (m - p + i): where these are equal it is a bound.
-    Example: line (1) gives 2 and 1 / (1 - (3/4)^2) = 2.29, line (2) 5 / 2 = 2.5, line (3) with weights 3/4 and 1/4 also
-    2.5: T >= 15 s.
-    """
-    p, m = num_ranks, num_microbatches
-    best = max(m / p, 1 / (1 - (1 - 1 / m) ** p))
-    if schedule.rules.forwards_first:
-        return max(best, (m + p - 1) / p)
-    if m > p:
-        # Weights for which sum_(i<r) l_i + l_r (m - p + r) is 1 for all ranks; divided by their sum they sum to 1.
-        weights: list[float] = []
-        for r in range(p):
-            weights.append((1 - sum(weights)) / (m - p + r))
-        if min(weights) >= 0:
-            best = max(best, 1 + 1 / sum(weights))
-    return best
 
 
 @lru_cache(maxsize=1024)

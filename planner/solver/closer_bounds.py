@@ -56,7 +56,10 @@ class CloserBounds:
         return layout.mesh.pp > 1 and not layout.groups
 
     def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
-        """Seconds that no cut of each layout undercuts; of one whose loads take ``enough_s``, the loads alone."""
+        """Seconds that no cut of each layout undercuts.
+
+        Of one whose loads take ``enough_s`` that alone is said of them, or more, and nothing of its paths.
+        """
         found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
         rows = LayoutRows.of(self._table, listed)
         keys, alike = listed.by(AlikeKey)
@@ -67,7 +70,8 @@ class CloserBounds:
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                group = _Pipelines(self._known, AlikeLayouts(self._table, key, listed.take(part), rows.take(part)))
+                alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part))
+                group = _Pipelines(self._known, alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
                     found.path_s[part] = group.path_s(loads_s < enough_s)
@@ -85,9 +89,13 @@ class _End(NamedTuple):
 class _Pipelines:
     """Layouts that are alike (``AlikeKey``). Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, known: KnownBytes, of: AlikeLayouts) -> None:
+    def __init__(self, known: KnownBytes, of: AlikeLayouts, enough_s: float) -> None:
         """``known``: of this and of other layouts with the same prices."""
-        self._known, self._of = known, of
+        self._known, self._of, self._enough_s = known, of, enough_s
+
+    @property
+    def _has_one_stage(self) -> bool:
+        return self._of.schedule.rules.has_one_stage
 
     @cached_property
     def _block(self) -> int | None:
@@ -106,7 +114,7 @@ class _Pipelines:
             times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
             recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s[part]
             found[part] = paths.least(*times) @ of.counts + recomputed + paths.sends * of.send_s[part]
-            found[part] += self._once_s[part]
+            found[part] += self._of.once_s[part]
         return found
 
     def loads_s(self) -> Array:
@@ -133,11 +141,8 @@ class _Pipelines:
             middle = (low + high) // 2
             enough = self._dealt(fewest, costs, candidates[every, middle]) >= num_blocks
             low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
-        return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._once_s, np.inf)
-
-    @cached_property
-    def _once_s(self) -> Array:
-        return self._of.once_s()
+        beyond_s = self._enough_s if self._sizes.most < num_blocks and self._has_one_stage else np.inf
+        return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._of.once_s, beyond_s)
 
     @cached_property
     def _extra_of_ranks_s(self) -> Array:
@@ -198,10 +203,13 @@ class _Pipelines:
 
     @cached_property
     def _sizes(self) -> StageSizes:
-        """Blocks that a stage may hold; a rank's only stage may hold any number, and units alone that are no blocks."""
+        """Blocks that a stage may hold; a rank's only stage may hold none, units alone that are no blocks."""
         num_blocks = sum(self._of.table.units.is_block)
-        if self._of.schedule.rules.has_one_stage:
-            return StageSizes(0, num_blocks)
+        if self._has_one_stage:
+            # A rank that holds more takes longer than is asked.
+            least_s = float((self._of.num_microbatches * self._of.work_s[:, self._block or 0]).min())
+            most = num_blocks if self._block is None else min(num_blocks, self._enough_s / least_s)
+            return StageSizes(0, max(1, int(most)))
         return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages)
 
     @cached_property
@@ -312,11 +320,9 @@ class _Pipelines:
     @cached_property
     def _known_bytes(self) -> Array:
         """Of each layout what is outside tensors, and what passes with each of ``_unlike_ends``, two numbers each."""
-        rows: list[list[float]] = []
-        for place in range(len(self._of.num_microbatches)):
-            one = PassingBytes(self._known, self._of, self._of.layouts[place], place)
-            rows.append([one.outside_bytes, *(each for ends in self._unlike_ends for each in one.while_at_work(ends))])
-        return np.array(rows)
+        passing = PassingBytes(self._known, self._of)
+        places = range(len(self._of.num_microbatches))
+        return np.array([passing.of_layout(place, self._unlike_ends) for place in places])
 
     @staticmethod
     def _prices(kept: Array, extra_s: Array) -> Array:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations, groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,17 @@ def _listed(runs: list[_Run], ends: tuple[int, ...], limit_s: Limit) -> Iterator
     return of(0)
 
 
+class _Stages(NamedTuple):
+    """What the costs of all stages of a run's ranks have in common, [starts, ends] or what broadcasts to that."""
+
+    part: slice  # the units
+    before_s: Array
+    behind_s: Array
+    forward_s: Array
+    backward_s: Array
+    has_units: NDArray[np.bool]
+
+
 class _Run:
     """Consecutive ranks of equal devices: running sums over the units, and the cost of every stage of theirs."""
 
@@ -109,6 +121,10 @@ class _Run:
         self._forward = _running(problem.forward_s[ranks[0]])
         self._backward = _running(problem.backward_s[ranks[0]])
         self.total = self._forward + self._backward  # of all units before each
+        # The last row is that of stages which begin behind the last unit.
+        behind = ((0, 0), (0, 1), (0, 0))
+        self._extra = np.pad(problem.extra_s[ranks.start : ranks.stop], behind)
+        self._once = np.pad(problem.once_s[ranks.start : ranks.stop], behind)
 
     def work_s(self, begin: int, end: int) -> float:
         """One micro-batch through units begin..end-1."""
@@ -161,35 +177,44 @@ class _Run:
         best = np.full(end - begin + 1, np.inf)
         best[0] = 0.0
         costs, least = [], [best]
+        stages = self._stages(slice(begin, end + 1), around_s)
         for rank in self.ranks:
-            costs.append(self._cost_s(rank, slice(begin, end + 1), around_s))
+            costs.append(self._cost_s(rank, stages))
             best = np.maximum(best[:, None], costs[-1]).min(axis=0)
             least.append(best)
             if not best.min() < limit_s:
                 return None
         return (costs, least) if best[-1] < limit_s else None
 
-    def _cost_s(self, rank: int, part: slice, around_s: tuple[float, float]) -> Array:
+    def _stages(self, part: slice, around_s: tuple[float, float]) -> _Stages:
+        work = self.total[part]
+        start, end = np.indices((len(work), len(work)), sparse=True)
+        return _Stages(
+            part,
+            before_s=around_s[0] + (work - work[0])[:, None],
+            behind_s=around_s[1] + (work[-1] - work)[None, :],
+            forward_s=_between(self._forward[part]),
+            backward_s=_between(self._backward[part]),
+            has_units=start < end,
+        )
+
+    def _cost_s(self, rank: int, stages: _Stages) -> Array:
         """``pipeline_bound_s`` of ``rank`` for every stage; infinite where it is empty or does not fit.
 
         What other stages recompute is not known, and left out.
         """
         problem, send = self._problem, self._problem.send_s
-        m = problem.num_microbatches
+        m, part, forward = problem.num_microbatches, stages.part, stages.forward_s
         behind = problem.num_ranks - 1 - rank
-        work = self.total[part]
-        prefix = around_s[0] + (work - work[0])[:, None] + 2 * sum(send[:rank])
-        suffix = around_s[1] + (work[-1] - work)[None, :] + 2 * sum(send[rank:])
-        forward = _between(self._forward[part])
-        backward = _between(self._backward[part])
-        # The last row is that of stages which begin behind the last unit.
-        extra, once = (np.pad(each[rank], ((0, 1), (0, 0)))[part, part] for each in (problem.extra_s, problem.once_s))
+        prefix = stages.before_s + 2 * sum(send[:rank])
+        suffix = stages.behind_s + 2 * sum(send[rank:])
+        extra, once = (each[rank - self.ranks.start, part, part] for each in (self._extra, self._once))
         fits = np.isfinite(extra)
-        backward = backward + np.where(fits, extra, 0.0)
-        cost = prefix + m * (forward + backward) + self._idle_s(behind, suffix, forward, backward)
-        rounds = prefix + num_rounds(problem, rank) * (forward + backward + suffix)
-        start, end = np.indices(cost.shape)
-        return np.where((start < end) & fits, np.maximum(cost, rounds) + once, np.inf)
+        backward = stages.backward_s + np.where(fits, extra, 0.0)
+        work = forward + backward
+        cost = prefix + m * work + self._idle_s(behind, suffix, forward, backward)
+        rounds = prefix + num_rounds(problem, rank) * (work + suffix)
+        return np.where(stages.has_units & fits, np.maximum(cost, rounds) + once, np.inf)
 
     def _idle_s(self, behind: int, suffix: Array, forward: Array, backward: Array) -> Array:
         """``problems.idle_s`` for every stage."""

@@ -24,6 +24,8 @@ MOST_TIE = TOLERANCE
 # Simpler layouts that are looked at; beyond that the fastest stays. A number rather than a time: the answer is the same
 # on a busy machine.
 MOST_VISITS = 200
+# So many are bounded closely together.
+AT_ONCE = 32
 
 
 def tie_share(table: CostTable) -> float:
@@ -39,14 +41,17 @@ def simplest(table: CostTable, outcome: Outcome, limit_s: float, solver: StageSo
     """
     assert outcome.best is not None
     most = complexity(outcome.best.layout)
-    simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)
+    simpler = sorted((complexity(c), bound_s, c) for c, bound_s in outcome.near if complexity(c) < most)[:MOST_VISITS]
     best: Evaluated | None = None
-    closer = CloserBounds(table)
-    for number, bound_s, layout in simpler[:MOST_VISITS]:
+    closer, closely_s = CloserBounds(table), list[float]()
+    for place, (number, bound_s, layout) in enumerate(simpler):
         if best is not None and number > complexity(best.layout):
             break
         enough_s = limit_s if best is None else best.step_time_s
-        if bound_s > enough_s or closer.of(Columns.of(Layout, [layout]), enough_s).most_s[0] > enough_s:
+        if place == len(closely_s):
+            next_ones = [each for _, _, each in simpler[place : place + AT_ONCE]]
+            closely_s += closer.of(Columns.of(Layout, next_ones), limit_s).most_s.tolist()
+        if max(bound_s, closely_s[place]) > enough_s:
             continue
         priced = best_cut(Pricer(table, layout), solver, enough_s / (1 - TOLERANCE), bound_s).best
         if priced is not None and priced.step_time_s <= enough_s:

@@ -24,9 +24,10 @@ from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
-from planner.solver.bounds import Bounds, RecomputeKey, bounds, likely_s, rough_bound_s
+from planner.solver.bounds import Bounds, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
+from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -36,7 +37,7 @@ NUM_OTHERS = 12
 # Of typical layouts only so many that fit are priced.
 ENOUGH_PROBES = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
-HEAD = 10_000
+HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
@@ -51,7 +52,7 @@ FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 16, 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 60_000, 16
 # Layouts are bounded so many at a time.
-SLICE = 250_000
+SLICE = 1_000_000
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -103,20 +104,20 @@ def search(
     With a cutoff ``Outcome.is_exhausted`` says that no layout takes less besides what was found.
     OutOfTimeError where there was no time for the bounds and none is known that fits.
     """
-    deadline = deadline or Deadline.never()
+    deadline, listed = deadline or Deadline.never(), Columns.of(Layout, layouts)
     best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
-    listed = Columns.of(Layout, layouts)
     try:
-        _probe_likely(table, listed, solver, best, deadline)
-        listed = _within_reach(table, listed, best.time_s)
+        rough_s = rough_bound_s(table, listed)
+        _probe_likely(table, listed, rough_s, solver, best, deadline)
+        if best.time_s is not None:  # others need no closer look
+            listed = listed.take(rough_s < best.time_s * (1 + NEAR))
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
     except OutOfTimeError:
         if best.best is None:
             raise
         return Outcome(best.best, best.ranking(), 0.0, False, False, len(layouts), 0, (), None)
-    order = _in_order(table, listed, lower)
-    interrupted = False
+    order, interrupted = _in_order(table, listed, lower), False
     walk = _Walk(table, listed, lower, solver, best)
 
     def is_over() -> bool:
@@ -322,18 +323,19 @@ def _nearest(guess_s: Array, order: Positions, best: Best, walk: _Walk, *, until
 
 
 def _probe_likely(
-    table: CostTable, listed: Columns[Layout], solver: StageSolver, best: Best, deadline: Deadline
+    table: CostTable, listed: Columns[Layout], rough_s: Array, solver: StageSolver, best: Best, deadline: Deadline
 ) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
     All nearly evenly cut, and of those that may recompute, so that most that look fast do fit.
     """
-    flexible = listed.where(RecomputeKey, lambda key: key.recompute is not Recompute.NONE)
+    flexible = np.flatnonzero(listed.each(RecomputeKey, lambda key: key.recompute is not Recompute.NONE))
     if len(flexible) <= 2 * MANY:
         return
-    part = flexible.take(np.argsort(likely_s(table, flexible), kind="stable")[:MANY])
+    flexible = flexible[np.argsort(rough_s[flexible] * times_filled(listed)[flexible], kind="stable")[:MANY]]
+    part = listed.take(flexible)
     deadline.check()
-    order = _in_order(table, part, bounds(table, part))
+    order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s))
     for index in _unlike(part, order, NUM_UNLIKE):
         deadline.check()
         best.keep(probe(Pricer(table, part[index]), solver))
@@ -358,13 +360,6 @@ def _unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]
         if len(found) == number:
             break
     return list(found.values())
-
-
-def _within_reach(table: CostTable, listed: Columns[Layout], best_s: float | None) -> Columns[Layout]:
-    """Layouts that may take no more than about the best so far; the others need no closer look."""
-    if best_s is None or not len(listed):
-        return listed
-    return listed.take(np.flatnonzero(rough_bound_s(table, listed) < best_s * (1 + NEAR)))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:

@@ -102,7 +102,9 @@ def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) 
 
 def num_meshes(asked: Asked) -> int:
     """Ways to lay pipeline, data, context and tensor parallelism over the devices that some micro-batch allows."""
-    return len({(mesh.pp, mesh.dp, mesh.cp, mesh.tp) for mesh in _meshes(asked) if any(micro_batches(asked, mesh.dp))})
+    return sum(
+        any(micro_batches(asked, each.dp)) and next(_divided(asked, each), None) is not None for each in _degrees(asked)
+    )
 
 
 def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
@@ -174,14 +176,29 @@ def _layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[_Shape]) -> Columns[La
     return Columns.from_codes(Layout, {name: columns[name] for name in Layout._fields})
 
 
+class _Degrees(NamedTuple):
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
 def _meshes(asked: Asked) -> Iterator[Mesh]:
+    for degrees in _degrees(asked):
+        yield from _divided(asked, degrees)
+
+
+def _degrees(asked: Asked) -> Iterator[_Degrees]:
     left = asked.limits.num_devices
     for tp in TENSOR.degrees(asked, left):
         for pp in PIPELINE.degrees(asked, left // tp):
             for cp in CONTEXT.degrees(asked, left // tp // pp):
                 for dp in DATA.degrees(asked, left // tp // pp // cp):
-                    for replicate in replica_options(asked, dp):
-                        shard = dp // replicate
-                        yield from expert_degrees(
-                            asked, Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-                        )
+                    yield _Degrees(pp, dp, cp, tp)
+
+
+def _divided(asked: Asked, degrees: _Degrees) -> Iterator[Mesh]:
+    """Meshes of these degrees, by replicas of shards and by the ranks of experts."""
+    pp, dp, cp, tp = degrees
+    for replicate in replica_options(asked, dp):
+        yield from expert_degrees(asked, Mesh(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp))

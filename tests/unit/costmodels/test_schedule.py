@@ -128,13 +128,12 @@ def _listed_in_flight(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple
     return tuple(flying), tuple(waits)
 
 
-@pytest.mark.parametrize(
-    "name", [ScheduleName.INTERLEAVED_1F1B, ScheduleName.INTERLEAVED_ZERO_BUBBLE, ScheduleName.ZB_2P]
-)
-def test_what_interleaved_schedules_hold_in_closed_form_is_what_their_lists_hold(name: ScheduleName) -> None:
+@pytest.mark.parametrize("name", ScheduleName)
+def test_what_schedules_hold_in_closed_form_is_what_their_lists_hold(name: ScheduleName) -> None:
     seen = 0
     for p, v, m in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3, 4, 6, 8, 12, 13)):
-        if not name.rules.violations(p, v, m):
+        # Without a pipeline a micro-batch is finished at once, whatever the list says.
+        if not name.rules.violations(p, v, m) and (p > 1 or not name.rules.has_one_stage):
             assert name.rules.in_flight_by_stage(p, v, m) == _listed_in_flight(name, p, v, m), (p, v, m)
             seen += 1
     assert seen > 20

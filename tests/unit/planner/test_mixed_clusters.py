@@ -23,8 +23,9 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
-from planner.solver.bounds import bounds, rough_bound_s
+from planner.solver.bounds import bounds
 from planner.solver.cutting import Pricer, best_cut
+from planner.solver.glance import rough_bound_s
 from planner.solver.search import search
 from tests.planning import NO_PINS, graph_of, training_of
 
