@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.executor.recording import BEGINNING, Operation, Recording, UnrecordableError, View, storages_in
+from planner.operators.record import Trait
+from planner.operators.registry import names_with
 
 MOST_CONSTANT_BYTES = 2**26  # of tensors that were there before and that the recording keeps copies of
 MARK = 0x9E3779B9  # with an operator's number a seed that nobody chooses; torch reads 32 bits of it
 
-# How many random numbers these draw depends on shapes alone.
-_DRAWING = frozenset(
-    (
-        *("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    )
+# These write all values of their operand, the first ones random numbers, of which its shape alone says how many.
+_FILLING_AT_RANDOM = frozenset(
+    ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 )
-_FILLING = frozenset((*(name for name in _DRAWING if name.endswith("_")), "fill_", "zero_", "copy_"))
+_FILLING = _FILLING_AT_RANDOM | {f"{name}_" for name in names_with(Trait.OVERWRITES)} | {"zero_"}
+_DRAWING = _FILLING_AT_RANDOM | names_with(Trait.DRAWS_BY_SHAPE) | {"randperm", "randint_like"}
 _ASKING = frozenset(("data_ptr", "numpy", "tolist", "__array__", "untyped_storage", "storage", "__reduce_ex__"))
 _MOVING = frozenset(("set_", "resize_", "resize_as_", "resize"))  # storages, which then are not what was recorded
 

@@ -20,12 +20,20 @@ ELEMENTWISE = (
         traits=traits(Trait.LINEAR_IN_ALL),
     ),
     Operator(
-        names=named("rsub neg copy alias eq ne lt le gt ge logical_and logical_or logical_not"),
+        names=named("rsub neg alias eq ne lt le gt ge logical_and logical_or logical_not"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=placement_rules.elementwise,
         kept_as=REPEATED,
         traits=PLAIN,
+    ),
+    Operator(
+        names=named("copy"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=placement_rules.elementwise,
+        kept_as=REPEATED,
+        traits=traits(Trait.OVERWRITES),
     ),
     Operator(
         names=named("detach"),
@@ -129,7 +137,7 @@ ELEMENTWISE = (
 ELEMENTWISE_REPLICATED = (
     Operator(
         names=named(
-            "fill floor ceil round sign floor_divide bitwise_and bitwise_or bitwise_not __and__ __or__ isin isinf "
+            "floor ceil round sign floor_divide bitwise_and bitwise_or bitwise_not __and__ __or__ isin isinf "
             "isnan bernoulli bucketize searchsorted lift_fresh lift_fresh_copy"
         ),
         work=ONE_PASS,
@@ -137,6 +145,14 @@ ELEMENTWISE_REPLICATED = (
         placements=None,
         kept_as=REPEATED,
         traits=PLAIN,
+    ),
+    Operator(
+        names=named("fill"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.OVERWRITES),
     ),
     Operator(
         names=named("detach_"),

@@ -47,6 +47,8 @@ class Trait(StrEnum):
     SHAPE_ALONE = "shape_alone"  # of its operands it takes shape, dtype and device: no gradient, nothing of the batch
     CUTS_GRADIENT = "cuts_gradient"
     VALUES_UNSET = "values_unset"  # memory as it was found
+    OVERWRITES = "overwrites"  # where it writes to an operand, it keeps nothing of it
+    DRAWS_BY_SHAPE = "draws_by_shape"  # random numbers, of which shapes alone say how many
     CHOOSES = "chooses"  # its results say where values were found
     GIVES_NUMBER = "gives_number"  # hands a value to Python
     GIVES_CONDITION = "gives_condition"  # hands Python what it branches on

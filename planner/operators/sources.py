@@ -7,14 +7,20 @@ from planner.operators.record import ONE_PASS, PLAIN, REPEATED, Operator, Trait,
 
 CONSTANTS = (
     Operator(
-        names=named(
-            "zeros ones full arange linspace eye scalar_tensor tril_indices triu_indices one_hot rand randint randn"
-        ),
+        names=named("zeros ones full arange linspace eye scalar_tensor tril_indices triu_indices one_hot"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=None,
         kept_as=REPEATED,
         traits=PLAIN,
+    ),
+    Operator(
+        names=named("rand randint randn"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.DRAWS_BY_SHAPE),
     ),
     Operator(
         names=named("empty empty_strided empty_permuted"),
@@ -25,12 +31,20 @@ CONSTANTS = (
         traits=traits(Trait.VALUES_UNSET),
     ),
     Operator(
-        names=named("zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like"),
+        names=named("zeros_like ones_like full_like new_zeros new_ones new_full"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=None,
         kept_as=REPEATED,
         traits=traits(Trait.SHAPE_ALONE, Trait.CUTS_GRADIENT),
+    ),
+    Operator(
+        names=named("rand_like randn_like"),
+        work=ONE_PASS,
+        saved=saved_rules.nothing,
+        placements=None,
+        kept_as=REPEATED,
+        traits=traits(Trait.SHAPE_ALONE, Trait.CUTS_GRADIENT, Trait.DRAWS_BY_SHAPE),
     ),
     Operator(
         names=named("empty_like new_empty"),
