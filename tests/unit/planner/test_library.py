@@ -165,6 +165,7 @@ for root in part.roots:
 assert not wanted
 if rank == 0:
     print("equal")
+dist.barrier()  # gloo may abort a rank whose peers are gone
 dist.destroy_process_group()
 """
 
@@ -200,7 +201,7 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path, *, is_held: bool
         capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-2000:]
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-9000:]
 
 
 def test_parallelize_needs_ranks(graph: Path) -> None:
