@@ -84,11 +84,14 @@ def _met(rank: int, size: int, timeout: datetime.timedelta, work: str) -> dist.S
 def _told(store: dist.Store, size: int, timeout: datetime.timedelta) -> tuple[list[int], list[int]]:
     """What rank 0 tells all: the ranks that did not come, and the ranks whose work is not its own."""
     keys = [f"work/{rank}" for rank in range(size)]
-    with contextlib.suppress(dist.DistError):
+    late: list[int] = []
+    try:
         store.wait(keys, timeout)
-    late = [rank for rank in range(size) if not store.check([keys[rank]])]
+    except dist.DistError:
+        late = [rank for rank in range(size) if not store.check([keys[rank]])]
+    own = store.get(keys[0])
     present = [rank for rank in range(size) if rank not in late]
-    unlike = [rank for rank in present if store.get(keys[rank]) != store.get(keys[0])]
+    unlike = [rank for rank in present if store.get(keys[rank]) != own]
     store.set("verdict", json.dumps([late, unlike]))
     if late or unlike:  # rank 0 may serve the store, which ends with it
         with contextlib.suppress(dist.DistError):
