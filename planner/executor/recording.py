@@ -161,8 +161,13 @@ class _Player:
                 continue
             found = View(view.storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             if found != view:
-                raise UnrecordableError(f"{operation.function} makes {found} where {view} was recorded")
+                text = f"{operation.function} makes {_described(found)} where it declares {_described(view)}"
+                raise UnrecordableError(text)
             storages[view.storage] = tensor.untyped_storage()
+
+
+def _described(view: View) -> str:
+    return f"{view.dtype} of shape {view.shape} and strides {view.stride}"
 
 
 def storages_in(nest: object) -> set[int]:

@@ -8,11 +8,13 @@ says why.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,8 @@ from planner.executor.recording import UnrecordableError
 from planner.executor.weights import matched_weights
 from planner.model_file import LoadedModel
 from planner.plan.schema import Plan
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,18 @@ class Start:
 def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
     """This rank's part of the model. Collective; values are the same under every layout."""
     try:
-        if plan.mesh.cp > 1:
-            raise UnrecordableError("context parallelism tries the model on a few tokens first")
         return _started_by_parts(loaded, plan, mesh, start)
-    except UnrecordableError as error:
+    except UnrecordableError as error:  # on all ranks at once
         say(f"every process builds the whole model before it splits it: {error}")
     module = build_model(loaded, start.seed, start.weights)
     return _split(module.eval() if start.is_evaluated else module, loaded, (plan, mesh, start.backend))
 
 
 def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
+    if plan.mesh.cp > 1:
+        raise UnrecordableError("context parallelism tries the model on a few tokens first")
     torch.manual_seed(start.seed)
-    built = recorded_model(loaded.build)
+    built = _on_all_ranks(lambda: recorded_model(loaded.build))
     built.module.float().train(not start.is_evaluated)
     stored = None if start.weights is None or start.is_resumed else matched_weights(built.module, start.weights)
     if stored is not None:
@@ -66,8 +70,26 @@ def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: 
         for fqn, targets in _held(model.roots).items():
             _keep(targets, stored[fqn])
     elif not start.is_resumed:
-        _initialise(model.roots, built)
+        _on_all_ranks(lambda: _initialise(model.roots, built))
     return model
+
+
+def _on_all_ranks(make: Callable[[], Made]) -> Made:
+    """What ``make`` returns; UnrecordableError on every rank where it is one on any. Collective.
+
+    What follows is collective too: a rank that went another way than the others would wait for them in vain.
+    """
+    made, problem = None, ""
+    try:
+        made = make()
+    except UnrecordableError as error:
+        problem = str(error)
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text:
+            raise UnrecordableError(f"rank {rank}: {text}" if "" in problems else text)
+    return cast(Made, made)
 
 
 def _split(module: nn.Module, loaded: LoadedModel, where: tuple[Plan, DeviceMesh, str | None]) -> ParallelModel:

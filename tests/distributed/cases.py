@@ -151,6 +151,8 @@ CASES = {
     **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in (1, 3)},
     "pp2-dp2-gpipe": Case("gpt", _PP2_DP2, 1, ScheduleName.GPIPE, micro_batch_size=2),
     "pp2-dp2-tied": Case("gpt-tied", _PP2_DP2, 3, micro_batch_size=2),
+    "pp2-dp2-looked-at-on-one-rank": Case("gpt-looked-at", _PP2_DP2, 1, micro_batch_size=4),
+    "pp2-dp2-misdeclared-on-one-stage": Case("gpt-misdeclared", _PP2_DP2, 3, micro_batch_size=4),
     "pp2-dp2-full-recompute": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, micro_batch_size=2),
     "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
     "dp4-zero3-routed": Case("routed", _DP4, 3),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -144,6 +145,32 @@ def _mixtral() -> nn.Module:
     )  # fmt: skip
 
 
+@torch.library.custom_op("toy_models::ramp", mutates_args=())
+def _ramp(rows: int, columns: int) -> torch.Tensor:
+    return torch.linspace(-0.1, 0.1, rows * columns).view(columns, rows).t()
+
+
+@_ramp.register_fake
+def _(rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, columns)  # not the strides that it has
+
+
+def _misdeclared() -> nn.Module:
+    """Its last layer's values cannot be made apart from the others, which shows only where they are made."""
+    model = build_family(_config("gpt", tied=False))
+    with torch.no_grad():
+        model.get_parameter(f"layers.{NUM_LAYERS - 1}.mlp.up.weight").copy_(_ramp(64, 32))
+    return model
+
+
+def _looked_at() -> nn.Module:
+    """Its code looks at values on one rank alone."""
+    model = build_family(_config("gpt", tied=False))
+    if dist.get_rank() == 1:
+        model.get_parameter("head.weight").sum().item()
+    return model
+
+
 def _entries(
     column: dict[str, bool], row: dict[str, bool], embedding: str, norms: tuple[str, ...], *, sequence_parallel: bool
 ) -> list[ModulePlacement]:
@@ -236,10 +263,13 @@ def _family(family: str, *, tied: bool, dropout: float = 0.0) -> ToyModel:
     )
 
 
+UNRECORDABLE = ("gpt-looked-at", "gpt-misdeclared")  # on some ranks
 MODELS = {
     "gpt": _family("gpt", tied=False),
     "gpt-tied": _family("gpt", tied=True),
     "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
+    "gpt-looked-at": replace(_family("gpt", tied=False), build=_looked_at),
+    "gpt-misdeclared": replace(_family("gpt", tied=False), build=_misdeclared),
     "llama": _family("llama", tied=False),
     "mixture": ToyModel(
         lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS
