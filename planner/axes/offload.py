@@ -19,12 +19,17 @@ class OffloadAxis(Axis[None]):
     name: ClassVar[str] = "offload"
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """States are only planned for, as yet; activations are copied, but hidden behind nothing."""
-        offload, found = run.layout.offload, list[str]()
-        if offload is not Offload.NONE:
+        """Everything is, but not all as it is priced."""
+        layout, found = run.layout, list[str]()
+        if layout.offload is not Offload.NONE and layout.zero_stage == 3:
             found.append(
-                f"planner run does not execute offloading yet (offload={offload.value}): pin --offload none to "
-                "train with it"
+                "planner run keeps the shards of parameters in host memory too and copies them to the device "
+                "whenever it gathers them: it needs less device memory than predicted, and more time"
+            )
+        if layout.offload is Offload.NVME:
+            found.append(
+                "planner run keeps moments on NVMe and the master copy in host memory, which needs more of that than "
+                "predicted"
             )
         if run.layout.offloads_activations:
             found.append(

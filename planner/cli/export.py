@@ -63,11 +63,19 @@ def exported(target: Target, job: Job) -> Written:
     from planner.formats.target import written
 
     if target.abilities is None:
+        from costmodels.vocabulary.choices import Offload
+        from planner.errors import PlanError
         from planner.executor.mesh import check_executable
         from planner.model_file import check_in_a_file
 
         check_in_a_file(job.plan.model)
         check_executable(job.plan)  # a launcher runs what `planner run` can
+        if job.plan.offload is Offload.NVME:
+            raise PlanError(
+                "a launcher's script does not say which folder of a host is for states that the plan keeps on NVMe",
+                hint="start `planner run PLAN --offload-dir DIR` with a script of your own, or search with "
+                "--offload cpu",
+            )
     return written(target, job)
 
 

@@ -38,6 +38,9 @@ def run(  # over 6 arguments: one for each option of the command line
     weights: Annotated[
         Path | None, typer.Option(help="Begin with these: .safetensors, or a folder of them (Hugging Face's names).")
     ] = None,
+    offload_dir: Annotated[
+        Path | None, typer.Option(help="A folder on each host, for optimiser states of a plan with offload = nvme.")
+    ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each block with torch.compile; plans are priced without.")
     ] = False,
@@ -149,6 +152,7 @@ def run(  # over 6 arguments: one for each option of the command line
         timeout_s=timeout,
         weights=weights,
         is_compiled=compiled,
+        offload_dir=offload_dir,
         data=DataOptions(
             data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
         ),
@@ -182,6 +186,7 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
     )
     from planner.executor.mesh import check_executable
     from planner.executor.ranks import device_type
+    from planner.executor.states_on_disk import check_folder
     from planner.executor.train import train
 
     check_executable(plan)
@@ -191,6 +196,7 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         check_compilable(plan, INDUCTOR, device_type())
     options.optimization.check(options.steps)
     options.log.check()
+    check_folder(plan, options.offload_dir)
     if not is_rank():
         check_machine(plan)
         grace_s = 0.0 if options.checkpoints.folder is None else SAVING_S

@@ -36,6 +36,7 @@ def verify(  # over 6 arguments: one for each option of the command
         int, typer.Option(min=1, help="Measure as many plans: this one, and the best others of another search.")
     ] = 1,
     keep: Annotated[Path | None, typer.Option(help="With --top: write the fastest plan here.")] = None,
+    offload_dir: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
     timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
@@ -51,10 +52,12 @@ def verify(  # over 6 arguments: one for each option of the command
     plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan) if top == 1 else None
     from planner.executor.outcome import on_all_ranks
+    from planner.executor.states_on_disk import check_folder
     from planner.executor.train import DataOptions, RunOptions
     from planner.executor.verify import measure, measure_each
 
-    options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data))
+    options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data), offload_dir=offload_dir)
+    check_folder(plan, offload_dir)
     if prediction is None:
         each = on_all_ranks(plan, lambda: measure_each(plan, lambda: _others(plan, top - 1, timeout), options))
         return 0 if each is None else _show_each(plan, each, keep, as_json=as_json)

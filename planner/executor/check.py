@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from costmodels.vocabulary.choices import Offload
+from planner.errors import PlanError
 from planner.executor.build import example_batch, loaded_model
 from planner.executor.cuda_kernels import cuda_kernels
 from planner.executor.live_memory import LiveMemory
@@ -55,6 +57,12 @@ class RankCheck:
 def check(plan: Plan) -> list[dict[str, object]]:
     """Every pipeline rank of ``plan``. PlanError where it cannot be executed whatever the model."""
     check_executable(plan)
+    if plan.offload is not Offload.NONE:
+        raise PlanError(
+            f"planner check counts the memory of devices and cannot tell it from that of hosts (offload = "
+            f"{plan.offload.value})",
+            hint="check the same layout without offloading: --offload none",
+        )
     loaded_model(plan)
     num_processes = min(plan.mesh.pp, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")  # a process each: DTensor keeps what it learned of a world

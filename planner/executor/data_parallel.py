@@ -15,6 +15,9 @@ whole copy of the parameters beside the shards, in the compute dtype, which each
 backward pass frees. FSDP makes that copy also where the shard is already whole. A parameter that a
 micro-batch does not use (an expert without tokens) has a gradient of zero, not none, so that all
 ranks reduce the same.
+
+Offloaded states: the shards, their gradients and what the optimiser keeps of them lie in host memory, where the
+optimiser runs. A shard goes up whenever its unit is gathered, and its gradient comes down whenever it is reduced.
 """
 
 # pyright: reportPrivateUsage=false
@@ -30,11 +33,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
+from costmodels.vocabulary.choices import Offload
 from planner.errors import PlanError
-from planner.executor.mesh import data_mesh
+from planner.executor.mesh import compute_dtype, data_mesh
+from planner.plan.schema import Plan
 
 Placements = Callable[[nn.Parameter], ShardPlacementResult | None]
 
@@ -56,15 +61,17 @@ def apply_data_parallel(
     module: nn.Module,
     units: ShardingUnits,
     mesh: DeviceMesh,
-    zero_stage: int,
-    dtype: torch.dtype,
+    plan: Plan,
     placements: Placements | None = None,
 ) -> None:
     """Makes each of ``units`` that is present in ``module``, then ``module`` itself, an FSDP unit.
 
     ``placements``: over which other ranks some parameters are sharded, as those of experts are.
     """
+    zero_stage, dtype = plan.zero_stage, compute_dtype(plan)
     options: dict[str, Any] = {"mesh": data_mesh(mesh, zero_stage), "shard_placement_fn": placements}
+    if plan.offload is not Offload.NONE:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     precision = MixedPrecisionPolicy()
     if dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

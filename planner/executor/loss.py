@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import ModelError, PlannerError
-from planner.executor.mesh import DATA_AXES, place_of
+from planner.executor.mesh import DATA_AXES, device_of, place_of
 from planner.executor.stage_trace import tensors_in
 from planner.executor.tensor_parallel import redistribute
 from planner.models.loss import Reduction, TrainingLoss
@@ -94,7 +94,7 @@ class LossOfParts:
 
     def finish(self, losses: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """The sum of this rank's scaled losses. Of counted ones first divides gradients by all counts. Collective."""
-        device = parameters[0].device
+        device = device_of(self.mesh)
         loss = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=device)
         if self.loss.reduction is not Reduction.COUNTED:
             return loss

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from costmodels.vocabulary.choices import Offload, Precision
+from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.plan.checks import contradictions, degrees_text
@@ -29,6 +29,11 @@ _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 def compute_dtype(plan: Plan) -> torch.dtype:
     """Dtype of the forward and backward pass; parameters and their gradients' sums stay float32."""
     return _DTYPES[plan.training.precision]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """What this rank of ``mesh`` computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -144,8 +149,6 @@ def _not_executed(plan: Plan) -> list[str]:
             f"expert parallelism (ep = {plan.mesh.ep}) divides the parameters that placements.experts names, and it "
             "names none"
         )
-    if plan.offload is not Offload.NONE:
-        problems.append(f"offload = {plan.offload.value} is not executed yet")
     if not plan.pipeline.schedule.rules.in_torch:
         problems.append(f"pipeline.schedule = {plan.pipeline.schedule} is not one of torch's, so it is priced only")
     if plan.training.precision not in _DTYPES:

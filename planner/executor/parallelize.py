@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.executor.compiled import apply_compile, check_compilable
@@ -22,7 +23,7 @@ from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
-from planner.executor.mesh import check_executable, compute_dtype, place_of
+from planner.executor.mesh import check_executable, compute_dtype, device_of, place_of
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
@@ -169,7 +170,7 @@ def parallelize(
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
-    roots = {index: stage_root(module, programs[index], _device(mesh)) if programs else module for index in mine}
+    roots = {index: stage_root(module, programs[index], device_of(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
     for root in roots.values():
         _divide(root, (plan, mesh, backend), chosen, units, (experts, surroundings))
@@ -203,10 +204,6 @@ def parallelize(
     )
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
 def _divide(
     root: nn.Module,
     where: tuple[Plan, DeviceMesh, str | None],
@@ -224,8 +221,8 @@ def _divide(
         apply_compile(root, plan, backend)
     apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
     placements = None if experts is None else experts.placements()
-    apply_data_parallel(root, units, mesh, plan.zero_stage, compute_dtype(plan), placements)
-    _leave_meta(root, _device(mesh))
+    apply_data_parallel(root, units, mesh, plan, placements)
+    _leave_meta(root, device_of(mesh) if plan.offload is Offload.NONE else torch.device("cpu"))
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

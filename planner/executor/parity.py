@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from costmodels.vocabulary.choices import Optimizer, Precision
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision
 from planner.executor.build import build_model, example_batch, loaded_model
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size
@@ -55,7 +55,7 @@ class ParityRow:
 
 def compare(plan: Plan, options: ParityOptions) -> dict[str, object]:
     """Rows of every parameter, and both losses. Runs on each rank of the plan; every rank gets the same."""
-    with quiet_torch(), process_group(options.timeout_s) as device:
+    with quiet_torch(), process_group(options.timeout_s, offloads=plan.offload is not Offload.NONE) as device:
         return compared(plan, options, device)
 
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from costmodels.vocabulary.mesh import MeshAxis
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.executor.data_parallel import finish_backward, prepare_backward, share_reductions
+from planner.executor.mesh import device_of
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
 from planner.executor.stage_trace import META, TensorMeta
@@ -58,21 +59,18 @@ class _Stage(PipelineStage):
     pass that takes it has run; autograd keeps it longer where it needs it.
     """
 
-    def __init__(
-        self, module: StageModule, index: int, plan: Plan, group: dist.ProcessGroup, reductions: list[object]
-    ) -> None:
+    def __init__(self, module: StageModule, index: int, plan: Plan, mesh: DeviceMesh, reductions: list[object]) -> None:
         self._zero_stage, self._reductions = plan.zero_stage, reductions
-        device = next(module.parameters()).device
         num_stages = len(plan.pipeline.stages)
         sent = module.output_metas if index < num_stages - 1 else (LOSS_META,)
         super().__init__(
             module,
             index,
             num_stages,
-            device,
+            device_of(mesh),
             input_args=tuple(module.local_meta(meta).empty() for meta in module.input_metas),
             output_args=tuple(module.local_meta(meta).empty() for meta in sent),
-            group=group,
+            group=mesh[MeshAxis.PP.value].get_group(),
         )
 
     def backward_maybe_with_nosync(
@@ -160,9 +158,8 @@ def _release(infos: Iterable[_RecvInfo]) -> None:
 
 def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:
     """The plan's schedule over this rank's stages. Losses come ready scaled, so it scales nothing."""
-    group = mesh[MeshAxis.PP.value].get_group()
     reductions: list[object] = []  # one list for all stages
-    built = [_Stage(stage, index, plan, group, reductions) for stage, index in zip(stages, indices, strict=True)]
+    built = [_Stage(stage, index, plan, mesh, reductions) for stage, index in zip(stages, indices, strict=True)]
     microbatches = plan.pipeline.num_microbatches
     name = plan.pipeline.schedule
     if name in _OF_ONE_STAGE:

@@ -27,11 +27,13 @@ DEFAULT_TIMEOUT_S = 300.0  # far above what a busy machine holds a process up, f
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Generator[torch.device]:
+def process_group(
+    timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "", *, offloads: bool = False
+) -> Generator[torch.device]:
     """Joins the ranks that torchrun (or we) started, within ``timeout_s``; yields this rank's device.
 
-    ``work``: what this rank was told to do. PlannerError where a rank does not come, InputError where one was told
-    otherwise; both name it.
+    ``work``: what this rank was told to do. ``offloads``: tensors in host memory are communicated too. PlannerError
+    where a rank does not come, InputError where one was told otherwise; both name it.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -40,7 +42,7 @@ def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Gener
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
     store = _met(rank, size, timeout, work)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = ("cpu:gloo,cuda:nccl" if offloads else "nccl") if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.executor.data import TokenData
-from planner.executor.mesh import place_of
+from planner.executor.mesh import device_of, place_of
 from planner.executor.parallelize import ParallelModel, Tensors
 
 
@@ -51,7 +51,7 @@ def evaluate(model: ParallelModel, data: TokenData, num_batches: int, mesh: Devi
 
 def local_batch(model: ParallelModel, data: TokenData, step: int, mesh: DeviceMesh) -> Tensors:
     """This rank's part of the global batch of ``step``, on its device."""
-    device = model.parameters()[0].device
+    device = device_of(mesh)
     tokens, labels = data.local_batch(step, model.plan.training.global_batch_size, place_of(mesh))
     return {model.input_name: tokens.to(device), "labels": labels.to(device)}
 

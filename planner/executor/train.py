@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from costmodels.vocabulary.choices import Offload
 from planner.errors import DivergedError, InputError
 from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
@@ -34,6 +35,7 @@ from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch
 from planner.executor.requirements import buffers_unchanged
 from planner.executor.run_log import LogOptions, RunLog, StepReport
 from planner.executor.start import Start, started
+from planner.executor.states_on_disk import check_folder, put_on_disk
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.token_file import TokenDtype
 from planner.executor.watch import watched
@@ -76,6 +78,7 @@ class RunOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     weights: Path | None = None  # safetensors to begin with
     is_compiled: bool = False  # each unit by torch.compile
+    offload_dir: Path | None = None  # for what a plan keeps on NVMe
     log: LogOptions = field(default_factory=LogOptions)
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
@@ -99,7 +102,8 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
     Whether ``options.steps`` steps are done: False where SIGTERM came before, and what was done is saved.
     """
     options.optimization.check(options.steps)
-    with quiet_torch(), process_group(options.timeout_s, _work(plan, options)) as device:
+    offloads = plan.offload is not Offload.NONE
+    with quiet_torch(), process_group(options.timeout_s, _work(plan, options), offloads=offloads) as device:
         check_world_size(plan)
         folder = options.checkpoints.folder
         checkpointer = None if folder is None else Checkpointer(folder, options.checkpoints.keep)
@@ -146,6 +150,9 @@ def prepare(
     named = [pair for root in model.roots for pair in root.named_parameters()]
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
+    check_folder(plan, options.offload_dir)
+    if options.offload_dir is not None:
+        put_on_disk(optimizer, plan.training.optimizer, options.offload_dir)
     return Run(model, optimizer, mesh, data, options, eval_data, checkpointer)
 
 

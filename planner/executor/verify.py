@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import InputError
 from planner.executor.build import loaded_model
@@ -49,7 +50,7 @@ def measure(plan: Plan, options: RunOptions) -> dict[str, object]:
 
     Runs on each rank of the plan; every rank gets the same.
     """
-    with quiet_torch(), process_group(options.timeout_s) as device:
+    with quiet_torch(), process_group(options.timeout_s, offloads=plan.offload is not Offload.NONE) as device:
         return measured(plan, options, device)
 
 
@@ -59,7 +60,7 @@ def measure_each(plan: Plan, others: Callable[[], list[Plan]], options: RunOptio
     Under ``plans`` stand all of them, and under ``found`` what each came to, or ``refused`` with the reason where one
     cannot be executed.
     """
-    with quiet_torch(), process_group(options.timeout_s) as device:
+    with quiet_torch(), process_group(options.timeout_s, offloads=plan.offload is not Offload.NONE) as device:
         box = [[plan_json(each) for each in others()] if dist.get_rank() == 0 else []]
         dist.broadcast_object_list(box)
         told = [Plan.model_validate_json(text).model_copy(update={"model": plan.model}) for text in box[0]]
@@ -111,7 +112,7 @@ def _parts(run: Run, step: int) -> tuple[float, dict[str, float]]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would talk on stderr
     with torch.profiler.profile() as profiler:
         _step(run, step)
-    on_gpu = run.model.parameters()[0].device.type == "cuda"
+    on_gpu = run.mesh.device_type == "cuda"
     optimizer_s, found = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
     for event in profiler.key_averages():
         seconds = (event.device_time_total if on_gpu else event.cpu_time_total) / 1e6
@@ -136,7 +137,8 @@ def _memory(run: Run, step: int, device: torch.device) -> tuple[int, str]:
     tracker.note(v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
     with tracker:
         _step(run, step)
-    return tracker.peak_bytes, "held by tensors, counted operator by operator"
+    everywhere = "" if run.model.plan.offload is Offload.NONE else ", those in host memory as well"
+    return tracker.peak_bytes, f"held by tensors{everywhere}, counted operator by operator"
 
 
 def _by_pipeline_rank(memory: int, mesh: DeviceMesh, device: torch.device) -> tuple[int, ...]:

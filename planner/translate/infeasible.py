@@ -110,7 +110,7 @@ def smallest_change(asked: Attempt, fits: Fits) -> str:
         return "add --offload-activations: with activations of some blocks in host memory a plan fits"
     offloading = replace(asked, pins=replace(pins, offload=Offload.CPU))
     if pins.offload in (None, Offload.NONE) and fits(offloading):
-        return "add --offload cpu: with optimiser states in host memory a plan fits, which planner run cannot train yet"
+        return "add --offload cpu: with optimiser states in host memory a plan fits"
     return _more_devices(asked, fits) or "use devices with more memory, a shorter --seq-len, or --precision bf16"
 
 

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodels.vocabulary.choices import ContextMethod, Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.plan.schema import (
     MeshSection,
@@ -44,6 +44,7 @@ class Case:
     block_modes: tuple[Recompute, ...] = ()  # of each block, where they differ
     on_host: int = 0  # the first blocks whose activations lie in host memory
     is_compiled: bool = False
+    offload: Offload = Offload.NONE
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
@@ -76,6 +77,7 @@ class Case:
             recompute=self._rules(toy),
             offloaded_activations=toy.blocks[: self.on_host],
             cp_method=self.cp_method,
+            offload=self.offload,
         )
 
     def _rules(self, toy: ToyModel) -> tuple[RecomputeRule, ...]:
@@ -147,6 +149,17 @@ CASES = {
         "llama", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.SELECTIVE, on_host=4, micro_batch_size=4
     ),
     "pp2-dp2-full-on-host": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, on_host=2, micro_batch_size=2),
+    "dp2-hsdp-zero0-states-on-host": Case("gpt-tied", MeshSection(dp_replicate=4), offload=Offload.CPU),
+    "tp2-dp2-sp-zero1-states-on-host": Case(
+        "llama", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=4, offload=Offload.CPU
+    ),
+    "pp2-dp2-zero2-tied-states-on-host": Case("gpt-tied", _PP2_DP2, 2, micro_batch_size=2, offload=Offload.CPU),
+    "dp4-ep2-zero3-states-on-host": Case(
+        "mixture", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2, offload=Offload.CPU
+    ),
+    "cp2-hsdp-zero3-states-on-host": Case(
+        "llama", MeshSection(dp_replicate=2, cp=2), 3, micro_batch_size=4, offload=Offload.CPU
+    ),
     "pp2-dp2-zero0": Case("llama", MeshSection(pp=2, dp_replicate=2), micro_batch_size=2),
     **{f"pp2-dp2-zero{stage}": Case("llama", _PP2_DP2, stage, micro_batch_size=2) for stage in (1, 3)},
     "pp2-dp2-gpipe": Case("gpt", _PP2_DP2, 1, ScheduleName.GPIPE, micro_batch_size=2),
@@ -330,11 +343,11 @@ def _journey(model: str) -> tuple[Case, ...]:
     adamw = Optimizer.ADAMW
     return (
         Case(model, _DP4, 3, optimizer=adamw),
-        Case(model, _PP2_DP2, 1, _ZBV, 2, optimizer=adamw),
+        Case(model, _PP2_DP2, 1, _ZBV, 2, optimizer=adamw, offload=Offload.NVME),
         Case(model, _DP2_TP2, 2, sequence_parallel=True, micro_batch_size=4, optimizer=adamw),
         Case(model, MeshSection(pp=4), micro_batch_size=4, optimizer=adamw),
         Case(model, _PP2_TP2, micro_batch_size=4, optimizer=adamw),
-        Case(model, MeshSection(dp_replicate=2, dp_shard=2), 1, optimizer=adamw),
+        Case(model, MeshSection(dp_replicate=2, dp_shard=2), 1, optimizer=adamw, offload=Offload.CPU),
     )
 
 
@@ -345,7 +358,7 @@ def _journey_of_experts() -> tuple[Case, ...]:
         Case("mixture", _DP4, 3, micro_batch_size=2, optimizer=adamw),
         Case("mixture", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2, optimizer=adamw),
         Case("mixture", MeshSection(pp=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
-        Case("mixture", MeshSection(dp_shard=4, ep=4), 2, micro_batch_size=2, optimizer=adamw),
+        Case("mixture", MeshSection(dp_shard=4, ep=4), 2, micro_batch_size=2, optimizer=adamw, offload=Offload.NVME),
         Case("mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 1, micro_batch_size=4, optimizer=adamw),
         Case("mixture", _DP2_TP2, 1, micro_batch_size=4, optimizer=adamw),
     )

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
-from costmodels.vocabulary.choices import Optimizer, Precision
+from costmodels.vocabulary.choices import Offload, Optimizer, Precision
 from planner.errors import InputError
 from planner.executor import expert_parallel
 from planner.executor.checkpoint import Checkpointer
@@ -35,6 +35,7 @@ from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.parity import ParityOptions, compared
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.start import Start, started
+from planner.executor.states_on_disk import put_on_disk
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.train import RunOptions
 from planner.executor.verify import measured
@@ -282,7 +283,10 @@ def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
     plan = case.plan()
     start = Start(seed=0, backend="aot_eager" if case.is_compiled else None)  # inductor takes its time
     model = started(_loaded(case), plan, _mesh_of(plan), start)
-    return model, build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
+    optimizer = build_optimizer(model.parameters(), plan.training.optimizer, _learning_rate(case))
+    if case.offload is Offload.NVME:
+        put_on_disk(optimizer, plan.training.optimizer, Path(tempfile.gettempdir()))
+    return model, optimizer
 
 
 def _loaded(case: Case) -> LoadedModel:

@@ -12,6 +12,8 @@ from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
 from planner.api import find_plan, no_plan, price_plan, something_fits
+from planner.axes.base import Executed
+from planner.axes.offload import OFFLOAD
 from planner.errors import HardwareError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.host import HostStates, fullest_node
@@ -184,12 +186,29 @@ def test_a_plan_says_what_it_offloads_and_is_priced_again_as_it_was() -> None:
     assert plan.prediction.host_memory_bytes.keys() == {
         "initial_values", "optimizer", "arriving_gradients", "updated_parameters"
     }  # fmt: skip
-    assert any("does not execute offloading" in warning for warning in plan.warnings)
     assert show_plan(plan) is not None
     again = price_plan(plan).plan.prediction
     assert again is not None
     assert again.step_time_s == plan.prediction.step_time_s
     assert again.host_memory_bytes == plan.prediction.host_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload", "words"),
+    [
+        (1, Offload.CPU, ()),
+        (3, Offload.CPU, ("the shards of parameters",)),
+        (2, Offload.NVME, ("moments on NVMe",)),
+        (3, Offload.NVME, ("the shards of parameters", "moments on NVMe")),
+    ],
+)
+def test_a_plan_says_where_running_it_differs_from_its_price(
+    zero: int, offload: Offload, words: tuple[str, ...]
+) -> None:
+    layout = sample(gpt2())[0]._replace(zero_stage=zero, offload=offload, offloads_activations=False)
+    said = OFFLOAD.unexecuted(Executed(layout, graph_of("gpt2-1.5b", 1024), gpt2().target.cluster))
+    assert len(said) == len(words)
+    assert all(word in text for word, text in zip(words, said, strict=True))
 
 
 @pytest.mark.parametrize(

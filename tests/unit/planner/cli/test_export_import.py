@@ -79,7 +79,8 @@ def test_what_a_target_cannot_express_ends_with_2(run: Run, plan_file: Path) -> 
     assert "--offload none" in err
     code, out, err = run("export", plan_file, "--to", "slurm")
     assert code == 2
-    assert "not executed yet" in err
+    assert "which folder of a host is for states that the plan keeps on NVMe" in err
+    assert "--offload cpu" in err
     assert list(plan_file.parent.iterdir()) == [plan_file]
 
 
