@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from costmodels.bands import with_bands
@@ -18,13 +18,14 @@ from costmodels.vocabulary.bounds import (
     MOST_TOKENS,
 )
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
+from costmodels.vocabulary.software import named
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
 from planner.frameworks.as_run import effective_zero_stage, with_overlap
-from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
-from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for
+from planner.frameworks.kernels import KERNEL_WORDS, attention_name_for, dispatches_once_a_node
+from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for, year_of
 from planner.graph.alignment import alignment_warnings
 from planner.graph.graph_cache import (
     Known,
@@ -96,6 +97,23 @@ class Software:
     kernels: tuple[str, ...] = ()
     overlap: tuple[tuple[str, bool], ...] = ()
     uses_flash: bool | None = None
+
+    @staticmethod
+    def named(text: str) -> Software:
+        """``torchtitan``, ``megatron-lm@2022``, ``accelerate+compile``.
+
+        InputError where the version says no year, or a kernel is unknown.
+        """
+        name, version, kernels = named(text)
+        if version and year_of(version) is None:
+            raise InputError(
+                f"the version {version!r} of {name} says no year, by which recipes are chosen",
+                hint=f"give one that does: {name}@2022, {name}@24.07",
+            )
+        unknown = [word for word in kernels if word not in KERNEL_WORDS]
+        if unknown:
+            raise InputError(f"no kernel {unknown[0]!r} is known", hint=f"known are {', '.join(KERNEL_WORDS)}")
+        return Software(name, version, kernels)
 
     @property
     def recipe(self) -> Recipe:
@@ -293,17 +311,17 @@ def training_of(request: Request, cluster: ClusterSpec, graph: ModelGraph, notes
 
 def borrowed(framework: str) -> str:
     """Why the recipe of ``framework`` is another's; empty where it is its own. InputError where none goes by it."""
-    return framework_of(framework).borrows
+    return framework_of(named(framework).name).borrows
 
 
 def target_of(
     graph: ModelGraph, cluster: ClusterSpec, precision: Precision, framework: str, notes: list[str]
 ) -> PricingTarget:
     """The model on the cluster as ``framework`` runs it; InputError where no framework goes by that name."""
-    target = target_as_run(graph, cluster, precision, Software(framework))
+    target = replace(target_as_run(graph, cluster, precision, Software.named(framework)), framework_name=framework)
     if framework != OUR_FRAMEWORK:
-        borrowed = framework_of(framework).borrows
-        why = f"; {borrowed}" if borrowed else ""
+        reason = borrowed(framework)
+        why = f"; {reason}" if reason else ""
         notes.append(f"priced as {framework} runs a layout (recipe {target.recipe.name}{why})")
     return target
 

@@ -47,6 +47,14 @@ def import_config(  # over 6 arguments: one for each option of the command line
         str | None, typer.Option(metavar="MODEL", help="The model, where the file does not tell its sizes.")
     ] = None,
     hardware: Hardware = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[@VERSION][+KERNEL]",
+            help="The software that ran it, by which it is priced: megatron-lm@2022, deepspeed@2021, "
+            "accelerate+compile; default: today's version of the format's own.",
+        ),
+    ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, where the file does not say.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence, likewise.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimiser step, likewise.")] = None,
@@ -73,7 +81,8 @@ def import_config(  # over 6 arguments: one for each option of the command line
     source, model_notes = model_of(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
     layout, assumed = completed(read.settings, given, default_seq_len(source))
-    priced = price_run(pinned_run(source, target.framework, layout), hardware)
+    software = framework or "+".join((target.framework, *read.kernels))
+    priced = price_run(pinned_run(source, software, layout), hardware)
     notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
     show_answer(priced.plan, notes, as_json=as_json, output=output)
     # With --json, or with the plan on stdout, nothing else is there.

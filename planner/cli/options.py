@@ -84,8 +84,8 @@ Framework = Annotated[
         "--framework",
         "--within",
         metavar="NAME",
-        help="Search what this framework can run, priced as it runs it: megatron-core, deepspeed, ...; default: "
-        "planner run.",
+        help="Search what this framework can run, priced as it runs it: megatron-core, torchtitan+compile, "
+        "deepspeed@2021, ...; default: planner run.",
     ),
 ]
 WRITES_PLAN = "Write the plan here, - for stdout; known to be writable before the work begins."

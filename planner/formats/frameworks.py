@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.software import named
 from planner.formats import megatron_core
 from planner.formats.settings import Asked, Layout
 from planner.formats.target import Abilities, Refusal, beyond
@@ -154,6 +155,9 @@ OTHER_NAMES = {
 
 
 def rules_of(framework: str) -> Rules | None:
-    """The rules of the framework that goes by this name; None of ours, and where nothing is known."""
-    name = framework.strip().lower()
+    """The rules of the framework that goes by this name; None of ours, and where nothing is known.
+
+    They are those of today's version, whichever is named.
+    """
+    name = named(framework).name
     return RULES.get(OTHER_NAMES.get(name, name))

@@ -60,6 +60,7 @@ class Read:
     shape: dict[str, object] | None = None  # fields of a FamilyConfig
     preset: str | None = None
     notes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()  # that change the price: words as in ``framework+compile``
 
 
 def _no_limits(_job: Job) -> Iterator[Refusal]:

@@ -19,6 +19,7 @@ ATTENTION_KERNELS = {
 }
 # Dispatchers of experts' rows that send a token once to each node of its experts.
 ONCE_A_NODE = ("hybridep", "deepep")
+KERNEL_WORDS = ("compile", "flash", *ATTENTION_KERNELS, *ONCE_A_NODE)
 
 
 def attention_name_for(

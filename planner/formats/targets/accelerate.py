@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.software import named
 from planner.errors import InputError
 from planner.formats.documents import choice, commented, flag, number, read_yaml, section, yaml_text
 from planner.formats.settings import Asked, Job, Layout, Settings
@@ -16,6 +17,7 @@ PRECISIONS = {Precision.BF16: "bf16", Precision.FP16: "fp16", Precision.FP32: "n
 # torch passes keys and values on by all-to-all, which is a ring; heads are never exchanged.
 ROTATE = {ContextMethod.ALL_GATHER: "allgather", ContextMethod.RING: "alltoall"}
 PREFIX = "parallelism_config_"
+NOT_COMPILED = "NO"  # utils/dataclasses.py, DynamoBackend
 ABILITIES = Abilities(
     axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
     zero_stages=(2, 3),  # FSDP2 shards all states; it may keep parameters gathered from forward to backward
@@ -76,6 +78,8 @@ def write(job: Job) -> Written:
         notes += ("recomputation is the script's: gradient_checkpointing_enable()",)
     if layout.tp * layout.cp > 1 or (sharded and layout.dp_replicate > 1):
         document["parallelism_config"] = _parallelism(layout)
+    if named(job.plan.framework).is_compiled:
+        document["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if layout.precision is Precision.FP8:
         document["fp8_config"] = {"backend": "TE", "fp8_format": "HYBRID"}
     head = commented([f"{VERSION}, written by planner export from {job.plan_path}", *notes])
@@ -122,7 +126,8 @@ def read(text: str) -> Read:
         recompute=_recompute(kind, fsdp),
         cp_method=choice("cp_comm_strategy", strategy, ROTATE),
     )  # fmt: skip
-    return Read(settings)
+    backend = str(section(document, "dynamo_config").get("dynamo_backend", NOT_COMPILED))
+    return Read(settings, kernels=() if backend.upper() == NOT_COMPILED else ("compile",))
 
 
 def _data(

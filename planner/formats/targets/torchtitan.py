@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.software import named
 from planner.errors import InputError
 from planner.formats.documents import choice, commented, flag, number, read_toml, section, toml_text
 from planner.formats.settings import Asked, Job, Layout, Settings
@@ -98,6 +99,8 @@ def write(job: Job) -> Written:
             **({"selective_ac_option": "op"} if layout.recompute is Recompute.SELECTIVE else {}),
         },
     }
+    if named(job.plan.framework).is_compiled:
+        tables["compile"] = {"enable": True}
     head = commented([f"{VERSION}, written by planner export from {job.plan_path}", *notes])
     return Written(head + "\n" + toml_text(tables), tuple(notes))
 
@@ -165,13 +168,12 @@ def read(text: str) -> Read:
         offload=Offload.NONE,
         cp_method=choice("parallelism.context_parallel_rotate_method", rotate, ROTATE),
     ).joined(degrees, batches, _pipeline(parallelism, pp))
-    if flag(section(document, "compile"), "enable"):
-        notes.append("priced without torch.compile, which compile.enable turns on")
     if flag(parallelism, "enable_async_tensor_parallel"):
         notes.append("priced without asynchronous tensor parallelism, which the config turns on")
     presets = {flavor: preset for preset, flavor in FLAVORS.items()}
     preset = presets.get((str(model.get("name", "llama3")), str(model.get("flavor", "debugmodel"))))
-    return Read(settings, preset=preset, notes=tuple(notes))
+    kernels = ("compile",) if flag(section(document, "compile"), "enable") else ()
+    return Read(settings, preset=preset, notes=tuple(notes), kernels=kernels)
 
 
 def _degrees(parallelism: dict[str, object]) -> Settings:

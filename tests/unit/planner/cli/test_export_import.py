@@ -124,6 +124,27 @@ def test_a_config_comes_back_as_a_priced_plan(run: Run, tmp_path: Path, name: st
     assert [[m for m in stage.modules if m.startswith("layers.")] for stage in after.pipeline.stages] == stages
 
 
+def test_a_config_is_priced_by_the_software_that_ran_it(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}')
+    steps: dict[str, float] = {}
+    for software in ("deepspeed", "deepspeed@2021"):
+        plan_file = tmp_path / "plan.json"
+        options = ("--model", "llama-tiny", "--gpus", 8, *HARDWARE, "--framework", software, "-o", plan_file)
+        code, _, err = run("import", config, *options)
+        assert code == 0, err
+        plan = read_plan(plan_file)
+        assert plan.framework == software
+        assert plan.prediction is not None
+        steps[software] = plan.prediction.step_time_s
+        code, out, err = run("estimate", plan_file, "--json")
+        assert json.loads(out)["prediction"]["step_time_s"] == steps[software], err
+    assert steps["deepspeed@2021"] > steps["deepspeed"]  # it gathered tensor by tensor
+    code, _, err = run("import", config, "--model", "llama-tiny", "--gpus", 8, "--framework", "deepspeed@old")
+    assert code == 2
+    assert "says no year" in err
+
+
 def _value(plan: Plan, key: str) -> object:
     found: object = plan
     for name in key.split("."):

@@ -195,3 +195,12 @@ def test_variables_and_arrays_of_a_script_are_read() -> None:
     assert (said.tp, said.pp, said.num_devices, said.stage_blocks) == (4, 2, 16, (7, 9))
     assert (said.micro_batch_size, said.global_batch_size, said.dp_replicate) == (1, 64, 2)
     assert any("--lr" in note for note in read.notes)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "torchtitan"])
+@pytest.mark.parametrize("kernels", [(), ("compile",)])
+def test_what_torch_compile_does_to_the_price_comes_back(name: str, kernels: tuple[str, ...]) -> None:
+    plain = job(model="llama3-8b", dp_shard=8, zero=3)
+    software = "+".join((name, *kernels))
+    text = written(target_called(name), replace(plain, plan=plain.plan.model_copy(update={"framework": software}))).text
+    assert read_config(FILE_NAMES[name], text)[1].kernels == kernels

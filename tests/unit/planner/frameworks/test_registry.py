@@ -5,6 +5,7 @@ import pytest
 from planner.errors import InputError
 from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
 from planner.frameworks.registry import FRAMEWORKS, framework_of, recipe_for, year_of
+from planner.request import Software
 
 # The names that the command line takes.
 NAMES = """planner megatron-core megatron-lm nemo deepspeed zero-infinity torchtitan fsdp ddp horovod fairscale nanotron
@@ -29,6 +30,38 @@ def test_an_unknown_framework_is_refused_with_what_there_is() -> None:
     with pytest.raises(InputError, match="no framework 'colossus'") as caught:
         framework_of("colossus")
     assert "nanotron" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "recipe"),
+    [
+        ("megatron-lm", ("megatron-lm", "", ()), "megatron-core-overlap"),
+        ("Megatron-LM@2022-02", ("megatron-lm", "2022-02", ()), "megatron-lm-2022"),
+        ("accelerate+compile", ("accelerate", "", ("compile",)), "fsdp-compiled"),
+        ("torchtitan@2025+compile+flash2", ("torchtitan", "2025", ("compile", "flash2")), "torchtitan-compiled"),
+        (" deepspeed @ 2021 ", ("deepspeed", "2021", ()), "deepspeed-2021"),
+    ],
+)
+def test_software_is_named_with_its_version_and_kernels(
+    text: str, parts: tuple[str, str, tuple[str, ...]], recipe: str
+) -> None:
+    found = Software.named(text)
+    assert (found.framework, found.version, found.kernels) == parts
+    assert found.recipe.name == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("deepspeed@v1", "'v1' of deepspeed says no year"),
+        ("torchtitan+turbo", "no kernel 'turbo'"),
+        ("torchtitan+", "no kernel ''"),
+        ("torchtitan+compile@2022", "no kernel 'compile@2022'"),
+    ],
+)
+def test_what_is_no_version_or_no_kernel_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Software.named(text)
 
 
 @pytest.mark.parametrize(

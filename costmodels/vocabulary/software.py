@@ -1,0 +1,25 @@
+"""How the software of a run is named in one word: ``torchtitan``, ``megatron-lm@2022``, ``accelerate+compile``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Named(NamedTuple):
+    """A framework, a version of it, and words for the kernels that a run chose; blank where it is not said."""
+
+    name: str
+    version: str = ""
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """By torch.compile."""
+        return "compile" in self.kernels
+
+
+def named(software: str) -> Named:
+    """The parts of ``NAME[@VERSION][+KERNEL]...``, in lower case, whether or not they are known."""
+    head, *kernels = software.strip().lower().split("+")
+    name, _, version = head.partition("@")
+    return Named(name.strip(), version.strip(), tuple(word.strip() for word in kernels))
