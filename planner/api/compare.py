@@ -19,7 +19,8 @@ from planner.formats.registry import read_config
 from planner.formats.settings import Layout
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Pins
-from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
+from planner.model_file import family_config_of
+from planner.models.config import usual_seq_len
 from planner.plan.schema import Plan
 from planner.request import Request, borrowed, check_offload, target_of
 
@@ -161,7 +162,7 @@ def _read(request: Request, config: Config, seq_len: int | None) -> tuple[str, L
     """The framework of a config, and its whole layout; what was assumed."""
     target, read = read_config(config.file_name, config.text)
     given = Given(request.num_devices, request.seq_len, request.global_batch_size)
-    default = None if seq_len is None else min(seq_len, LONGEST_DEFAULT_SEQ_LEN)
+    default = None if seq_len is None else usual_seq_len(seq_len)
     layout, assumed = completed(read.settings, given, default)
     notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]
     notes.append(f"all are for its {layout.global_batch_size} sequences of {layout.seq_len} tokens, {layout.precision}")

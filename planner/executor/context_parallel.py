@@ -37,7 +37,7 @@ from planner.executor.context_attention import (
 )
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
 from planner.executor.tensor_parallel import redistribute
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from planner.models.loss import IGNORED, Reduction, TrainingLoss
 from planner.plan.schema import Plan
 

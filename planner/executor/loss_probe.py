@@ -19,7 +19,7 @@ from torch import nn
 
 from planner.executor.data import NUM_BYTE_TOKENS
 from planner.executor.stage_trace import CPU, META, Inputs, map_leaves, twin
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4

@@ -52,7 +52,7 @@ from planner.executor.tensor_parallel import (
     tensor_parallel_context,
     torch_placement,
 )
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from planner.models.loss import TrainingLoss
 from planner.plan.schema import Plan
 
