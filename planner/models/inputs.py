@@ -83,6 +83,9 @@ def flattened(inputs: object) -> tuple[Batch, Nest | None]:
         raise TypeError(f"a {type(inputs).__name__}" if inputs else "nothing")
     if all(isinstance(value, torch.Tensor) for value in (inputs.values() if isinstance(inputs, dict) else inputs)):
         return {str(name): value for name, value in inputs.items()} if isinstance(inputs, dict) else tuple(inputs), None
+    beside: dict[str, torch.Tensor] = {}
+    if isinstance(inputs, dict) and isinstance(inputs.get(LABELS), torch.Tensor):
+        beside[LABELS] = inputs.pop(LABELS)  # of our copy: forward need not take them
     found, spec = tree_flatten_with_path(inputs)
     named = [(_name(path), leaf) for path, leaf in found]
     batch = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
@@ -92,8 +95,8 @@ def flattened(inputs: object) -> tuple[Batch, Nest | None]:
         raise TypeError(f"a {type(strange).__name__} among them")
     if not batch or len(batch) + len(constants) < len(named):
         raise TypeError("two tensors of one name" if batch else "no tensor at all")
-    leaves = tuple(name if isinstance(leaf, torch.Tensor) else None for name, leaf in named)
-    return batch, Nest(spec, leaves, tuple(None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named))
+    leaves = tuple(name if name in batch else None for name, _ in named)
+    return {**batch, **beside}, Nest(spec, leaves, tuple(None if name in batch else leaf for name, leaf in named))
 
 
 def by_name(batch: object) -> dict[str, torch.Tensor]:
