@@ -334,7 +334,7 @@ def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
     return LoadedModel(
         source=source,
         digest=_family_digest(config),
-        default_seq_len=usual_seq_len(config.seq_len),
+        default_seq_len=config.usual_seq_len,
         vocab_size=config.vocab,
         build=lambda: build_family(config),
         example_inputs=token_inputs,

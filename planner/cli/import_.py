@@ -157,7 +157,6 @@ def model_of(read: Read, named: str | None, output: Path | None) -> tuple[str, t
 def default_seq_len(source: str) -> int | None:
     """Tokens a sequence where nobody says: the model's own, up to what is pre-trained on; None: not known."""
     from planner.model_file import family_config_of
-    from planner.models.config import usual_seq_len
 
     shape = family_config_of(source)
-    return None if shape is None else usual_seq_len(shape.seq_len)
+    return None if shape is None else shape.usual_seq_len

@@ -103,6 +103,11 @@ class FamilyConfig(BaseModel):
         return self
 
     @property
+    def usual_seq_len(self) -> int:
+        """Tokens of a sequence where nobody says: the model's own, up to what is pre-trained on."""
+        return usual_seq_len(self.seq_len)
+
+    @property
     def num_kv_heads(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads

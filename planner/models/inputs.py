@@ -33,6 +33,10 @@ class Nest:
     leaves: tuple[str | None, ...]  # in the order of ``spec``: the name of a tensor, None for a constant
     constants: tuple[object, ...]  # beside them
 
+    def __deepcopy__(self, memo: object) -> Nest:
+        """Itself: it never changes, and torch warns where its trees are copied."""
+        return self
+
     @property
     def names(self) -> frozenset[str]:
         """Of the tensors."""
