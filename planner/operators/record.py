@@ -36,6 +36,7 @@ class Trait(StrEnum):
     CAST = "cast"  # changes a tensor's dtype, nothing else
     DROPOUT = "dropout"  # returns its input as it is where its probability is 0 or training is off
     # What it does to places
+    LOOKS_UP = "looks_up"  # takes rows of its first operand that its second operand numbers
     MIXES_POSITIONS = "mixes_positions"  # looks along the sequence, which can then not be split over ranks
     STEPS = "steps"  # goes along the sequence position by position: its result has the shape of one step, repeated
     MOVES_ROWS = "moves_rows"  # gives rows another order or number: behind it they are no expert's any more
