@@ -94,8 +94,9 @@ def _inputs(graph: ModelGraph) -> list[str]:
                 consumers.setdefault(operand, []).append(node)
 
     def is_label(node: Node) -> bool:
+        """Whether losses alone use it, or nothing at all: labels, which are there also where the loss wants none."""
         used_by = consumers.get(node.id, [])
-        return bool(used_by) and all(
+        return all(
             operator_of(user.op).has(Trait.TAKES_LABELS) or (user.op_class is OpClass.VIEW and is_label(user))
             for user in used_by
         )
@@ -104,4 +105,7 @@ def _inputs(graph: ModelGraph) -> list[str]:
     if len(found) == 1 and found[0].dtype == "int64":
         return []
     kinds = ", ".join(f"{node.dtype} {tuple(node.shape)}" for node in found) or "none"
-    return [f"planner run trains models whose one input is token ids, not one of {len(found)} inputs yet ({kinds})"]
+    return [
+        f"planner run trains models whose one input is token ids, and this one takes {kinds}: "
+        "train it with planner.parallelize in a script of your own"
+    ]

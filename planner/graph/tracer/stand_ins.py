@@ -141,7 +141,8 @@ def _with_inputs(
     target = getattr(torch, sizes.dtype)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None)
+        # A copy: one tensor under two names would be one input.
+        return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None, copy=True)
 
     with context:
         inputs = loaded.example_inputs(sizes.batch_size, sizes.seq_len)

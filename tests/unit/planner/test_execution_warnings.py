@@ -80,15 +80,21 @@ SECOND = {
     "inputs": "{'input_ids': ids, 'types': ids}",
 }
 ONE = {"more": "", "use": "pass", "inputs": "{'input_ids': ids}"}
+OWN_LOSS = """
+
+def loss_fn(output, batch):
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+"""
 
 
 @pytest.mark.parametrize(
     ("parts", "seq_len", "starts"),
     [
         (ONE, 8, []),
-        (SECOND, 8, ["planner run trains models whose one input is token ids, not one of 2 inputs"]),
+        (SECOND, 8, ["planner run trains models whose one input is token ids, and this one takes int64 (2, 8), int64"]),
+        ({**ONE, "inputs": "{'input_ids': ids}" + OWN_LOSS}, 8, []),
     ],
-    ids=["sound", "two inputs"],
+    ids=["sound", "two inputs", "a loss without labels"],
 )
 def test_inputs_and_positions(tmp_path: Path, parts: dict[str, str], seq_len: int, starts: list[str]) -> None:
     path = tmp_path / "model.py"
