@@ -2,7 +2,7 @@
 
 What the file may hold, besides the factory ``build_model() -> torch.nn.Module``:
 
-    example_inputs(batch_size, seq_len)   the module's inputs: a tensor, a tuple or a dict of tensors
+    example_inputs(batch_size, seq_len)   the module's inputs: tensors in tuples, lists and dicts
     loss_fn(output, batch)                the loss; ``batch`` has the inputs and ``labels``
     loss_weight(batch)                    of how many terms the loss of ``batch`` is the mean
 

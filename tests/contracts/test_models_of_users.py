@@ -1,6 +1,7 @@
 """All kinds of models that users bring in a model.py: planned, in their own units, with the work that torch counts."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.api import find_plan
+from planner.errors import InputError
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins
 from planner.model_file import LoadedModel, load_model, resolve_model
@@ -72,3 +74,15 @@ def test_planned_in_its_own_units_with_the_work_that_torch_counts(kind: str, tmp
     forward, backward = counted(model, plan.training.seq_len)
     assert graph.forward_flops == pytest.approx(forward, rel=0.01)
     assert graph.backward_flops == pytest.approx(backward, rel=0.01)
+
+
+def test_a_decoder_of_sound_keeps_its_positions(tmp_path: Path) -> None:
+    """448 of Whisper: planned for where nobody says, and no sequence is longer."""
+    model = load("encoder of sound", tmp_path)
+    assert model.default_seq_len == 448
+    request = Request(model.source.name, NUM_DEVICES, HARDWARE, held=model, pins=PINS)
+    assert find_plan(request).plan.training.seq_len == 448
+    with pytest.raises(
+        InputError, match=r"sequences of 449 tokens are longer than the 448 positions of model\.decoder"
+    ):
+        find_plan(replace(request, seq_len=449))
