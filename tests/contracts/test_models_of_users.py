@@ -64,7 +64,7 @@ def test_planned_in_its_own_units_with_the_work_that_torch_counts(kind: str, tmp
     model = load(kind, tmp_path)
     num_devices, pins = (HUGE_DEVICES, HUGE_PINS) if kind == HUGE else (NUM_DEVICES, PINS)
     asked = None if kind in SEQ_LENS else SEQ_LEN
-    request = Request(model.source.name, num_devices, HARDWARE, seq_len=asked, held=model, pins=pins)
+    request = Request(model.source.name, num_devices, HARDWARE, seq_len=asked, held=model, pins=pins, num_tokens=10**9)
     plan = find_plan(request).plan
     assert plan.training.seq_len == SEQ_LENS.get(kind, SEQ_LEN)
     assert ("samples" in printed(plan)) == (kind in SAMPLES)
