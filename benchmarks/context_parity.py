@@ -35,7 +35,8 @@ from planner.executor.mesh import build_mesh, place_of
 from planner.executor.parallelize import parallelize
 from planner.executor.ranks import process_group, quiet_torch
 from planner.layout.layout import Pins
-from planner.model_file import call_model, load_model, resolve_model
+from planner.model_file import load_model, resolve_model
+from planner.models.inputs import call_model
 from planner.models.loss import logits_of
 from planner.plan.schema import Plan
 from planner.request import Request

@@ -143,7 +143,8 @@ def count(model: str, seq_len: int) -> tuple[int, tuple[int, int] | None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from planner.model_file import call_model, load_model, resolve_model, training_batch
+    from planner.model_file import load_model, resolve_model
+    from planner.models.inputs import call_model, training_batch
 
     loaded = load_model(resolve_model(model))
     known: dict[object, Callable[..., int]] = {torch.ops.aten._grouped_mm: grouped_flops}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.api.explain import Explanation
     from planner.api.fit import Fit
     from planner.executor.in_script import LossFunction, Module
-    from planner.executor.parallelize import ParallelModel, Tensors
+    from planner.executor.parallelize import ParallelModel
     from planner.layout.layout import Pins
     from planner.model_file import ExampleInputs
     from planner.plan.schema import Plan
@@ -133,16 +133,17 @@ def parallelize(
     plan: Plan | str | Path,
     *,
     loss_fn: LossFunction | None = None,
-    inputs: Tensors | None = None,
+    inputs: object = None,
 ) -> ParallelModel:
     """This rank's part of ``model`` under ``plan``, in a script that torchrun started. Collective over all ranks.
 
     ``torch.distributed`` is initialised, with as many ranks as the plan has devices, and ``model`` holds equal values
     on all of them. It takes ``model`` over. ``loss_fn(output, batch)`` is the loss of a batch, a scalar; None: mean
-    cross entropy of the next token. ``inputs``: one micro-batch by name, of which shapes and dtypes are read; None:
-    token ids, int64 (micro-batch, sequence). ``forward_backward(batch)`` of what is returned runs the micro-batches of
-    one step, where ``batch`` is this data-parallel rank's part of the global batch with its ``labels``; its
-    ``parameters()`` go into an optimiser. Raises ``planner.errors.PlanError`` and ``ModelError``.
+    cross entropy of the next token. ``inputs``: one micro-batch of what forward takes, nested as it takes it, and where
+    ``labels`` are none of tokens those too; None: token ids, int64 (micro-batch, sequence).
+    ``forward_backward(batch)`` of what is returned runs the micro-batches of one step, where ``batch`` is this
+    data-parallel rank's part of the global batch with its ``labels``, nested like ``inputs``; its ``parameters()`` go
+    into an optimiser. Raises ``planner.errors.PlanError`` and ``ModelError``.
     """
     from planner.executor.in_script import parallelized
     from planner.plan.schema import Plan

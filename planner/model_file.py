@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from costmodels.vocabulary.bounds import MOST_TEXT
 from planner.errors import ModelError, PlanError, UntrustedModelError
 from planner.json_file import listed, read_content, read_object, violations_of
 from planner.models.catalog import find_preset, list_presets
-from planner.models.config import FamilyConfig
+from planner.models.config import FamilyConfig, usual_seq_len
 from planner.models.config_only import family_of
 from planner.models.own_code import file_digest
 from planner.plan.schema import ModelSection as PlannedModel
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 HELD = "module:"
 SEARCH_AGAIN = "put the file back, or search again: planner search MODEL -o plan.json"
-DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
-LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
 
 
 class ModelKind(StrEnum):
@@ -197,19 +194,21 @@ def held_model(
 
     ``example_inputs``: as in a model file, or one micro-batch; None: token ids. ModelError where that cannot be traced.
     """
-    from planner.models.held import HeldModule, as_batch, fixed_seq_len, inputs_like, seq_len_of
+    from planner.models.held import HeldModule, as_batch, fixed_seq_len, inputs_like, nest_of, seq_len_of
     from planner.models.loss import NEXT_TOKEN, next_token_loss
     from planner.models.python_file import max_seq_len_of
 
-    held = HeldModule.of(module)
-    longest = min(max_seq_len_of(module) or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN)
+    longest = usual_seq_len(max_seq_len_of(module))
     if example_inputs is None:
-        inputs, seq_len = token_inputs, longest
+        inputs, seq_len, nest = token_inputs, longest, None
     elif callable(example_inputs):
         makes = example_inputs
         inputs, seq_len = lambda b, s: as_batch(makes(b, s)), fixed_seq_len(makes) or longest
+        nest = nest_of(makes(1, seq_len))
     else:
         inputs, seq_len = inputs_like(example_inputs), seq_len_of(as_batch(example_inputs))
+        nest = nest_of(example_inputs)
+    held = HeldModule.of(module, nest)
     return LoadedModel(
         source=ModelSource(HELD + type(module).__name__, ModelKind.MODULE),
         digest="",  # that of its graph, which is the only content there is
@@ -217,32 +216,9 @@ def held_model(
         vocab_size=None,
         build=held.build,
         example_inputs=inputs,
-        loss_fn=loss_fn or next_token_loss,
+        loss_fn=next_token_loss if loss_fn is None else nest.taking(loss_fn, 1) if nest else loss_fn,
         training_loss=NEXT_TOKEN,
     )
-
-
-def call_model(module: nn.Module, inputs: Batch) -> object:
-    """Calls ``module`` with ``inputs``: by name where its forward takes those names, else in order."""
-    if isinstance(inputs, tuple):
-        return module(*inputs)
-    parameters = inspect.signature(module.forward).parameters
-    by_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(key in parameters for key in inputs)
-    return module(**inputs) if by_name else module(*inputs.values())
-
-
-def training_batch(inputs: Batch) -> Batch:
-    """``inputs`` with the ``labels`` that the default loss wants: one for each token, or for each image."""
-    import torch
-
-    if not isinstance(inputs, dict) or "labels" in inputs:
-        return inputs
-    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    if tokens is not None:
-        return {**inputs, "labels": torch.zeros_like(tokens)}
-    if "pixel_values" in inputs:
-        return {**inputs, "labels": torch.zeros(inputs["pixel_values"].shape[0], dtype=torch.int64)}
-    return inputs
 
 
 def _existing(path: Path) -> Path:
@@ -358,7 +334,7 @@ def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
     return LoadedModel(
         source=source,
         digest=_family_digest(config),
-        default_seq_len=min(config.seq_len, LONGEST_DEFAULT_SEQ_LEN),
+        default_seq_len=config.usual_seq_len,
         vocab_size=config.vocab,
         build=lambda: build_family(config),
         example_inputs=token_inputs,
@@ -387,7 +363,7 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         source=source,
         left_out=f"{num_predicting} layers of multi-token prediction" if num_predicting else None,
         digest=_huggingface_digest(content),
-        default_seq_len=min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
+        default_seq_len=usual_seq_len(model.max_seq_len),
         vocab_size=model.vocab_size,
         build=model.build,
         example_inputs=model.example_inputs,
@@ -406,7 +382,7 @@ def _load_python(source: ModelSource) -> LoadedModel:
     return LoadedModel(
         source=source,
         digest=digest_of("python", model.factory_name, *model.contents),
-        default_seq_len=model.fixed_seq_len or min(model.max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN),
+        default_seq_len=model.seq_len,
         vocab_size=model.vocab_size,
         build=model.build,
         example_inputs=model.example_inputs or token_inputs,

@@ -115,17 +115,17 @@ def _headline(plan: Plan) -> Text:
     if plan.prediction is not None and plan.prediction.calibrated_by:
         text.append(f"\ncalibrated by {plan.prediction.calibrated_by}")
     if plan.run is not None:
-        text.append(f"\n{run_text(plan.run)}")
+        text.append(f"\n{run_text(plan.run, plan.training.seq_len)}")
     return text
 
 
-def run_text(run: RunSection) -> str:
+def run_text(run: RunSection, seq_len: int) -> str:
     """``15 T tokens: 1.79 M steps, 180 days, 276 k GPU-hours, $603 k without interruptions``"""
     cost = "" if run.usd is None else f", ${count(run.usd)}"
     days = f"{run.days:,.1f} days" if run.days >= 1 else f"{run.days * 24:.3g} hours"
     return (
-        f"{count(run.num_tokens)} tokens: {count(run.num_steps)} steps, {days}, {count(run.gpu_hours)} GPU-hours{cost}"
-        " without interruptions"
+        f"{count(run.num_tokens)} {items(seq_len)}: {count(run.num_steps)} steps, {days}, "
+        f"{count(run.gpu_hours)} GPU-hours{cost} without interruptions"
     )
 
 

@@ -12,7 +12,7 @@ from planner.api.explain import Explanation, Prices
 from planner.api.operators import ComputeShares, Reached
 from planner.api.what_if import Resource, WhatIf
 from planner.glossary import OF_MEMORY, SHORT
-from planner.render import GIB, MIB, adding_up, degrees, layout_line, run_text, seconds, size
+from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, run_text, seconds, size
 
 # Operators that are shown one by one; the rest are one row.
 MOST_OPERATORS = 10
@@ -27,7 +27,7 @@ def show_explanation(found: Explanation, block: str = "█") -> RenderableType:
     parts.append(_runners_up(found))
     if found.why_not is not None:
         parts += _why_not(found, found.why_not)
-    parts += [_what_if(found), Text("\n".join(price_lines(found.prices)))]
+    parts += [_what_if(found), Text("\n".join(price_lines(found.prices, found.plan.training.seq_len)))]
     return Group(*parts)
 
 
@@ -234,17 +234,19 @@ def what_if_cells(row: WhatIf, step_s: float) -> tuple[str, str]:
     return own, cell(row.searched_s)
 
 
-def price_lines(prices: Prices) -> list[str]:
-    """Dollars and energy, of 10^9 tokens and of the run that is asked for."""
+def price_lines(prices: Prices, seq_len: int) -> list[str]:
+    """Dollars and energy, of 10^9 tokens or samples and of the run that is asked for."""
     parts: list[str] = []
     if prices.usd_per_billion_tokens is not None:
         parts.append(f"${prices.usd_per_billion_tokens:,.2f}")
     if prices.kwh_per_billion_tokens is not None:
         parts.append(energy(prices.kwh_per_billion_tokens))
-    lines = [f"10^9 tokens: {', '.join(parts)}"] if parts else ["The hardware profile has neither price nor power."]
+    lines = ["The hardware profile has neither price nor power."]
+    if parts:
+        lines = [f"10^9 {items(seq_len)}: {', '.join(parts)}"]
     if prices.run is not None:
         used = "" if prices.run_kwh is None else f", {energy(prices.run_kwh)}"
-        lines.append(run_text(prices.run) + used)
+        lines.append(run_text(prices.run, seq_len) + used)
     if prices.watts_source:
         lines.append(
             f"Energy is that of the GPUs alone, at the full power of their data sheet ({prices.watts_source}): without "

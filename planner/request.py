@@ -38,6 +38,7 @@ from planner.graph.graph_cache import (
 from planner.graph.graph_file import read_graph
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracing import TraceRequest
+from planner.graph.trainable import check_positions
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.model_file import (
     HELD,
@@ -218,10 +219,13 @@ def _graph_of(source: ModelSource, seq_len: int | None, precision: Precision) ->
 def graph_of(request: Request, notes: list[str]) -> ModelGraph:
     """The graph of what is asked for: errors as of ``load_planned_graph`` where a plan names it."""
     if request.held is not None:
-        return traced_anew(request.held, request.seq_len, request.precision)
-    if request.planned is not None and request.seq_len is not None:
-        return load_planned_graph(request.planned, request.seq_len, request.precision, notes)
-    return load_graph(request.model, request.seq_len, request.precision)
+        graph = traced_anew(request.held, request.seq_len, request.precision)
+    elif request.planned is not None and request.seq_len is not None:
+        graph = load_planned_graph(request.planned, request.seq_len, request.precision, notes)
+    else:
+        graph = load_graph(request.model, request.seq_len, request.precision)
+    check_positions(graph)
+    return graph
 
 
 def load_planned_graph(model: PlannedModel, seq_len: int, precision: Precision, notes: list[str]) -> ModelGraph:

@@ -19,7 +19,7 @@ from planner.formats.registry import read_config
 from planner.formats.settings import Layout
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Pins
-from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
+from planner.model_file import family_config_of
 from planner.plan.schema import Plan
 from planner.request import Request, borrowed, check_offload, target_of
 
@@ -85,7 +85,7 @@ def compare(
     shape, notes = family_config_of(request.model), []
     layout = own = None
     if isinstance(mine, Config):
-        own, layout, notes = _read(request, mine, None if shape is None else shape.seq_len)
+        own, layout, notes = _read(request, mine, None if shape is None else shape.usual_seq_len)
         request = replace(
             request, seq_len=layout.seq_len, global_batch_size=layout.global_batch_size, precision=layout.precision,
             optimizer=layout.optimizer,
@@ -157,12 +157,11 @@ def _answered(label: str, question: Question, deadline: Deadline, *, brief: bool
     return replace(row, plan=answer.plan)
 
 
-def _read(request: Request, config: Config, seq_len: int | None) -> tuple[str, Layout, list[str]]:
+def _read(request: Request, config: Config, default_seq_len: int | None) -> tuple[str, Layout, list[str]]:
     """The framework of a config, and its whole layout; what was assumed."""
     target, read = read_config(config.file_name, config.text)
     given = Given(request.num_devices, request.seq_len, request.global_batch_size)
-    default = None if seq_len is None else min(seq_len, LONGEST_DEFAULT_SEQ_LEN)
-    layout, assumed = completed(read.settings, given, default)
+    layout, assumed = completed(read.settings, given, default_seq_len)
     notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]
     notes.append(f"all are for its {layout.global_batch_size} sequences of {layout.seq_len} tokens, {layout.precision}")
     return target.framework, layout, notes

@@ -165,7 +165,7 @@ def model_of(read: Read, named: str | None, output: Path | None) -> tuple[str, t
 
 def default_seq_len(source: str) -> int | None:
     """Tokens a sequence where nobody says: the model's own, up to what is pre-trained on; None: not known."""
-    from planner.model_file import LONGEST_DEFAULT_SEQ_LEN, family_config_of
+    from planner.model_file import family_config_of
 
     shape = family_config_of(source)
-    return None if shape is None else min(shape.seq_len, LONGEST_DEFAULT_SEQ_LEN)
+    return None if shape is None else shape.usual_seq_len

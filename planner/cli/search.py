@@ -201,7 +201,7 @@ def _others(request: Request) -> str:
     counted = [] if request.num_devices is None else ["--gpus", str(request.num_devices)]
     named = [] if request.hardware is None else ["--hardware", request.hardware]
     words = ["planner", "compare", request.model, *counted, *named]
-    return f"this is what planner run can train; the best plan of each other framework: {shlex.join(words)}"
+    return f"planned as our own executor trains; the best plan of each other framework: {shlex.join(words)}"
 
 
 def _find(request: Request, deadline: Deadline, *, by_cost: bool) -> Answer:

@@ -11,6 +11,7 @@ from planner.errors import ModelError, PlanError
 from planner.executor.parallelize import Tensors
 from planner.executor.weights import load_weights
 from planner.model_file import LoadedModel, load_model, planned_source
+from planner.models.inputs import LABELS, by_name
 from planner.plan.schema import Plan
 
 
@@ -41,6 +42,7 @@ def build_model(loaded: LoadedModel, seed: int, weights: Path | None = None) -> 
 def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
     """One micro-batch of the model's inputs: token ids alone can be filled with text."""
     named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
+    named.pop(LABELS, None)  # the data have them
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
         raise ModelError(
             f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
@@ -51,5 +53,4 @@ def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
 
 def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:
     """The model's inputs by name, or where it has none by position."""
-    inputs = loaded.example_inputs(batch_size, seq_len)
-    return inputs if isinstance(inputs, dict) else {f"input_{index}": value for index, value in enumerate(inputs)}
+    return by_name(loaded.example_inputs(batch_size, seq_len))

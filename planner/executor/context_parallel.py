@@ -37,7 +37,7 @@ from planner.executor.context_attention import (
 )
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
 from planner.executor.tensor_parallel import redistribute
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from planner.models.loss import IGNORED, Reduction, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -202,6 +202,13 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
     be what it makes of them shuffled, where it is told their positions. The loss of all must be that of their parts.
     A module without values is not looked at.
     """
+    strange = [name for name, value in inputs.items() if value.ndim != 2 or value.is_floating_point()]
+    if strange:
+        raise ModelError(
+            f"context parallelism shares out the positions of token ids (batch, sequence), and {strange[0]} is "
+            f"{inputs[strange[0]].dtype} {tuple(inputs[strange[0]].shape)}",
+            hint="plan with cp = 1",
+        )
     if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in module.parameters()):
         return
     length = min(LONGEST_PROBE, context.seq_len - 1)

@@ -13,6 +13,8 @@ from planner.errors import PlanError
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.models.held import nest_of
+from planner.models.inputs import LABELS, by_name
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -20,11 +22,11 @@ Module = nn.Module
 LossFunction = Callable[[object, Batch], torch.Tensor]
 
 
-def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: Tensors | None) -> ParallelModel:
+def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: object) -> ParallelModel:
     """This rank's part of ``model``; PlanError where torch.distributed is not initialised with the plan's ranks.
 
-    ``inputs``: one micro-batch by the names of forward's parameters, of which only shapes and dtypes are read; None:
-    token ids, int64 (micro-batch, sequence), under the name of its first parameter.
+    ``inputs``: one micro-batch of what forward takes, nested as it takes it, and where ``labels`` are no tokens those
+    too; None: token ids, int64 (micro-batch, sequence), under the name of forward's first parameter.
     """
     if not dist.is_initialized():
         raise PlanError(
@@ -40,9 +42,18 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
     def tokens(batch_size: int, seq_len: int) -> Tensors:
         return {name: torch.zeros(batch_size, seq_len, dtype=torch.int64)}
 
-    example = inputs or tokens(plan.pipeline.micro_batch_size, plan.training.seq_len)
+    def like_given(batch_size: int, seq_len: int) -> Tensors:
+        del seq_len
+        return {key: tensor[torch.arange(batch_size) % len(tensor)] for key, tensor in by_name(inputs).items()}
+
+    makes, nest = (tokens, None) if inputs is None else (like_given, nest_of(inputs))
+    if nest is not None:
+        model = nest.adapted(model)
     loss = NEXT_TOKEN
     if loss_fn is not None:
-        loss = recognised(TrainingLoss(loss_fn), model, tokens, plan.training.seq_len)
+        loss = TrainingLoss(loss_fn) if nest is None else nest.loss(TrainingLoss(loss_fn))
+        loss = recognised(loss, model, makes, plan.training.seq_len)
+    example = makes(plan.pipeline.micro_batch_size, plan.training.seq_len)
+    example = {key: value for key, value in example.items() if key != LABELS}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return parallelize(model, example, loss, plan, build_mesh(plan, device))

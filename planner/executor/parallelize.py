@@ -53,7 +53,7 @@ from planner.executor.tensor_parallel import (
     tensor_parallel_context,
     torch_placement,
 )
-from planner.model_file import call_model
+from planner.models.inputs import by_name, call_model
 from planner.models.loss import TrainingLoss
 from planner.plan.schema import Plan
 
@@ -80,14 +80,13 @@ class ParallelModel:
         """All parameters of this rank's stages."""
         return [parameter for root in self.roots for parameter in root.parameters()]
 
-    def forward_backward(self, batch: Tensors) -> torch.Tensor:
+    def forward_backward(self, batch: object) -> torch.Tensor:
         """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
 
         Returns this rank's share: the mean over ranks of data and context parallelism is that loss. 0 on ranks
         without it.
         """
-        batch = batch if self.context is None else self.context.shard(batch)
-        whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
+        whole = self._scaled(batch)
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
         share = self.loss.finish(losses, self.parameters())
@@ -97,7 +96,7 @@ class ParallelModel:
             tie.reduce()
         return share
 
-    def loss_alone(self, batch: Tensors) -> torch.Tensor:
+    def loss_alone(self, batch: object) -> torch.Tensor:
         """The loss as ``forward_backward`` gives it; no gradients are left, and none may be there from before.
 
         Through a pipeline it takes as long as a step: of torch's schedules those that split backward passes cannot run
@@ -108,13 +107,18 @@ class ParallelModel:
             for parameter in self.parameters():
                 parameter.grad = None
             return share
-        batch = batch if self.context is None else self.context.shard(batch)
-        whole = {**batch, SCALE_KEY: self.loss.scales(batch)}
+        whole = self._scaled(batch)
         with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = [self.stages[0](**part) for part in self._parts(whole)]
         share = self.loss.finish(losses, self.parameters())
         reshard(self.stages[0].root)
         return share
+
+    def _scaled(self, batch: object) -> Tensors:
+        """This rank's batch by name, with the scales of its losses. Collective."""
+        named = by_name(batch)
+        named = named if self.context is None else self.context.shard(named)
+        return {**named, SCALE_KEY: self.loss.scales(named)}
 
     def _parts(self, batch: Tensors) -> list[Tensors]:
         """The micro-batches of ``batch``."""

@@ -24,7 +24,8 @@ from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.executor.token_file import TokenDtype
-from planner.model_file import LoadedModel, call_model
+from planner.model_file import LoadedModel
+from planner.models.inputs import call_model
 from planner.plan.schema import Plan
 
 LEARNING_RATE = 0.1

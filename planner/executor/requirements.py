@@ -12,7 +12,7 @@ from torch import nn
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.stage_trace import META, Inputs, twin
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from planner.plan.schema import Plan
 
 NUM_NAMED = 3  # names in one message: enough to see which

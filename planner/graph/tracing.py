@@ -116,7 +116,8 @@ def _run(command: list[str], name: str, time_limit_s: float, answer: int) -> int
     except subprocess.TimeoutExpired:
         raise ModelError(
             f"{name}: the trace did not end within {time_limit_s:g} s",
-            hint="does its forward pass or an import wait for something, or loop for ever?",
+            hint="does its forward pass or an import wait for something, or loop for ever? One that steps along the "
+            "sequence in Python is traced step by step: give a shorter --seq-len",
         ) from None
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,15 +1,50 @@
-"""What in a traced model `planner run` cannot train: told when planning, not when running."""
+"""What in a traced model `planner run` cannot train, or nobody can: told when planning, not when running."""
 
 from __future__ import annotations
 
+from planner.errors import InputError
 from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.operators.record import Trait
 from planner.operators.registry import op_name, operator_of
 
 
 def untrainable(graph: ModelGraph) -> tuple[str, ...]:
-    """A sentence for each: inputs beside token ids, and sequences longer than a table of positions."""
-    return (*_inputs(graph), *_positions(graph))
+    """A sentence for each: inputs beside token ids."""
+    return tuple(_inputs(graph))
+
+
+def check_positions(graph: ModelGraph) -> None:
+    """InputError where sequences are longer than a table of positions: the forward pass would look beyond its end."""
+    for node in graph.nodes:
+        if not operator_of(node.op).has(Trait.LOOKS_UP) or not isinstance(node.operands[0], str):
+            continue
+        table, last = graph.parameter_of.get(node.operands[0]), _last_position(graph, node.operands[1])
+        if table is not None and last is not None and last >= table.shape[0]:
+            longest = table.shape[0] - (last + 1 - graph.seq_len)
+            raise InputError(
+                f"sequences of {graph.seq_len} tokens are longer than the {longest} positions of {table.fqn}",
+                hint=f"give --seq-len {longest} or less, or build the model with more positions",
+            )
+
+
+def _last_position(graph: ModelGraph, operand: int | str | None) -> int | None:
+    """The largest of numbers that count up along a sequence; None where ``operand`` does something else."""
+    if not isinstance(operand, int):
+        return None
+    node = graph.nodes[operand]
+    name, given = op_name(node.op), node.attributes
+    if name == "arange":
+        start = given.get("start") or 0
+        if node.shape != (graph.seq_len,) or given.get("step") not in (None, 1) or not isinstance(start, int):
+            return None
+        return start + graph.seq_len - 1
+    if len(node.operands) != 1:
+        return None
+    before = _last_position(graph, node.operands[0])
+    if name == "add":
+        added = given.get("other")
+        return before + added if before is not None and isinstance(added, int) else None
+    return before if node.op_class is OpClass.VIEW or name == "repeat" else None
 
 
 def unshared_positions(graph: ModelGraph, num_shards: int) -> tuple[str, ...]:
@@ -59,8 +94,9 @@ def _inputs(graph: ModelGraph) -> list[str]:
                 consumers.setdefault(operand, []).append(node)
 
     def is_label(node: Node) -> bool:
+        """Whether losses alone use it, or nothing at all: labels, which are there also where the loss wants none."""
         used_by = consumers.get(node.id, [])
-        return bool(used_by) and all(
+        return all(
             operator_of(user.op).has(Trait.TAKES_LABELS) or (user.op_class is OpClass.VIEW and is_label(user))
             for user in used_by
         )
@@ -69,28 +105,7 @@ def _inputs(graph: ModelGraph) -> list[str]:
     if len(found) == 1 and found[0].dtype == "int64":
         return []
     kinds = ", ".join(f"{node.dtype} {tuple(node.shape)}" for node in found) or "none"
-    return [f"planner run trains models whose one input is token ids, not one of {len(found)} inputs yet ({kinds})"]
-
-
-def _positions(graph: ModelGraph) -> list[str]:
-    """Tables that are looked up by ``arange``: positions, from 0 to the last."""
-    found: list[str] = []
-
-    def is_arange(operand: int | str | None) -> bool:
-        if not isinstance(operand, int):
-            return False
-        node = graph.nodes[operand]
-        if node.op_class is OpClass.VIEW and node.operands:
-            return is_arange(node.operands[0])
-        return op_name(node.op) == "arange"
-
-    for node in graph.nodes:
-        if op_name(node.op) != "embedding" or not isinstance(node.operands[0], str) or not is_arange(node.operands[1]):
-            continue
-        table = graph.parameter_of.get(node.operands[0])
-        if table is not None and table.shape[0] < graph.seq_len <= max(node.shape[:-1], default=0):
-            found.append(
-                f"planner run will fail: sequences of {graph.seq_len} tokens are longer than the {table.shape[0]} "
-                f"positions of {table.fqn}: plan with --seq-len {table.shape[0]}"
-            )
-    return found
+    return [
+        f"planner run trains models whose one input is token ids, and this one takes {kinds}: "
+        "train it with planner.parallelize in a script of your own"
+    ]

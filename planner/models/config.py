@@ -9,6 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Size = Annotated[int, Field(ge=1, le=2**40)]
 
+DEFAULT_SEQ_LEN = 2048  # where neither the model nor the user says: the context of GPT-3 and Llama 1
+LONGEST_DEFAULT_SEQ_LEN = 8192  # long-context models are pre-trained on this or less, then extended
+
+
+def usual_seq_len(max_seq_len: int | None) -> int:
+    """Tokens of a sequence where only the number of positions is known, if that."""
+    return min(max_seq_len or DEFAULT_SEQ_LEN, LONGEST_DEFAULT_SEQ_LEN)
+
 
 class MlpType(StrEnum):
     """The feed-forward network's non-linearity; the two last are gated and have a third matrix."""
@@ -93,6 +101,11 @@ class FamilyConfig(BaseModel):
         if self.family == "gpt" and (self.latent_attention is not None or self.qk_norm):
             raise ValueError("family gpt has neither latent attention nor norms of queries and keys")
         return self
+
+    @property
+    def usual_seq_len(self) -> int:
+        """Tokens of a sequence where nobody says: the model's own, up to what is pre-trained on."""
+        return usual_seq_len(self.seq_len)
 
     @property
     def num_kv_heads(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from planner.models.config import FamilyConfig, MlpType
+from planner.models.config import DEFAULT_SEQ_LEN, FamilyConfig, MlpType
 
 # The names that configs give to the same size, in the order in which they are looked for.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +31,6 @@ LATENT_NAMES: Mapping[str, str] = {
     "rope_head_dim": "qk_rope_head_dim",
     "value_head_dim": "v_head_dim",
 }
-DEFAULT_SEQ_LEN = 2048  # where the config does not say
 
 
 def family_of(config: Mapping[str, object]) -> FamilyConfig | None:

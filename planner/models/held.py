@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from planner.errors import ModelError
+from planner.models.inputs import Batch, Nest, flattened, short_name
 
-Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
-Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 MakesInputs = Callable[[int, int], object]
 IN_A_FILE = "put a build_model() that returns it into a model.py, and pass the path of that"
 AS_FUNCTION = "pass a function example_inputs(batch_size, seq_len) that returns the inputs"
@@ -27,9 +26,10 @@ class HeldModule:
     """A user's module with what it is traced with."""
 
     module: nn.Module
+    nest: Nest | None = None  # of its inputs
 
     @staticmethod
-    def of(module: nn.Module) -> HeldModule:
+    def of(module: nn.Module, nest: Nest | None = None) -> HeldModule:
         """ModelError where it has no shape yet, or is not whole any more."""
         name = type(module).__name__
         check_has_shapes(module, name)
@@ -39,7 +39,7 @@ class HeldModule:
                     f"{name}: the parameter {fqn} is split over devices already",
                     hint="pass the module before FSDP or tensor parallelism is applied to it",
                 )
-        return HeldModule(module)
+        return HeldModule(module, nest)
 
     def build(self) -> nn.Module:
         """A copy whose parameters are on meta, and its buffers where tensors are made at present."""
@@ -52,11 +52,12 @@ class HeldModule:
         for buffer in self.module.buffers():
             known[id(buffer)] = buffer.detach().to("meta") if on_meta else buffer.detach().cpu().clone()
         try:
-            return copy.deepcopy(self.module, known)
+            copied = copy.deepcopy(self.module, known)
         except Exception as error:
             raise ModelError(
                 f"{type(self.module).__name__} cannot be copied: {type(error).__name__}: {error}", hint=IN_A_FILE
             ) from error
+        return copied if self.nest is None else self.nest.adapted(copied)
 
 
 def check_has_shapes(module: nn.Module, name: str) -> None:
@@ -68,7 +69,7 @@ def check_has_shapes(module: nn.Module, name: str) -> None:
             )
 
 
-def inputs_like(example: Inputs) -> Callable[[int, int], Batch]:
+def inputs_like(example: object) -> Callable[[int, int], Batch]:
     """Inputs of any number of samples, made of an example whose tensors all begin with one number of them."""
     given = as_batch(example)
     tensors = list(given.values()) if isinstance(given, dict) else list(given)
@@ -96,30 +97,37 @@ def inputs_like(example: Inputs) -> Callable[[int, int], Batch]:
 
 
 def as_batch(inputs: object) -> Batch:
-    """A tensor, some in order or some by name, as the tracer takes them; ModelError where it is something else.
+    """Inputs in order or by name, flat, as the tracer takes them; ModelError where they are something else.
 
     One tensor of integers alone is token ids, for which there are labels.
     """
     if isinstance(inputs, list | tuple) and len(inputs) == 1:
         inputs = inputs[0]
-    if isinstance(inputs, torch.Tensor):
-        is_text = inputs.ndim == 2 and not inputs.is_floating_point()
-        return {TOKEN_NAMES[0]: inputs} if is_text else (inputs,)
-    if isinstance(inputs, Mapping):
-        named = {str(name): value for name, value in inputs.items()}
-        if named and all(isinstance(value, torch.Tensor) for value in named.values()):
-            return named
-    elif isinstance(inputs, list | tuple) and inputs and all(isinstance(value, torch.Tensor) for value in inputs):
-        return tuple(inputs)
-    raise ModelError(
-        f"example inputs must be a tensor, or a tuple or dict of tensors, got {type(inputs).__name__}",
-        hint="pass one micro-batch of the module's inputs, or a function example_inputs(batch_size, seq_len)",
-    )
+    if isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point():
+        return {TOKEN_NAMES[0]: inputs}
+    return _flattened(inputs)[0]
+
+
+def nest_of(inputs: object) -> Nest | None:
+    """How ``inputs`` are nested; None where they are not."""
+    if isinstance(inputs, list | tuple) and len(inputs) == 1:
+        inputs = inputs[0]
+    return _flattened(inputs)[1]
+
+
+def _flattened(inputs: object) -> tuple[Batch, Nest | None]:
+    try:
+        return flattened(inputs)
+    except TypeError as error:
+        raise ModelError(
+            f"example inputs must be tensors, alone or in tuples, lists and dicts, got {error}",
+            hint="pass one micro-batch of the module's inputs, or a function example_inputs(batch_size, seq_len)",
+        ) from None
 
 
 def seq_len_of(inputs: Batch) -> int:
     """Tokens of a sequence; 1 where the inputs hold none, so that a sample counts as one."""
-    named = inputs if isinstance(inputs, dict) else {}
+    named = {short_name(name): value for name, value in inputs.items()} if isinstance(inputs, dict) else {}
     tokens = next((named[name] for name in TOKEN_NAMES if name in named), None)
     values = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
     if tokens is None and not any(value.is_floating_point() for value in values):

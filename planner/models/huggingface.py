@@ -56,8 +56,10 @@ class HuggingFaceModel:
     @property
     def max_seq_len(self) -> int | None:
         """Positions the model is made for, where the config says."""
-        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return value if isinstance(value, int) and value > 0 else None
+        config = self.config.get_text_config()
+        names = ("max_position_embeddings", "max_target_positions")  # the latter of a decoder of sound
+        found = (getattr(config, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
 
     @property
     def vocab_size(self) -> int | None:

@@ -8,7 +8,8 @@ entropy in float32 (of two towers the contrastive loss), is a sum that is divide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,19 +43,25 @@ class TrainingLoss:
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The logits in what a module returned: a tensor, an object with ``logits``, or a tuple's first tensor."""
+    """The logits in what a module returned: a tensor, an object with ``logits``, or the first tensor it holds."""
     if isinstance(output, torch.Tensor):
         return output
     for name in ("logits", "last_hidden_state"):
         value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(value, torch.Tensor):
             return value
-    values = output.values() if isinstance(output, Mapping) else output
-    if isinstance(values, tuple | list) or isinstance(output, Mapping):
-        for value in values:  # pyright: ignore[reportGeneralTypeIssues]
-            if isinstance(value, torch.Tensor):
-                return value
+    for value in _held_by(output):
+        if isinstance(value, torch.Tensor):
+            return value
     raise TypeError(f"the default loss needs a tensor or an output with logits, not {type(output).__name__}")
+
+
+def _held_by(output: object) -> Iterable[object]:
+    if isinstance(output, Mapping):
+        return output.values()
+    if dataclasses.is_dataclass(output):
+        return [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return output if isinstance(output, tuple | list) else ()
 
 
 def next_token_loss(output: object, batch: Batch) -> torch.Tensor:
@@ -95,7 +102,8 @@ def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor
 
 
 def _tokens(batch: Batch) -> torch.Tensor:
-    return batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else _first(batch)
+    named = {name.rpartition(".")[2]: tensor for name, tensor in batch.items()} if isinstance(batch, dict) else {}
+    return named["input_ids"] if "input_ids" in named else _first(batch)
 
 
 def contrastive_loss(similarities: torch.Tensor) -> torch.Tensor:

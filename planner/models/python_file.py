@@ -2,7 +2,7 @@
 
 What the file may hold, besides the factory ``build_model() -> torch.nn.Module``:
 
-    example_inputs(batch_size, seq_len)   the module's inputs: a tensor, a tuple or a dict of tensors
+    example_inputs(batch_size, seq_len)   the module's inputs: tensors in tuples, lists and dicts
     loss_fn(output, batch)                the loss; ``batch`` has the inputs and ``labels``
     loss_weight(batch)                    of how many terms the loss of ``batch`` is the mean
 
@@ -32,18 +32,22 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.models.config import usual_seq_len
 from planner.models.held import check_has_shapes, fixed_seq_len
+from planner.models.inputs import Batch, Nest, flattened
+from planner.models.lazy import give_shapes, has_lazy
 from planner.models.loss import Reduction, TrainingLoss
 from planner.models.own_code import OwnCode
 from planner.models.weightless import build_weightless
 from planner.signals import rung_again
 
-Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
-
 DEFAULT_FACTORY = "build_model"
 TIME_LIMIT_S = 60.0  # for the import, and for building without weights: far more than either needs
 MAX_FILE_BYTES = 2**24  # what is larger was written by no one
-SEQ_LEN_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "seq_len")
+# Of a decoder beside an encoder of sound (Whisper) the positions of its tokens, not those of the sound.
+SEQ_LEN_NAMES = (
+    *("max_position_embeddings", "n_positions", "max_target_positions", "block_size", "max_seq_len", "seq_len"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,7 @@ class PythonModel:
     example_inputs: Callable[[int, int], Batch] | None
     loss_fn: Callable[[object, Batch], torch.Tensor] | None  # of a whole batch
     training_loss: TrainingLoss | None
-    max_seq_len: int | None
-    fixed_seq_len: int | None  # of inputs that are the same whatever is asked for
+    seq_len: int  # tokens of a sequence where nobody asks for another number
     vocab_size: int | None
 
     @staticmethod
@@ -89,19 +92,63 @@ class PythonModel:
 
         with time_limit(time_limit_s, f"{factory_name}() of {path}"):
             model = build_weightless(build)
-        check_has_shapes(model, f"{path}: {factory_name}()")
         inputs, loss = _function(module, "example_inputs", path), _training_loss(module, path)
+        given = _Given.of(None if inputs is None else _checked_inputs(inputs, path), max_seq_len_of(model))
+        if has_lazy(model):
+            build_weightless(lambda: given.shaped(build()))  # what it raises is to be told now
         return PythonModel(
             factory_name=factory_name,
             contents=(content, *beside),
-            build=build,
-            example_inputs=None if inputs is None else _checked_inputs(inputs, path),
-            loss_fn=None if loss is None else _loss_of_whole(loss),
-            training_loss=loss,
-            max_seq_len=max_seq_len_of(model),
-            fixed_seq_len=None if inputs is None else _fixed_seq_len(_checked_inputs(inputs, path)),
+            build=lambda: given.shaped(build()),
+            example_inputs=given.example_inputs,
+            loss_fn=None if loss is None else _loss_of_whole(given.loss(loss)),
+            training_loss=None if loss is None else given.loss(loss),
+            seq_len=given.seq_len,
             vocab_size=_vocab_size(model) if inputs is None else None,
         )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a file's own inputs say of the model: nothing where it has none."""
+
+    makes: Callable[[int, int], tuple[Batch, Nest | None]] | None
+    seq_len: int
+    nest: Nest | None
+
+    @staticmethod
+    def of(makes: Callable[[int, int], tuple[Batch, Nest | None]] | None, max_seq_len: int | None) -> _Given:
+        """Tries a few lengths, of which some may not do."""
+        longest = usual_seq_len(max_seq_len)
+        if makes is None:
+            return _Given(None, longest, None)
+        fixed = nest = None
+        with contextlib.suppress(ModelError):
+            fixed = fixed_seq_len(lambda batch_size, seq_len: makes(batch_size, seq_len)[0])
+        with contextlib.suppress(ModelError):
+            nest = makes(1, fixed or longest)[1]
+        return _Given(makes, fixed or longest, nest)
+
+    @property
+    def example_inputs(self) -> Callable[[int, int], Batch] | None:
+        """By name or in order."""
+        makes = self.makes
+        return None if makes is None else lambda batch_size, seq_len: makes(batch_size, seq_len)[0]
+
+    def shaped(self, model: nn.Module) -> nn.Module:
+        """``model`` taking these inputs by name, with shapes for all its parameters; ModelError names one without."""
+        if self.nest is not None:
+            self.nest.adapted(model)
+        if has_lazy(model):
+            makes = self.makes or _tokens
+            with contextlib.suppress(Exception):  # whatever the user's code raises without values
+                give_shapes(model, makes(2, self.seq_len)[0])
+            check_has_shapes(model, type(model).__name__)
+        return model
+
+    def loss(self, loss: TrainingLoss) -> TrainingLoss:
+        """``loss`` taking a batch by name."""
+        return loss if self.nest is None else self.nest.loss(loss)
 
 
 def _source_code(path: Path) -> bytes:
@@ -250,19 +297,23 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[..., object
     return value
 
 
-def _checked_inputs(function: Callable[..., object], path: Path) -> Callable[[int, int], Batch]:
-    def example_inputs(batch_size: int, seq_len: int) -> Batch:
+def _checked_inputs(function: Callable[..., object], path: Path) -> Callable[[int, int], tuple[Batch, Nest | None]]:
+    def example_inputs(batch_size: int, seq_len: int) -> tuple[Batch, Nest | None]:
         with user_code(path, "example_inputs()"):
             inputs = function(batch_size, seq_len)
-        if isinstance(inputs, torch.Tensor):
-            return (inputs,)
-        if isinstance(inputs, dict) and inputs and all(isinstance(v, torch.Tensor) for v in inputs.values()):
-            return {str(name): value for name, value in inputs.items()}
-        if isinstance(inputs, list | tuple) and inputs and all(isinstance(v, torch.Tensor) for v in inputs):
-            return tuple(inputs)
-        raise ModelError(f"{path}: example_inputs() must return a tuple or dict of tensors", hint="correct it")
+        try:
+            return flattened(inputs)
+        except TypeError as error:
+            raise ModelError(
+                f"{path}: example_inputs() must return tensors, alone or in tuples, lists and dicts, got {error}",
+                hint="return those; a dataclass of your own counts after torch.export.register_dataclass(it)",
+            ) from None
 
     return example_inputs
+
+
+def _tokens(batch_size: int, seq_len: int) -> tuple[Batch, Nest | None]:
+    return (torch.zeros(batch_size, seq_len, dtype=torch.int64),), None
 
 
 def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
@@ -308,13 +359,6 @@ def _loss_of_whole(loss: TrainingLoss) -> Callable[[object, Batch], torch.Tensor
         return value if isinstance(value, torch.Tensor) else value[0] / value[1]
 
     return loss_fn
-
-
-def _fixed_seq_len(example_inputs: Callable[[int, int], Batch]) -> int | None:
-    try:
-        return fixed_seq_len(example_inputs)
-    except ModelError:  # of lengths that nobody asked for
-        return None
 
 
 def max_seq_len_of(model: nn.Module) -> int | None:

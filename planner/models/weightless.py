@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from planner.errors import ModelError
@@ -65,6 +66,6 @@ class _Unfilled(TorchFunctionMode):
 
 def _to_meta(module: nn.Module, name: str, parameter: object) -> nn.Parameter | None:
     del module, name
-    if not isinstance(parameter, nn.Parameter) or parameter.device.type == "meta":
+    if not isinstance(parameter, nn.Parameter) or is_lazy(parameter) or parameter.device.type == "meta":
         return None
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -179,7 +179,7 @@ ROWS = (
         saved=saved_rules.embedding_indices,
         placements=placement_rules.embedding,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.LOOKS_UP),
     ),
     Operator(
         names=named("embedding_bag"),
@@ -195,7 +195,7 @@ ROWS = (
         saved=saved_rules.indices,
         placements=None,
         kept_as=REPEATED,
-        traits=traits(Trait.MOVES_ROWS, Trait.LINEAR),
+        traits=traits(Trait.LOOKS_UP, Trait.MOVES_ROWS, Trait.LINEAR),
     ),
     Operator(
         names=named("gather"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.operators.call import OpCall, TensorValue
+from planner.operators.recurrence import recurrent_weights
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,20 @@ def attention(call: OpCall) -> Products:
     backward = weighted * (int(value.requires_grad) + int(through_scores))
     backward += scores * (int(query.requires_grad) + int(key.requires_grad))
     return Products(scores + weighted, backward, 0, recomputed_flops=scores)
+
+
+def recurrence(call: OpCall) -> Products | None:
+    """Each matrix of each layer is applied at every step; the first steps send no gradient to states that want none."""
+    weights = recurrent_weights(call)
+    if weights is None:
+        return None
+    inputs, states = call.operands[0], [value for name, value in call.tensors.items() if name.startswith("hx")]
+    flops = 2 * weights.num_rows * sum(matrix.num_elements for matrix in weights.all)
+    of_weights = 2 * weights.num_rows * sum(matrix.num_elements for matrix in weights.all if matrix.requires_grad)
+    through = flops
+    if not inputs.requires_grad:
+        first = weights.entering[: 2 if call.attributes.get("bidirectional") else 1]
+        through -= 2 * weights.num_rows * sum(matrix.num_elements for matrix in first)
+    if not states[0].requires_grad:
+        through -= 2 * weights.num_sequences * sum(matrix.num_elements for matrix in weights.hidden)
+    return Products(flops, of_weights + through, of_weights)

@@ -11,7 +11,12 @@ from dataclasses import replace
 from hardware_profiles.vocabulary import OpClass
 from planner.operators import placement_rules, product_rules, saved_rules
 from planner.operators.record import ONE_PASS, PLAIN, Operator, Trait, named, traits
-from planner.operators.traffic_rules import one_pass_with_weights, one_product_an_operand
+from planner.operators.traffic_rules import (
+    kernels_of_steps,
+    one_pass_with_weights,
+    one_product_an_operand,
+    steps_backward,
+)
 
 _PRODUCT = replace(ONE_PASS, op_class=OpClass.GEMM, products=product_rules.matmul, backward=one_product_an_operand)
 _LINEAR = replace(_PRODUCT, products=product_rules.linear)
@@ -21,6 +26,8 @@ _CONVOLUTION = replace(_PRODUCT, op_class=OpClass.CONVOLUTION, products=product_
 _ATTENTION = replace(
     ONE_PASS, op_class=OpClass.ATTENTION, products=product_rules.attention, backward=one_pass_with_weights
 )
+
+_RECURRENCE = replace(_PRODUCT, products=product_rules.recurrence, kernels=kernels_of_steps, backward=steps_backward)
 
 _EIGHT_BIT = traits(Trait.EIGHT_BIT)
 _MATRIX_PRODUCTS = named("aten.mm aten.addmm aten.bmm aten.baddbmm aten.mv aten.addmv aten.dot")
@@ -98,6 +105,14 @@ PRODUCTS = (
         placements=None,
         kept_as=_CONVOLUTIONS,
         traits=PLAIN,
+    ),
+    Operator(
+        names=named("lstm gru rnn_tanh rnn_relu"),
+        work=_RECURRENCE,
+        saved=saved_rules.steps,
+        placements=None,
+        kept_as=named("aten._cudnn_rnn aten.mkldnn_rnn_layer"),
+        traits=traits(Trait.MIXES_POSITIONS, Trait.STEPS),
     ),
     Operator(
         names=named("scaled_dot_product_attention"),

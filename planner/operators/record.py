@@ -16,9 +16,11 @@ from planner.operators.product_rules import ProductRule, no_product
 from planner.operators.saved_rules import SavedRule
 from planner.operators.traffic_rules import (
     BackwardRule,
+    KernelRule,
     ReadRule,
     ViewBackwardRule,
     all_operands,
+    one_kernel,
     one_pass,
     view_of_gradient,
 )
@@ -34,7 +36,9 @@ class Trait(StrEnum):
     CAST = "cast"  # changes a tensor's dtype, nothing else
     DROPOUT = "dropout"  # returns its input as it is where its probability is 0 or training is off
     # What it does to places
+    LOOKS_UP = "looks_up"  # takes rows of its first operand that its second operand numbers
     MIXES_POSITIONS = "mixes_positions"  # looks along the sequence, which can then not be split over ranks
+    STEPS = "steps"  # goes along the sequence position by position: its result has the shape of one step, repeated
     MOVES_ROWS = "moves_rows"  # gives rows another order or number: behind it they are no expert's any more
     KEEPS_ORDER = "keeps_order"  # returns its elements in their order: copies nothing where they already lie so
     PERMUTES_DIMS = "permutes_dims"
@@ -64,7 +68,7 @@ class WorkRules:
     op_class: OpClass  # where it has products
     products: ProductRule
     reads: ReadRule
-    num_kernels: int  # forward
+    kernels: KernelRule  # forward
     backward: BackwardRule
     view_backward: ViewBackwardRule  # where the call moves nothing forward
 
@@ -99,7 +103,7 @@ ONE_PASS = WorkRules(
     op_class=OpClass.MEMORY_BOUND,
     products=no_product,
     reads=all_operands,
-    num_kernels=1,
+    kernels=one_kernel,
     backward=one_pass,
     view_backward=view_of_gradient,
 )

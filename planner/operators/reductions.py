@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from planner.operators import placement_rules, saved_rules
 from planner.operators.record import ONE_PASS, PLAIN, REPEATED, Operator, Trait, named, traits
+from planner.operators.traffic_rules import two_kernels
 
-_TWO_KERNELS = replace(ONE_PASS, num_kernels=2)  # log-softmax, then the loss
+_TWO_KERNELS = replace(ONE_PASS, kernels=two_kernels)  # log-softmax, then the loss
 
 REDUCTIONS = (
     Operator(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from math import prod
 
 from planner.operators.call import FLOATING, OpCall, Saved
+from planner.operators.recurrence import recurrent_weights
 
 SavedRule = Callable[[OpCall], Saved]
 
@@ -194,3 +195,12 @@ def all_operands(call: OpCall) -> Saved:
 def extremum(call: OpCall) -> Saved:
     """Over all elements: input and result; along a dim: the indices it returns."""
     return returned_indices(call) if "dim" in call.attributes else Saved((next(iter(call.tensors)), "output"))
+
+
+def steps(call: OpCall) -> Saved:
+    """Operands and result; of each layer and direction all gates and a state a row, which no formula undoes."""
+    weights = recurrent_weights(call)
+    if weights is None:
+        return keep_all(call)
+    a_row = sum(matrix.shape[0] + matrix.shape[1] for matrix in weights.hidden)
+    return Saved((*call.tensors, "output"), weights.num_rows * a_row * call.output.item_bytes)

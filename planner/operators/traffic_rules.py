@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.operators.call import FLOATING, OpCall, TensorValue
+from planner.operators.recurrence import recurrent_weights
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,37 @@ class Backward:
     num_kernels: int = 0
 
 
+KernelRule = Callable[[OpCall], int]
 ReadRule = Callable[[OpCall], BytesRead]
 BackwardRule = Callable[[OpCall, int], Backward]  # the bytes that were kept for it stand beside the call
 ViewBackwardRule = Callable[[OpCall], Backward]  # where the call moved nothing forward
+
+
+def one_kernel(call: OpCall) -> int:
+    """All of it."""
+    del call
+    return 1
+
+
+def two_kernels(call: OpCall) -> int:
+    """Two passes."""
+    del call
+    return 2
+
+
+def kernels_of_steps(call: OpCall) -> int:
+    """A product and the gates behind it for each step of each layer and direction, and a product of all inputs before.
+
+    So does torch without cuDNN, and cuDNN where it does not keep the weights in registers.
+    """
+    weights = recurrent_weights(call)
+    return sum(1 + 2 * weights.num_steps for _ in weights.hidden) if weights is not None else 1
+
+
+def steps_backward(call: OpCall, saved_bytes: int) -> Backward:
+    """For each forward kernel of a step the two of its backward pass, and a product an operand over all steps."""
+    backward = one_product_an_operand(call, saved_bytes)
+    return Backward(backward.num_bytes, backward.num_kernels + kernels_of_steps(call))
 
 
 def all_operands(call: OpCall) -> BytesRead:

@@ -53,7 +53,7 @@ def work_of(call: OpCall, saved_bytes: int, *, is_view: bool, measured: Products
         bytes_written=call.output_bytes,
         param_bytes_read=read.of_weights,
         backward_bytes=backward.num_bytes,
-        num_kernels=rules.num_kernels,
+        num_kernels=rules.kernels(call),
         num_backward_kernels=backward.num_kernels,
     )
 

@@ -75,7 +75,7 @@ def _values(report: Report) -> dict[str, object]:
         "units": _units(found),
         "runners_up": _runners_up(found),
         "what_if": [(row.change, *what_if_cells(row, prediction.step_time_s), row.says) for row in found.what_if],
-        "prices": price_lines(found.prices),
+        "prices": price_lines(found.prices, found.plan.training.seq_len),
         "front": front,
         "front_rows": [(each.devices, each.step, each.usd, each.memory, each.layout) for each in front],
         "commands": _commands(plan, report.plan_path),

@@ -31,6 +31,7 @@ from planner.graph.tracer.flex_attention import on_any_device, register_flex_att
 from planner.graph.tracer.frames import user_frame
 from planner.graph.tracer.fx_reading import asks_for_value, operator_behind, storage_of
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
+from planner.graph.tracer.recurrent import OVERLOADS, run_one_step
 from planner.graph.tracer.stand_ins import Batch, TrainingStep
 
 
@@ -97,12 +98,17 @@ class _Recorder(SchemaCheckMode):
     def run(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Runs ``func`` and appends it; what it calls in turn is not watched, and need not go by way of Python."""
         with no_python_dispatcher():
-            result = self._run(func, args, kwargs)
+            result = self._result(func, args, kwargs)
         passes_through = not func._schema.is_mutable and id(result) in self._known
         asks_for_values = asks_for_value(operator_behind(func))
         if not passes_through and (asks_for_values or any(map(_is_tensor, tree_leaves(result)))):
             self._append(func, args, kwargs, result)
         return result
+
+    def _result(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        if func not in OVERLOADS:
+            return self._run(func, args, kwargs)
+        return run_one_step(lambda *args, **kwargs: self._run(func, args, kwargs), args, kwargs)
 
     def program(self) -> Program:
         """What was recorded."""

@@ -14,7 +14,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from planner.model_file import LoadedModel, call_model, token_inputs, training_batch
+from planner.model_file import LoadedModel, token_inputs
+from planner.models.inputs import call_model, training_batch
 from planner.models.weightless import build_weightless, build_with_values
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -140,7 +141,8 @@ def _with_inputs(
     target = getattr(torch, sizes.dtype)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None)
+        # A copy: one tensor under two names would be one input.
+        return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None, copy=True)
 
     with context:
         inputs = loaded.example_inputs(sizes.batch_size, sizes.seq_len)

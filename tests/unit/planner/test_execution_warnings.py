@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from planner.api import find_plan
+from planner.errors import InputError
 from planner.layout.layout import Pins
 from planner.request import Request
 
@@ -79,20 +80,21 @@ SECOND = {
     "inputs": "{'input_ids': ids, 'types': ids}",
 }
 ONE = {"more": "", "use": "pass", "inputs": "{'input_ids': ids}"}
+OWN_LOSS = """
+
+def loss_fn(output, batch):
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+"""
 
 
 @pytest.mark.parametrize(
     ("parts", "seq_len", "starts"),
     [
         (ONE, 8, []),
-        (SECOND, 8, ["planner run trains models whose one input is token ids, not one of 2 inputs"]),
-        (
-            ONE,
-            16,
-            ["planner run will fail: sequences of 16 tokens are longer than the 8 positions of positions.weight"],
-        ),
+        (SECOND, 8, ["planner run trains models whose one input is token ids, and this one takes int64 (2, 8), int64"]),
+        ({**ONE, "inputs": "{'input_ids': ids}" + OWN_LOSS}, 8, []),
     ],
-    ids=["sound", "two inputs", "too long"],
+    ids=["sound", "two inputs", "a loss without labels"],
 )
 def test_inputs_and_positions(tmp_path: Path, parts: dict[str, str], seq_len: int, starts: list[str]) -> None:
     path = tmp_path / "model.py"
@@ -100,6 +102,13 @@ def test_inputs_and_positions(tmp_path: Path, parts: dict[str, str], seq_len: in
     request = Request(str(path), 2, "cpu-gloo", seq_len=seq_len, global_batch_size=4, pins=Pins(pp=1))
     warnings = find_plan(request).plan.warnings
     assert [warning[: len(start)] for warning, start in zip(warnings, starts, strict=True)] == starts
+
+
+def test_sequences_longer_than_a_table_of_positions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(TWO_INPUTS.format(**ONE))
+    with pytest.raises(InputError, match=r"sequences of 16 tokens are longer than the 8 positions of positions.weight"):
+        find_plan(Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4))
 
 
 ATTENTION = """

@@ -20,6 +20,7 @@ from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.pricing.operator_costs import Limit
 from planner.render import adding_up
+from planner.render_explain import price_lines
 from planner.request import Request
 
 QUICK = Wishes(searches=Searches.NONE)
@@ -276,6 +277,14 @@ def test_prices_are_devices_times_hours_times_rates() -> None:
 
 
 # -- what changed since -----------------------------------------------------------------------------------
+
+
+def test_a_model_without_tokens_is_paid_by_the_sample() -> None:
+    prices = explanation_of("free").prices
+    for seq_len, unit in ((1, "samples"), (2048, "tokens")):
+        priced, run, *_ = price_lines(prices, seq_len)
+        assert priced.startswith(f"10^9 {unit}: $")
+        assert run.split(":")[0].endswith(f" {unit}")
 
 
 def test_a_plan_that_predicts_something_else_is_said_to(tmp_path: Path) -> None:

@@ -182,6 +182,17 @@ class Model(torch.nn.Module):
 """
 
 
+def launched(script: Path, *plans: Path) -> None:
+    """Runs a script on two ranks, which says that all was equal."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *map(str, plans)],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-9000:]
+
+
 @pytest.mark.parametrize("is_held", [False, True], ids=["of a file", "held in Python"])
 def test_parallelize_trains_as_one_process_does(tmp_path: Path, *, is_held: bool) -> None:
     """Two ranks of a script of one's own, against torch in one process: every gradient of a step."""
@@ -195,13 +206,95 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path, *, is_held: bool
     write_plan(plan, tmp_path / "plan.json")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path / "plan.json")],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-9000:]
+    launched(script, tmp_path / "plan.json")
+
+
+NESTED = """
+import torch
+from torch.nn import functional as F
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.image = torch.nn.Embedding(64, 16), torch.nn.Linear(12, 16)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+        self.head = torch.nn.Linear(16, 10)
+    def forward(self, batch, scale):
+        ids, weight = batch["text"]
+        x = (self.embed(ids) * weight.unsqueeze(-1)).mean(1) + self.image(batch["image"]) * scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+build_model = Model
+
+def example_inputs(batch_size, seq_len):
+    ids = torch.randint(64, (batch_size, 5))
+    text = [ids, torch.rand(batch_size, 5)]
+    return {"batch": {"image": torch.randn(batch_size, 12), "text": text}, "scale": 2, "labels": ids[:, 0] % 10}
+
+def loss_fn(output, batch):
+    assert isinstance(batch["batch"]["text"], list)
+    return F.cross_entropy(output.float(), batch["labels"])
+"""
+
+NESTED_SCRIPT = """
+import sys, torch, torch.distributed as dist, planner
+from torch.utils._pytree import tree_map
+from nested import Model, example_inputs, loss_fn
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+whole = example_inputs(8, 1)
+def made():
+    torch.manual_seed(0)
+    return Model()
+own = made()
+expected = loss_fn(own(whole["batch"], whole["scale"]), whole)
+expected.backward()
+for path in sys.argv[1:]:
+    plan = planner.load_plan(path, trust=True)
+    dp = plan.mesh.dp_shard * plan.mesh.dp_replicate
+    mine = tree_map(lambda t: t[rank % dp :: dp] if isinstance(t, torch.Tensor) else t, whole)
+    part = planner.parallelize(made(), plan, loss_fn=loss_fn, inputs=example_inputs(plan.pipeline.micro_batch_size, 1))
+    loss = part.forward_backward(mine)
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss / dp, expected.detach())
+    checked = torch.zeros(())
+    for root in part.roots:
+        for name, p in root.named_parameters():
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, own.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+            checked += 1 / dp
+    dist.all_reduce(checked)
+    assert round(float(checked)) == len(list(own.parameters()))
+dist.barrier()
+if rank == 0:
+    print("equal")
+dist.destroy_process_group()
+"""
+
+
+def test_parallelize_takes_nested_inputs(tmp_path: Path) -> None:
+    """Data parallelism and a pipeline of a model whose inputs are a nest, against torch in one process."""
+    path = tmp_path / "nested.py"
+    path.write_text(NESTED)
+    common = {"global_batch_size": 8, "precision": "fp32", "micro_batch": 2}
+    pins: list[dict[str, int]] = [{"dp": 2, "zero": 3}, {"pp": 2}]
+    for index, pin in enumerate(pins):
+        plan = planner.search(path, gpus=2, hardware="cpu-gloo", **common, **pin)  # pyright: ignore[reportArgumentType]
+        assert plan.training.seq_len == 1
+        write_plan(plan, tmp_path / f"plan-{index}.json")
+    script = tmp_path / "train.py"
+    script.write_text(NESTED_SCRIPT)
+    launched(script, *(tmp_path / f"plan-{index}.json" for index in range(len(pins))))
 
 
 def test_parallelize_needs_ranks(graph: Path) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from costmodels.vocabulary.choices import Recompute
 from planner.executor.activation_offload import OnHost
 from planner.executor.recompute import apply_recompute
-from planner.model_file import call_model, load_model, resolve_model, training_batch
+from planner.model_file import load_model, resolve_model
+from planner.models.inputs import call_model, training_batch
 from planner.plan.schema import RecomputeRule
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels.vocabulary.choices import Recompute
 from planner.executor.recompute import apply_recompute
-from planner.model_file import call_model, load_model, resolve_model, training_batch
+from planner.model_file import load_model, resolve_model
+from planner.models.inputs import call_model, training_batch
 from planner.operators.products import PRODUCTS
 from planner.plan.schema import RecomputeRule
 

@@ -15,7 +15,7 @@ from planner.executor.stage_trace import (
     trace_forward,
     trace_real_forward,
 )
-from planner.model_file import call_model
+from planner.models.inputs import call_model
 from tests.fixtures.routed import Routed
 
 IDS = {"input_ids": torch.arange(16).view(2, 8)}

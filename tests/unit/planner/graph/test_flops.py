@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
+from planner.graph.tracer.tiers import Tier
 from planner.model_file import LoadedModel
 from tests.unit.planner.graph.traced import (
     HF_CONFIGS,
@@ -129,3 +131,44 @@ def test_gradients_that_take_an_unusual_way(name: str, tmp_path: Path) -> None:
     graph = trace_model(model, 2, 64)
     assert_counts_agree(graph, model)
     assert not any("gradient" in warning for warning in graph.warnings)
+
+
+RECURRENT = {
+    "lstm": "LSTM(16, 24, 2, batch_first=True)",
+    "in both directions": "LSTM(16, 12, 2, batch_first=True, bidirectional=True)",
+    "with narrow states": "LSTM(16, 32, 2, batch_first=True, proj_size=24)",
+    "gru": "GRU(16, 24, 2, batch_first=True, bias=False)",
+    "plain, sequences second": "RNN(16, 24)",
+}
+RECURRENT_MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.steps, self.last = nn.Embedding(64, 16), nn.{steps}, nn.Linear(24, 64)
+
+    def forward(self, input_ids):
+        return self.last(self.steps(self.first(input_ids))[0])
+
+build_model = Model
+"""
+
+
+@pytest.mark.parametrize("tier", ["export", "modules"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers(name: str, tier: Tier, tmp_path: Path) -> None:
+    """Against torch's counter over every step, which its own kernel for processors would hide from it."""
+    model = loaded_from_code(HEADER + RECURRENT_MODEL.format(steps=RECURRENT[name]), tmp_path)
+    graph = trace_model(model, 3, 10, tiers=(tier,))
+    with torch.device("meta"):
+        assert_counts_agree(graph, model)
+    assert graph.warnings == ()
+
+
+def test_recurrent_layers_over_long_sequences_are_traced_at_once(tmp_path: Path) -> None:
+    """All steps as one operator, whose work grows with them: those of two lengths tell that of a third."""
+    model = loaded_from_code(HEADER + RECURRENT_MODEL.format(steps=RECURRENT["lstm"]), tmp_path)
+    short, longer, long = (trace_model(model, 2, length) for length in (16, 32, 2048))
+    assert len(long.nodes) == len(short.nodes)
+    for work in ("forward_flops", "backward_flops"):
+        a_step = (getattr(longer, work) - getattr(short, work)) / 16
+        assert getattr(long, work) == pytest.approx(getattr(short, work) + (2048 - 16) * a_step, rel=1e-9)

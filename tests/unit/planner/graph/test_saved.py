@@ -8,7 +8,8 @@ import torch
 from planner.graph.assemble import saved_bytes
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
-from planner.model_file import LoadedModel, call_model, training_batch
+from planner.model_file import LoadedModel
+from planner.models.inputs import call_model, training_batch
 from tests.unit.planner.graph.traced import HF_CONFIGS, graph_of, loaded, loaded_from_code, loaded_from_config
 
 BATCH, SEQ_LEN, HIDDEN, HEADS, LAYERS, VOCAB = 2, 32, 64, 4, 4, 256

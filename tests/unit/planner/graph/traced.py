@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
-from planner.model_file import LoadedModel, call_model, load_model, resolve_model, training_batch
+from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.models.inputs import call_model, training_batch
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -120,7 +120,10 @@ def test_the_digest_follows_what_lies_beside(tmp_path: Path) -> None:
         ("def other():\n    pass\n", r"no build_model\(\) and no module that needs no arguments; it defines other"),
         (MODEL + MODEL.replace("Net", "Web"), r"several modules that need no arguments: Net, Web"),
         (MODEL + "\nexample_inputs = 3\n", r"example_inputs is int, not a function"),
-        (MODEL + "\ndef example_inputs(b, s):\n    return 'x'\n", r"must return a tuple or dict of tensors"),
+        (
+            MODEL + "\ndef example_inputs(b, s):\n    return 'x'\n",
+            r"must return tensors, alone or in tuples, lists and dicts, got a str",
+        ),
         (MODEL + "\ndef loss_fn(o, b):\n    return 1.0\n", r"loss_fn\(\) returned float"),
     ],
 )

@@ -1,0 +1,188 @@
+"""A module's inputs: by name, flat everywhere but in the user's own functions, which may take them in nests.
+
+``{"batch": {"image": x, "text": [y, z]}}`` is ``{"batch.image": x, "batch.text.0": y, "batch.text.1": z}``: so it is
+traced, cut into micro-batches and sent. The user's ``forward`` and ``loss_fn`` get what ``example_inputs`` returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
+
+from planner.errors import ModelError
+from planner.models.loss import TrainingLoss
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+LABELS = "labels"
+Constant = None | bool | int | float | str
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Nest:
+    """How inputs by name are put together to what the user's functions take."""
+
+    spec: TreeSpec
+    leaves: tuple[str | None, ...]  # in the order of ``spec``: the name of a tensor, None for a constant
+    constants: tuple[object, ...]  # beside them
+
+    def __deepcopy__(self, memo: object) -> Nest:
+        """Itself: it never changes, and torch warns where its trees are copied."""
+        return self
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors."""
+        return frozenset(name for name in self.leaves if name is not None)
+
+    def nested(self, batch: Mapping[str, object]) -> object:
+        """``batch`` as ``example_inputs`` returned it; what else it holds, such as labels, is beside it by name."""
+        pairs = zip(self.leaves, self.constants, strict=True)
+        value = tree_unflatten([constant if name is None else batch[name] for name, constant in pairs], self.spec)
+        others = {name: tensor for name, tensor in batch.items() if name not in self.names}
+        if not others:
+            return value
+        named = value if isinstance(value, Mapping) else {_of_position(i): each for i, each in enumerate(value)}
+        return {**named, **others}
+
+    def adapted(self, module: nn.Module) -> nn.Module:
+        """``module``, whose forward now takes these inputs by name too."""
+        module.forward = functools.partial(_called, module.forward, self)
+        return module
+
+    def taking(self, function: Callable[..., T], batch_at: int) -> Callable[..., T]:
+        """``function`` whose argument at ``batch_at``, a batch by name, is nested before it is called."""
+
+        @functools.wraps(function)
+        def call(*args: object) -> T:
+            batch = args[batch_at]
+            nested = self.nested(batch) if isinstance(batch, Mapping) and self.names <= batch.keys() else batch
+            return function(*args[:batch_at], nested, *args[batch_at + 1 :])
+
+        return call
+
+    def loss(self, loss: TrainingLoss) -> TrainingLoss:
+        """``loss`` of batches by name."""
+        weight = None if loss.weight is None else self.taking(loss.weight, 0)
+        return replace(loss, function=self.taking(loss.function, 1), weight=weight)
+
+
+def flattened(inputs: object) -> tuple[Batch, Nest | None]:
+    """Inputs by name or in order, and how they were nested: None where they are a dict or a tuple of tensors.
+
+    TypeError names what is no tensor.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), None
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    if not isinstance(inputs, dict | list | tuple) or not inputs:
+        raise TypeError(f"a {type(inputs).__name__}" if inputs else "nothing")
+    if all(isinstance(value, torch.Tensor) for value in (inputs.values() if isinstance(inputs, dict) else inputs)):
+        return {str(name): value for name, value in inputs.items()} if isinstance(inputs, dict) else tuple(inputs), None
+    beside: dict[str, torch.Tensor] = {}
+    if isinstance(inputs, dict) and isinstance(inputs.get(LABELS), torch.Tensor):
+        beside[LABELS] = inputs.pop(LABELS)  # of our copy: forward need not take them
+    found, spec = tree_flatten_with_path(inputs)
+    named = [(_name(path), leaf) for path, leaf in found]
+    batch = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+    constants = [leaf for _, leaf in named if not isinstance(leaf, torch.Tensor)]
+    strange = next((leaf for leaf in constants if not isinstance(leaf, Constant)), None)
+    if strange is not None:
+        raise TypeError(f"a {type(strange).__name__} among them")
+    if not batch or len(batch) + len(constants) < len(named):
+        raise TypeError("two tensors of one name" if batch else "no tensor at all")
+    leaves = tuple(name if name in batch else None for name, _ in named)
+    return {**batch, **beside}, Nest(spec, leaves, tuple(None if name in batch else leaf for name, leaf in named))
+
+
+def by_name(batch: object) -> dict[str, torch.Tensor]:
+    """A batch that may be nested, by the names of its tensors; ModelError where it holds something else."""
+    try:
+        found, _ = flattened(batch)
+    except TypeError as error:
+        raise ModelError(f"a batch must be tensors in tuples, lists and dicts, got {error}",
+                         hint="pass what forward and loss_fn take, by name") from None  # fmt: skip
+    return found if isinstance(found, dict) else {_of_position(index): each for index, each in enumerate(found)}
+
+
+def short_name(name: str) -> str:
+    """The last part of a nested name."""
+    return name.rpartition(".")[2]
+
+
+def _name(path: KeyPath) -> str:
+    first, *rest = path
+    start = _of_position(first.idx) if isinstance(first, SequenceKey) else _part(first)
+    return ".".join([start, *map(_part, rest)])
+
+
+def _part(key: object) -> str:
+    match key:
+        case MappingKey(key=inner):
+            return str(inner)
+        case SequenceKey(idx=index):
+            return str(index)
+        case _:
+            return str(getattr(key, "name", key))
+
+
+def _of_position(index: int) -> str:
+    return f"input_{index}"
+
+
+def _called(forward: Callable[..., object], nest: Nest, *args: object, **kwargs: object) -> object:
+    """``forward`` with nested inputs; called in another way, as it is."""
+    if args or not nest.names <= kwargs.keys():
+        return forward(*args, **kwargs)
+    value: Any = nest.nested({name: kwargs[name] for name in nest.names})
+    return _passed(forward, value if isinstance(value, dict) else tuple(value), forward)
+
+
+def call_model(module: nn.Module, inputs: Batch) -> object:
+    """Calls ``module`` with ``inputs``: by name where its forward takes those names, else in order.
+
+    Inputs by other names than that of its one argument are that argument. ``labels`` are for the loss, unless forward
+    takes them.
+    """
+    return _passed(module, inputs, module.forward)
+
+
+def _passed(
+    function: Callable[..., object], inputs: Mapping[str, object] | tuple[object, ...], forward: Callable[..., object]
+) -> object:
+    if isinstance(inputs, tuple):
+        return function(*inputs)
+    parameters = inspect.signature(forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function(**inputs)
+    taken = {name: value for name, value in inputs.items() if name != LABELS or name in parameters}
+    if all(name in parameters for name in taken):
+        return function(**taken)
+    if len(taken) > 1 and len(parameters) == 1 and not _takes_many(parameters.values()):
+        return function(dict(inputs))
+    return function(*taken.values())
+
+
+def _takes_many(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def training_batch(inputs: Batch) -> Batch:
+    """``inputs`` with the ``labels`` that the default loss wants: one for each token, or for each image."""
+    if not isinstance(inputs, dict) or LABELS in inputs:
+        return inputs
+    named = {short_name(name): value for name, value in inputs.items()}
+    tokens = named.get("decoder_input_ids", named.get("input_ids"))
+    if tokens is not None:
+        return {**inputs, LABELS: torch.zeros_like(tokens)}
+    if "pixel_values" in named:
+        return {**inputs, LABELS: torch.zeros(named["pixel_values"].shape[0], dtype=torch.int64)}
+    return inputs
