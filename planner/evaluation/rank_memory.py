@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
-from costmodels.vocabulary.mesh import ZERO_STAGES, Group
+from costmodels.vocabulary.mesh import ZERO_STAGES, Group, Mesh
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.fsdp_moments import Moment, Runs, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
@@ -44,6 +44,25 @@ def reserve_fraction(table: CostTable, mixes_lifetimes: bool | NDArray[np.bool])
     share = np.where(mixes_lifetimes, 1.0, table.framework.plain_reserve)
     found = table.cluster.software.reserve_fraction * share
     return found if found.ndim else float(found)
+
+
+def outside_bytes(table: CostTable, mesh: Mesh, mixes_lifetimes: bool) -> float:
+    """What a rank of a mesh takes that holds nothing: communicators and the context."""
+    ledger = MemoryLedger().with_reserve(_software(table, mixes_lifetimes), num_communicators(table, mesh))
+    return ledger.total_bytes
+
+
+def num_communicators(table: CostTable, mesh: Mesh) -> float:
+    """Process groups of more than one rank."""
+    groups = [Group.PIPELINE, Group.REPLICATE, Group.SHARD, Group.CONTEXT, Group.TENSOR]
+    if mesh.ep > 1:
+        groups += [Group.EXPERT, Group.EXPERT_SHARD]
+    axes = sum(mesh.group(group).num_ranks > 1 for group in groups)
+    return axes + table.framework.extra_communicators * (axes > 0)
+
+
+def _software(table: CostTable, mixes_lifetimes: bool) -> SoftwareBytes:
+    return replace(table.cluster.software, reserve_fraction=reserve_fraction(table, mixes_lifetimes))
 
 
 @dataclass(frozen=True)
@@ -96,24 +115,18 @@ class RankMemoryModel:
         """What is there while activations are, whatever the units keep: states, communicators and the context."""
         states = self._states(*self.elements(stages))
         gradients = states.gradients if self.holds_gradients else 0.0
-        outside = MemoryLedger().with_reserve(self.software, self.num_communicators).total_bytes
+        outside = outside_bytes(self._table, self._layout.mesh, bool(self._rows.mixes_lifetimes[0]))
         return states.parameters + states.optimizer + gradients + outside
 
     @cached_property
     def num_communicators(self) -> float:
         """Process groups of more than one rank."""
-        mesh = self._layout.mesh
-        groups = [Group.PIPELINE, Group.REPLICATE, Group.SHARD, Group.CONTEXT, Group.TENSOR]
-        if mesh.ep > 1:
-            groups += [Group.EXPERT, Group.EXPERT_SHARD]
-        axes = sum(mesh.group(group).num_ranks > 1 for group in groups)
-        return axes + self._table.framework.extra_communicators * (axes > 0)
+        return num_communicators(self._table, self._layout.mesh)
 
     @cached_property
     def software(self) -> SoftwareBytes:
         """What the software takes, its allocator's reserve as this layout makes it."""
-        share = reserve_fraction(self._table, bool(self._rows.mixes_lifetimes[0]))
-        return replace(self._table.cluster.software, reserve_fraction=share)
+        return _software(self._table, bool(self._rows.mixes_lifetimes[0]))
 
     @property
     def holds_gradients(self) -> bool:
@@ -372,15 +385,6 @@ class RankMemoryModel:
             *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
         )
         return [held_elements(row[trainable] + row[frozen], row[experts], parts) for row in self._counts]
-
-    def passing_bytes(self, stage: Sequence[tuple[int, int]], reserve: float) -> float:
-        """What comes and goes in the backward pass of a stage, with ``reserve`` bytes a byte, and stranded copies.
-
-        ``stage``: place of the mode and kind of its units. Buffers of activations on their way to the host are no part.
-        """
-        variants = [mode * self._num_kinds + kind for mode, kind in stage]
-        passing = self._fullest_backward([variants]).total + self._most(variants, Holding.BUFFER)
-        return passing * reserve + self._most(variants, Holding.STRANDED)
 
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""
