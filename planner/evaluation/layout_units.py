@@ -213,10 +213,11 @@ class LayoutUnits:
     def with_some(self, modes: Mapping[int, BlockMode]) -> Self:
         """With other modes of some units; for what is asked of these units alone."""
         found = copy(self)
+        places = {unit: MODES[mode] for unit, mode in modes.items()}
         found._modes = list(self._modes)
-        for unit, mode in modes.items():
-            found._modes[unit] = MODES[mode]
-        found.memory_model = self.memory_model.with_modes(found._modes)
+        for unit, place in places.items():
+            found._modes[unit] = place
+        found.memory_model = self.memory_model.with_some(places)
         return found
 
     def times_of_stages(self, rank: int, stages: Sequence[range]) -> StageTimes:

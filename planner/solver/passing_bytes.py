@@ -11,7 +11,7 @@ import numpy as np
 from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
-from planner.evaluation.rank_memory import outside_bytes
+from planner.evaluation.software import outside_bytes
 from planner.evaluation.states import held_elements
 from planner.layout.columns import Array
 from planner.solver.bounds import AlikeLayouts
