@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -335,12 +336,10 @@ def peak_in_flight(
 
 
 def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
-    actions = [Action(FORWARD, stage, microbatch) for microbatch in range(num_warmup)]
-    for microbatch in range(num_microbatches):
-        actions.append(Action(BACKWARD, stage, microbatch))
-        if num_warmup + microbatch < num_microbatches:
-            actions.append(Action(FORWARD, stage, num_warmup + microbatch))
-    return tuple(actions)
+    forwards = [Action(FORWARD, stage, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Action(BACKWARD, stage, microbatch) for microbatch in range(num_microbatches)]
+    in_turn = zip(backwards, forwards[num_warmup:], strict=False)
+    return (*forwards[:num_warmup], *chain.from_iterable(in_turn), *backwards[num_microbatches - num_warmup :])
 
 
 def _count_interleaved(
@@ -383,17 +382,12 @@ def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[
 
     def of_kind(kind: Kind) -> list[Action]:
         order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
-        return [Action(kind, *at) for at in zip((order * num_ranks + rank).tolist(), microbatches, strict=True)]
+        stages = (order * num_ranks + rank).tolist()
+        return list(map(partial(Action, kind), stages, microbatches))
 
     forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
     weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)
-    actions = forwards[:num_warmup]
-    for position in range(total):
-        if num_warmup + position < total:
-            actions.append(forwards[num_warmup + position])
-        actions.append(gradients[position])
-        if delay is not None and position >= delay:
-            actions.append(weights[position - delay])
-    if delay is not None:
-        actions += weights[max(0, total - delay) :]
-    return tuple(actions)
+    behind = total if delay is None else min(delay, total)  # gradients before the first weights
+    in_turn = zip_longest(forwards[num_warmup:], gradients, [None] * behind + weights[: total - behind])
+    actions = [action for each in in_turn for action in each if action is not None]
+    return (*forwards[:num_warmup], *actions, *weights[total - behind :])
