@@ -298,13 +298,12 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[NDArray[np.
     """
     found: list[NDArray[np.float64]] = []
     for actions in _actions(name, p, v, m):
-        place = {stage: at for at, stage in enumerate(sorted({action.stage for action in actions}))}
-        split = {(action.stage, action.microbatch) for action in actions if action.kind == INPUT_GRADIENT}
-        changes = np.zeros((len(actions), 2 * v))
-        for row, (kind, stage, microbatch) in zip(changes, actions, strict=True):
-            row[place[stage]] = _HELD[kind]
-            row[v + place[stage]] = _WAITING[kind] if (stage, microbatch) in split else 0
-        found.append(np.unique(np.cumsum(changes, axis=0), axis=0))
+        kinds, stages, _ = zip(*actions, strict=True)
+        place = np.unique(stages, return_inverse=True)[1]
+        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v))
+        changes[every, place] = [_HELD[kind] for kind in kinds]
+        changes[every, v + place] = [_WAITING[kind] for kind in kinds]
+        found.append(np.array(sorted(set(map(tuple, np.cumsum(changes, axis=0).tolist())))))
     return tuple(found)
 
 
