@@ -190,7 +190,7 @@ class LayoutUnits:
         return self._memory_of[starts]
 
     def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
-        return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))
+        return self.memory_model.rank(list(stages.values()), self.activation_bytes(rank, stages))
 
     def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None) -> bool:
         """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
@@ -201,7 +201,7 @@ class LayoutUnits:
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
         chosen = self if modes is None else self.with_some(modes)
-        activations = chosen._activation_bytes(rank, stages)
+        activations = chosen.activation_bytes(rank, stages)
         needed = chosen.memory_model.peak_bytes(list(stages.values()), activations)
         return needed - self._ranks[rank].facts.memory_bytes
 
@@ -321,7 +321,7 @@ class LayoutUnits:
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
         return self._most_in_flight(rank, kept, {})
 
-    def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
         held_of = self.memory_model.held_of
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
