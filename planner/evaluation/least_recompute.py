@@ -139,7 +139,7 @@ class LeastRecompute:
         alike = self._evaluator.place_of(rank), *kinds
         activations = self._evaluator.activation_bytes(rank, stages)
         if activations > self._most_that_fits.get(alike, -1.0):
-            if not self._evaluator.rank_fits(rank, stages):
+            if self._evaluator.excess_with(rank, stages, activations) > 0:
                 return False
             self._most_that_fits[alike] = activations
         return True
