@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists, Kind
+import numpy as np
+from numpy.typing import NDArray
 
+from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists
+
+Positions = NDArray[np.intp]
 ActionSeconds = tuple[tuple[float, ...], ...]  # laid out as the schedule is
 
 
@@ -167,11 +171,26 @@ class SameSchedule:
         return isinstance(other, SameSchedule) and other.schedule is self.schedule
 
 
+class _Columns(NamedTuple):
+    """All actions of a schedule, those of a rank behind those of the ranks before it."""
+
+    kind: Positions  # place in ``_KINDS``
+    stage: Positions
+    microbatch: Positions
+    ends: tuple[int, ...]  # of each rank's
+
+    def of_ranks(self, numbers: Positions) -> tuple[tuple[int, ...], ...]:
+        """A number of every action, rank by rank."""
+        each, starts = numbers.tolist(), (0, *self.ends)
+        return tuple(tuple(each[start:end]) for start, end in zip(starts, self.ends, strict=False))
+
+
 @dataclass(frozen=True)
 class Numbered:
-    """What of ``_Problem`` does not depend on times."""
+    """What of ``_Problem`` does not depend on times; ``key_of_action``: of all ranks, one behind the other."""
 
     keys: tuple[tuple[int, ...], ...]
+    key_of_action: Positions
     producers: list[int]
     rank_of_stage: tuple[int, ...]
     num_microbatches: int
@@ -190,21 +209,39 @@ def seconds_of_actions(
     input_s, weight_s = split_s or (backward_s, [0.0] * num_stages)
     all_s = [*forward_s, *backward_s, *input_s, *weight_s]
     return tuple(
-        tuple([all_s[place] for place in places]) for places in places_of_seconds(SameSchedule(schedule), num_stages)
+        tuple([all_s[place] for place in places]) for places in _places_of_seconds(SameSchedule(schedule), num_stages)
     )
 
 
 _KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = range(len(_KINDS))
 
 
 @lru_cache(maxsize=64)
-def places_of_seconds(same: SameSchedule, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Place of each action's seconds among those of all kinds, each in all stages."""
-    unknown = next((s for _, s, _ in chain.from_iterable(same.schedule) if not 0 <= s < num_stages), None)
-    if unknown is not None:
-        raise ValueError(f"the schedule runs stage {unknown}, but times are given for {num_stages} stages")
-    first: dict[Kind, int] = {kind: place * num_stages for place, kind in enumerate(_KINDS)}
-    return tuple(tuple([first[k] + s for k, s, _ in actions]) for actions in same.schedule)
+def _columns(same: SameSchedule) -> _Columns:
+    ends = tuple(accumulate(map(len, same.schedule)))
+    actions = list(chain.from_iterable(same.schedule))
+    kinds, stages, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
+    place = np.zeros(128, dtype=np.intp)
+    place[[ord(kind) for kind in _KINDS]] = np.arange(len(_KINDS))
+    letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
+    return _Columns(place[letters], np.array(stages, dtype=np.intp), np.array(microbatches, dtype=np.intp), ends)
+
+
+@lru_cache(maxsize=64)
+def place_of_seconds(same: SameSchedule, num_stages: int) -> Positions:
+    """Place of each action's seconds among those of all kinds, each in all stages; of all ranks in turn."""
+    actions = _columns(same)
+    unknown = actions.stage[(actions.stage < 0) | (actions.stage >= num_stages)]
+    if len(unknown):
+        raise ValueError(f"the schedule runs stage {unknown[0]}, but times are given for {num_stages} stages")
+    return actions.kind * num_stages + actions.stage
+
+
+@lru_cache(maxsize=64)
+def _places_of_seconds(same: SameSchedule, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The same rank by rank."""
+    return _columns(same).of_ranks(place_of_seconds(same, num_stages))
 
 
 def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _Problem:
@@ -215,42 +252,38 @@ def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _
 @lru_cache(maxsize=64)
 def numbered(same: SameSchedule, num_stages: int) -> Numbered:
     """The keys of all actions and of their inputs; ValueError where actions are missing or stand twice."""
-    schedule = same.schedule
-    num_microbatches = 1 + max((action.microbatch for action in chain.from_iterable(schedule)), default=-1)
+    actions = _columns(same)
+    num_microbatches = 1 + int(actions.microbatch.max(initial=-1))
     rank_of_stage = [-1] * num_stages
-    for rank, actions in enumerate(schedule):
-        for stage in {action.stage for action in actions}:
+    for rank, (start, end) in enumerate(zip((0, *actions.ends), actions.ends, strict=False)):
+        for stage in np.unique(actions.stage[start:end]).tolist():
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
-    if not _is_complete(schedule, num_stages, num_microbatches):
+    if not _is_complete(actions, num_stages, num_microbatches):
         raise ValueError("a schedule runs every micro-batch forward and backward exactly once in every stage")
     per_kind = num_stages * num_microbatches
-    offset: dict[Kind, int] = {FORWARD: 0, BACKWARD: per_kind, INPUT_GRADIENT: per_kind, WEIGHT_GRADIENT: 2 * per_kind}
-    keys = tuple(tuple([offset[k] + s * num_microbatches + i for k, s, i in actions]) for actions in schedule)
+    offset = np.array([0, per_kind, per_kind, 2 * per_kind])
+    keys = offset[actions.kind] + actions.stage * num_microbatches + actions.microbatch
     producers = _producers(num_stages, num_microbatches)
-    return Numbered(keys, producers, tuple(rank_of_stage), num_microbatches)
+    return Numbered(actions.of_ranks(keys), keys, producers, tuple(rank_of_stage), num_microbatches)
 
 
-def _is_complete(schedule: ActionLists, num_stages: int, num_microbatches: int) -> bool:
+def _is_complete(actions: _Columns, num_stages: int, num_microbatches: int) -> bool:
     """Whether each micro-batch has one F and then one B, or one I and after it one W, in every stage."""
-    forward: set[tuple[int, int]] = set()
-    begun: set[tuple[int, int]] = set()
-    finished: set[tuple[int, int]] = set()
-    for kind, stage, microbatch in chain.from_iterable(schedule):
-        key = (stage, microbatch)
-        if kind == FORWARD:
-            is_next = key not in forward
-            forward.add(key)
-        elif kind == INPUT_GRADIENT:
-            is_next = key in forward and key not in begun
-            begun.add(key)
-        else:
-            is_next = key not in finished and key in forward and (key in begun) == (kind == WEIGHT_GRADIENT)
-            finished.add(key)
-        if not is_next:
-            return False
-    return len(finished) == num_stages * num_microbatches == len(forward)
+    if (actions.microbatch < 0).any():
+        return False
+    pairs = actions.stage * num_microbatches + actions.microbatch  # a stage's actions are those of one rank, in order
+    shape = len(_KINDS), num_stages * num_microbatches
+    counts = np.bincount(actions.kind * shape[1] + pairs, minlength=shape[0] * shape[1]).reshape(shape)
+    at = np.zeros_like(counts)
+    at[actions.kind, pairs] = np.arange(len(pairs))
+    splits = counts[_INPUT_GRADIENT] == 1
+    is_once = (counts[_FORWARD] == 1) & (counts[_BACKWARD] + counts[_WEIGHT_GRADIENT] == 1)
+    is_whole = is_once & (counts[_INPUT_GRADIENT] == counts[_WEIGHT_GRADIENT])
+    begun = np.where(splits, at[_INPUT_GRADIENT], at[_BACKWARD])
+    in_order = (at[_FORWARD] < begun) & (~splits | (begun < at[_WEIGHT_GRADIENT]))
+    return bool((is_whole & in_order).all())
 
 
 def ways_s(ranks: Sequence[int], send_s: Sequence[float]) -> list[float]:

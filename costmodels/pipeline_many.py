@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.pipeline import Numbered, SameSchedule, numbered, places_of_seconds, ways_s
+from costmodels.pipeline import Numbered, SameSchedule, numbered, place_of_seconds, ways_s
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
 
@@ -114,10 +114,9 @@ def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -
 @lru_cache(maxsize=64)
 def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     known = numbered(same, num_stages)
-    places = places_of_seconds(same, num_stages)
-    level = _level_of_keys(known)
-    keys = np.concatenate([np.array(each, dtype=np.intp) for each in known.keys])
-    before_keys = np.concatenate([np.array([-1, *each[:-1]], dtype=np.intp) for each in known.keys])
+    level, keys = _level_of_keys(known), known.key_of_action
+    before_keys = np.concatenate(([-1], keys[:-1]))
+    before_keys[[0, *np.cumsum([len(each) for each in known.keys if each])[:-1].tolist()]] = -1
     order = np.argsort(level[keys], kind="stable")
     number = np.zeros(3 * num_stages * known.num_microbatches + 1, dtype=np.intp)  # of a key; the last: none
     number[keys[order]] = 1 + np.arange(len(keys))
@@ -131,7 +130,7 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
         producer=number[np.array(known.producers, dtype=np.intp)[keys]][order],
         border=np.where(comes < 0, none, comes)[order],
         leaves=np.where(goes < 0, none, goes)[order],
-        seconds=np.concatenate([np.array(each, dtype=np.intp) for each in places])[order],
+        seconds=place_of_seconds(same, num_stages)[order],
         first=number[[each[0] for each in known.keys if each]],
         last=number[[each[-1] for each in known.keys if each]],
     )
@@ -139,27 +138,30 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
 
 def _level_of_keys(known: Numbered) -> Positions:
     """Actions on the longest chain before each key; ValueError where the lists wait for each other."""
+    producers = known.producers
     level = [-1] * (3 * len(known.rank_of_stage) * known.num_microbatches)
     waiting = [-1] * len(level)
-    done, ready = [0] * len(known.keys), list(range(len(known.keys)))
+    left = [iter(keys) for keys in known.keys]  # of each rank, less the next
+    following, below = [next(keys, -1) for keys in left], [-1] * len(left)
+    ready = list(range(len(left)))
     while ready:
         rank = ready.pop()
-        keys = known.keys[rank]
-        below = level[keys[done[rank] - 1]] if done[rank] else -1
-        while done[rank] < len(keys):
-            key = keys[done[rank]]
-            producer = known.producers[key]
+        key, own, keys = following[rank], below[rank], left[rank]
+        while key >= 0:
+            producer = producers[key]
             if producer >= 0:
-                if level[producer] < 0:
+                made = level[producer]
+                if made < 0:
                     waiting[producer] = rank
                     break
-                below = max(below, level[producer])
-            below += 1
-            level[key] = below
-            done[rank] += 1
+                if made > own:
+                    own = made
+            own += 1
+            level[key] = own
             if waiting[key] >= 0:
                 ready.append(waiting[key])
-                waiting[key] = -1
-    if any(number < len(keys) for number, keys in zip(done, known.keys, strict=True)):
+            key = next(keys, -1)
+        following[rank], below[rank] = key, own
+    if any(key >= 0 for key in following):
         raise ValueError("the schedule deadlocks: simulate it alone for the actions that wait")
     return np.array(level, dtype=np.intp)

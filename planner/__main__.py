@@ -13,8 +13,10 @@ def main() -> None:
     if listens:
         signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
     gc.disable()  # imports leave nothing to collect
+    from planner.cli.main import load
     from planner.cli.main import main as run
 
+    load(sys.argv[1:])
     gc.enable()
     if listens:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -297,13 +298,12 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[NDArray[np.
     """
     found: list[NDArray[np.float64]] = []
     for actions in _actions(name, p, v, m):
-        place = {stage: at for at, stage in enumerate(sorted({action.stage for action in actions}))}
-        split = {(action.stage, action.microbatch) for action in actions if action.kind == INPUT_GRADIENT}
-        changes = np.zeros((len(actions), 2 * v))
-        for row, (kind, stage, microbatch) in zip(changes, actions, strict=True):
-            row[place[stage]] = _HELD[kind]
-            row[v + place[stage]] = _WAITING[kind] if (stage, microbatch) in split else 0
-        found.append(np.unique(np.cumsum(changes, axis=0), axis=0))
+        kinds, stages, _ = zip(*actions, strict=True)
+        place = np.unique(stages, return_inverse=True)[1]
+        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v))
+        changes[every, place] = [_HELD[kind] for kind in kinds]
+        changes[every, v + place] = [_WAITING[kind] for kind in kinds]
+        found.append(np.array(sorted(set(map(tuple, np.cumsum(changes, axis=0).tolist())))))
     return tuple(found)
 
 
@@ -335,12 +335,10 @@ def peak_in_flight(
 
 
 def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
-    actions = [Action(FORWARD, stage, microbatch) for microbatch in range(num_warmup)]
-    for microbatch in range(num_microbatches):
-        actions.append(Action(BACKWARD, stage, microbatch))
-        if num_warmup + microbatch < num_microbatches:
-            actions.append(Action(FORWARD, stage, num_warmup + microbatch))
-    return tuple(actions)
+    forwards = [Action(FORWARD, stage, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Action(BACKWARD, stage, microbatch) for microbatch in range(num_microbatches)]
+    in_turn = zip(backwards, forwards[num_warmup:], strict=False)
+    return (*forwards[:num_warmup], *chain.from_iterable(in_turn), *backwards[num_microbatches - num_warmup :])
 
 
 def _count_interleaved(
@@ -383,17 +381,12 @@ def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[
 
     def of_kind(kind: Kind) -> list[Action]:
         order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
-        return [Action(kind, *at) for at in zip((order * num_ranks + rank).tolist(), microbatches, strict=True)]
+        stages = (order * num_ranks + rank).tolist()
+        return list(map(partial(Action, kind), stages, microbatches))
 
     forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
     weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)
-    actions = forwards[:num_warmup]
-    for position in range(total):
-        if num_warmup + position < total:
-            actions.append(forwards[num_warmup + position])
-        actions.append(gradients[position])
-        if delay is not None and position >= delay:
-            actions.append(weights[position - delay])
-    if delay is not None:
-        actions += weights[max(0, total - delay) :]
-    return tuple(actions)
+    behind = total if delay is None else min(delay, total)  # gradients before the first weights
+    in_turn = zip_longest(forwards[num_warmup:], gradients, [None] * behind + weights[: total - behind])
+    actions = [action for each in in_turn for action in each if action is not None]
+    return (*forwards[:num_warmup], *actions, *weights[total - behind :])

@@ -4,38 +4,60 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_group
 
-from planner.cli import (
-    calibrate,
-    check,
-    compare,
-    estimate,
-    explain,
-    export,
-    fit,
-    hardware,
-    import_,
-    models,
-    parity,
-    profile,
-    replan,
-    report,
-    run,
-    schedule,
-    search,
-    trace,
-    verify,
-)
 from planner.cli.terminal import speak_any_locale, talk_console
 from planner.errors import PlannerError
 
+# Commands in the order of ``--help``. The file of each has its name, and an underscore where Python keeps that name.
+COMMANDS = (
+    "search", "fit", "compare", "check", "estimate", "explain", "report", "schedule", "trace", "models", "hardware",
+    "profile", "calibrate", "run", "replan", "parity", "verify", "export", "import",
+)  # fmt: skip
+
+
+class _Commands(TyperGroup):
+    """Commands whose files are imported when they are asked for.
+
+    ``ctx`` is of typer's own copy of click, whose types have no public name.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str):
+        """The command of that name; None where there is none, and then all are there to be suggested."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                own = typer.Typer()
+                _file_of(name).register(own)
+                self.commands.update(get_group(own).commands)
+        return super().get_command(ctx, cmd_name)
+
+
+def _file_of(command: str) -> ModuleType:
+    return import_module(f"planner.cli.{command}{'_' * (command == 'import')}")
+
+
+def load(arguments: Sequence[str]) -> None:
+    """Imports the file of the command that ``arguments`` name, if they begin with one."""
+    if arguments and arguments[0] in COMMANDS:
+        _file_of(arguments[0])
+
+
 app = typer.Typer(
     name="planner",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,13 +70,6 @@ def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""
-
-
-for _group in (
-    search, fit, compare, check, estimate, explain, report, schedule, trace, models, hardware, profile, calibrate, run,
-    replan, parity, verify, export, import_,
-):  # fmt: skip
-    _group.register(app)
 
 
 def main() -> None:

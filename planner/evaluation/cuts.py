@@ -91,19 +91,29 @@ def balanced_starts(work_s: Sequence[float], num_stages: int) -> tuple[int, ...]
     if num_stages > len(work_s):
         return None
 
-    def filled(limit_s: float) -> list[int]:
-        starts, held_s = [0], 0.0
+    def filled(limit_s: float) -> tuple[list[int], float, float]:
+        """Starts under a limit, and from which one on and below which one they are the same."""
+        starts, held_s, longest_s, next_s = [0], 0.0, 0.0, np.inf
         for unit, seconds in enumerate(work_s):
             # Every stage left must still find a unit.
             must_open = len(work_s) - unit == num_stages - len(starts)
             if unit and (must_open or held_s + seconds > limit_s):
+                next_s = next_s if must_open else min(next_s, held_s + seconds)
                 starts.append(unit)
                 held_s = 0.0
             held_s += seconds
-        return starts
+            longest_s = max(longest_s, held_s)
+        return starts, longest_s, next_s
 
     low, high = max(work_s), sum(work_s)
+    longest_s, next_s = high, low
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(filled(middle)) <= num_stages else (middle, high)
-    return tuple(filled(high))
+        if next_s <= middle < longest_s:  # elsewhere it is known
+            starts, fullest_s, larger_s = filled(middle)
+            if len(starts) <= num_stages:
+                longest_s = fullest_s
+            else:
+                next_s = larger_s
+        low, high = (low, middle) if middle >= longest_s else (middle, high)
+    return tuple(filled(high)[0])

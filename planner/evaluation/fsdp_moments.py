@@ -19,29 +19,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Number: TypeAlias = Any
+"""A number; where many stages are looked at together, an array with one for each of them."""
 
 
 class UnitAtWork(NamedTuple):
     """Of one unit the bytes of one micro-batch, and its elements when it is gathered."""
 
-    working: float
-    loss: float
-    kept: float
-    elements: float
+    working: Number
+    loss: Number
+    kept: Number
+    elements: Number
 
     @property
-    def besides_loss(self) -> float:
+    def besides_loss(self) -> Number:
         """Working set where the loss is not what needs most of it."""
-        return self.working if self.working > self.loss else 0.0
+        return self.working * (self.working > self.loss)
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How the states are sharded, and the bytes of an element."""
 
-    gathers_units: bool  # ZeRO 3
-    reduces_each: bool  # the gradients of every micro-batch, not those of the last alone
+    gathers_units: Number  # whether: ZeRO 3
+    reduces_each: Number  # whether: the gradients of every micro-batch, not those of the last alone
     num_shards: int
     compute_bytes: float  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
     buffer_bytes: float  # where it is reduced, and added up
@@ -50,12 +57,12 @@ class Sharding:
 class Moment(NamedTuple):
     """Bytes besides states and all kept activations."""
 
-    working: float
-    gathered: float
-    reduced: float
+    working: Number
+    gathered: Number
+    reduced: Number
 
     @property
-    def total(self) -> float:
+    def total(self) -> Number:
         """All three together."""
         return self.working + self.gathered + self.reduced
 
@@ -77,19 +84,23 @@ def fullest_moment(stage: Runs, sharding: Sharding, before: float = 0.0) -> Mome
     return max(_moments(stage, sharding, before), key=_needed).of_rows()
 
 
+def most_bytes(stage: Runs, sharding: Sharding, before: Number) -> NDArray[np.float64]:
+    """The total of ``fullest_moment`` of many stages of as many units each."""
+    return reduce(np.maximum, map(_needed_of_many, _moments(stage, sharding, before)))
+
+
 def fullest_last_moment(stage: Runs, sharding: Sharding) -> Moment:
     """The fullest of the last micro-batch of a stage, when no other is in flight."""
     return max(_last_moments(stage, sharding), key=_needed).of_rows()
 
 
-def _moments(stage: Runs, sharding: Sharding, before: float) -> Iterator[Moment]:
+def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment]:
     buffer = sharding.buffer_bytes * sharding.reduces_each
     yield Moment(0.0, 0.0, buffer * before)
     copy_bytes = sharding.compute_bytes * sharding.gathers_units
     for unit, behind, next_elements, freed, _ in _from_the_end(stage, before):
         own, following = copy_bytes * unit.elements, copy_bytes * next_elements
-        if unit.loss:
-            yield Moment(unit.loss - freed, 0.0, buffer * behind)
+        yield Moment(unit.loss - freed, 0.0, buffer * behind)
         yield Moment(-freed, 2 * own, buffer * behind)  # as gathered, and copied out of that
         yield Moment(unit.besides_loss - freed, own + following, buffer * behind)
         gradients = sharding.compute_bytes * unit.elements  # all there before the unit's parameters are freed
@@ -110,7 +121,7 @@ def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
         yield Moment(-freed - unit.kept, 0.0, copied - reduced)
 
 
-def _from_the_end(stage: Runs, before: float = 0.0) -> Iterator[tuple[UnitAtWork, float, float, float, float]]:
+def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[tuple[UnitAtWork, Number, Number, Number, Number]]:
     """Units whose turn may be the fullest moment, with what their backward pass finds.
 
     That is: elements of the unit behind and of the one that comes next, bytes that the units behind kept and have
@@ -132,3 +143,8 @@ def _needed(moment: Moment) -> float:
     """The total of its rows."""
     room = min(0.0, moment.working)
     return moment.working - room + moment.gathered + max(0.0, moment.reduced + room)
+
+
+def _needed_of_many(moment: Moment) -> NDArray[np.float64]:
+    room = np.minimum(0.0, moment.working)
+    return moment.working - room + moment.gathered + np.maximum(0.0, moment.reduced + room)

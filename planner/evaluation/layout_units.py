@@ -168,8 +168,9 @@ class LayoutUnits:
     def stages_of_ranks(self, starts: Sequence[int]) -> list[dict[int, range]]:
         """For each pipeline rank the units of each stage that it holds."""
         ranks: list[dict[int, range]] = [{} for _ in range(self.layout.mesh.pp)]
-        for stage, units in enumerate(self._units_of_stages(starts)):
-            ranks[self._rank_of(stage)][stage] = units
+        stages = enumerate(zip(self._rank_of_stage, starts, (*starts[1:], len(self._kinds)), strict=True))
+        for stage, (rank, start, end) in stages:
+            ranks[rank][stage] = range(start, end)
         return ranks
 
     def _units_of_ranks(self, starts: Sequence[int]) -> list[list[int]]:
@@ -190,7 +191,7 @@ class LayoutUnits:
         return self._memory_of[starts]
 
     def _rank_memory(self, rank: int, stages: Mapping[int, range]) -> RankMemory:
-        return self.memory_model.rank(list(stages.values()), self._activation_bytes(rank, stages))
+        return self.memory_model.rank(list(stages.values()), self.activation_bytes(rank, stages))
 
     def rank_fits(self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None) -> bool:
         """Whether ``rank`` holds ``stages`` within its device; ``modes``: of its units, where not those of all."""
@@ -201,8 +202,11 @@ class LayoutUnits:
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
         chosen = self if modes is None else self.with_some(modes)
-        activations = chosen._activation_bytes(rank, stages)
-        needed = chosen.memory_model.peak_bytes(list(stages.values()), activations)
+        return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
+
+    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: float) -> float:
+        """The same where ``activation_bytes`` of that are activations."""
+        needed = self.memory_model.peak_bytes(list(stages.values()), activation_bytes)
         return needed - self._ranks[rank].facts.memory_bytes
 
     @property
@@ -213,10 +217,11 @@ class LayoutUnits:
     def with_some(self, modes: Mapping[int, BlockMode]) -> Self:
         """With other modes of some units; for what is asked of these units alone."""
         found = copy(self)
+        places = {unit: MODES[mode] for unit, mode in modes.items()}
         found._modes = list(self._modes)
-        for unit, mode in modes.items():
-            found._modes[unit] = MODES[mode]
-        found.memory_model = self.memory_model.with_modes(found._modes)
+        for unit, place in places.items():
+            found._modes[unit] = place
+        found.memory_model = self.memory_model.with_some(places)
         return found
 
     def times_of_stages(self, rank: int, stages: Sequence[range]) -> StageTimes:
@@ -231,7 +236,7 @@ class LayoutUnits:
     def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
         lasting = self.memory_model.lasting_bytes(list(stages.values()))
-        return (self.capacity_bytes[rank] - lasting) / self.reserve
+        return (self._ranks[rank].facts.memory_bytes - lasting) / self.reserve
 
     def holding_of_modes(self, holding: Holding) -> Array:
         """Bytes of one holding, [modes, kinds]."""
@@ -320,12 +325,12 @@ class LayoutUnits:
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
         return self._most_in_flight(rank, kept, {})
 
-    def _activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
         held_of = self.memory_model.held_of
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
-        halves = {} if self.layout.schedule.rules.has_one_stage else stages
+        halves = stages if self.layout.schedule.rules.splits_backward else {}
         waiting = {stage: held_of(units, Holding.WAITING) for stage, units in halves.items()}
         return self._most_in_flight(rank, kept, waiting)
 

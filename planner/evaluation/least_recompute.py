@@ -80,6 +80,7 @@ class LeastRecompute:
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
         self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
+        self._most_that_fits: dict[tuple[object, ...], float] = {}  # bytes of activations, of alike ranks
 
     def modes(self, starts: Sequence[int]) -> tuple[BlockMode, ...] | None:
         """The mode of every unit under this cut; None where some rank fits with no choice."""
@@ -123,7 +124,7 @@ class LeastRecompute:
     def _least(self, rank: int, stages: Stages) -> Choice | None:
         evaluator = self._evaluator
         nothing = {unit: evaluator.modes[unit] for held in stages.values() for unit in held}
-        if evaluator.rank_fits(rank, stages):
+        if self._fits_with_nothing(rank, stages):
             return Choice(0.0, nothing)
         mixes = self._mixes(nothing) if self._is_free else []
         found = [each for mix in mixes if (each := self._least_of(rank, stages, mix)) is not None]
@@ -131,6 +132,17 @@ class LeastRecompute:
             return None
         _, modes = min(found, key=lambda each: each[0].taken_s)
         return Choice(min(each.least_s for each, _ in found), nothing | modes)
+
+    def _fits_with_nothing(self, rank: int, stages: Stages) -> bool:
+        """Of ranks of alike devices and units, one that holds less of activations than another that fits does fit."""
+        kinds = [(0 in held, *(self._units.kinds[unit] for unit in held)) for held in stages.values()]
+        alike = self._evaluator.place_of(rank), *kinds
+        activations = self._evaluator.activation_bytes(rank, stages)
+        if activations > self._most_that_fits.get(alike, -1.0):
+            if self._evaluator.excess_with(rank, stages, activations) > 0:
+                return False
+            self._most_that_fits[alike] = activations
+        return True
 
     def _mixes(self, units: Iterable[int]) -> list[Mix]:
         """Without the host, and with each way to the host that is not slower and larger than another."""

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import overload
-
-import numpy as np
-from numpy.typing import NDArray
+from operator import attrgetter
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
-from costmodels.vocabulary.mesh import ZERO_STAGES, Group
+from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
-from planner.evaluation.fsdp_moments import Moment, Runs, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
+from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
+from planner.evaluation.software import num_communicators, outside_bytes, software_bytes
 from planner.evaluation.states import held_elements, state_bytes
 from planner.evaluation.unit_times import LayoutRows
-from planner.layout.columns import Array
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 
 # A block whose activations go to the host makes them, or uses them, while those of another are copied.
 BLOCKS_IN_TRANSIT = 2
-
-
-@overload
-def reserve_fraction(table: CostTable, mixes_lifetimes: bool) -> float: ...
-
-
-@overload
-def reserve_fraction(table: CostTable, mixes_lifetimes: NDArray[np.bool]) -> Array: ...
-
-
-def reserve_fraction(table: CostTable, mixes_lifetimes: bool | NDArray[np.bool]) -> float | Array:
-    """Share of the tensors that come and go which the allocator loses to gaps between them.
-
-    It is smaller where every micro-batch allocates and frees the same tensors in the same order: no pipeline keeps
-    several micro-batches in flight, and no collective splits or gathers activations.
-    """
-    share = np.where(mixes_lifetimes, 1.0, table.framework.plain_reserve)
-    found = table.cluster.software.reserve_fraction * share
-    return found if found.ndim else float(found)
 
 
 @dataclass(frozen=True)
@@ -61,6 +39,7 @@ class Transient:
 
 
 _ROWS = {term.value: term for term in MemoryTerm}
+_total = attrgetter("total")
 
 
 class RankMemoryModel:
@@ -74,46 +53,41 @@ class RankMemoryModel:
         # A kind of units in one mode of recomputation is a variant.
         self._held: list[list[float]] = of_modes.reshape(-1, of_modes.shape[2]).tolist()  # [variants, Holding]
         self._on_host: list[float] = bytes_on_host(table, rows.work, rows.mode).ravel().tolist()  # [variants]
-        self._set_modes(modes)
+        pairs = zip(modes, table.units.kinds, strict=True)
+        self._variants = [mode * self._num_kinds + kind for mode, kind in pairs]
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
         self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
         self._elements_of: dict[tuple[tuple[int, ...], ...], tuple[float, float, float]] = {}
+        self._elements_of_kind: dict[tuple[int, bool], tuple[float, float, float]] = {}
         self._states_of: dict[tuple[float, float, float], StateBytes] = {}
         self._units_at_work: dict[int, UnitAtWork] = {}
+        self._moments: dict[tuple[tuple[int, ...], float | None], Moment] = {}
 
-    def _set_modes(self, modes: Sequence[int]) -> None:
-        pairs = zip(modes, self._table.units.kinds, strict=True)
-        self._variants = [mode * self._num_kinds + kind for mode, kind in pairs]
-
-    def with_modes(self, modes: Sequence[int]) -> RankMemoryModel:
-        """The same with other modes of recomputation of its units."""
-        found = copy(self)
-        found._set_modes(modes)
+    def with_some(self, modes: Mapping[int, int]) -> RankMemoryModel:
+        """The same with other modes of recomputation of some of its units."""
+        found, kinds = copy(self), self._table.units.kinds
+        found._variants = list(self._variants)
+        for unit, mode in modes.items():
+            found._variants[unit] = mode * self._num_kinds + kinds[unit]
         return found
 
     def lasting_bytes(self, stages: Sequence[Sequence[int]]) -> float:
         """What is there while activations are, whatever the units keep: states, communicators and the context."""
         states = self._states(*self.elements(stages))
         gradients = states.gradients if self.holds_gradients else 0.0
-        outside = MemoryLedger().with_reserve(self.software, self.num_communicators).total_bytes
+        outside = outside_bytes(self._table, self._layout.mesh, bool(self._rows.mixes_lifetimes[0]))
         return states.parameters + states.optimizer + gradients + outside
 
     @cached_property
     def num_communicators(self) -> float:
         """Process groups of more than one rank."""
-        mesh = self._layout.mesh
-        groups = [Group.PIPELINE, Group.REPLICATE, Group.SHARD, Group.CONTEXT, Group.TENSOR]
-        if mesh.ep > 1:
-            groups += [Group.EXPERT, Group.EXPERT_SHARD]
-        axes = sum(mesh.group(group).num_ranks > 1 for group in groups)
-        return axes + self._table.framework.extra_communicators * (axes > 0)
+        return num_communicators(self._table, self._layout.mesh)
 
     @cached_property
     def software(self) -> SoftwareBytes:
         """What the software takes, its allocator's reserve as this layout makes it."""
-        share = reserve_fraction(self._table, bool(self._rows.mixes_lifetimes[0]))
-        return replace(self._table.cluster.software, reserve_fraction=share)
+        return software_bytes(self._table, bool(self._rows.mixes_lifetimes[0]))
 
     @property
     def holds_gradients(self) -> bool:
@@ -252,14 +226,13 @@ class RankMemoryModel:
             self._transients[variants] = self._transient_of(variants)
         return self._transients[variants]
 
-    def _transient_of(self, stages: Sequence[Sequence[int]]) -> Transient:
+    def _transient_of(self, stages: Sequence[tuple[int, ...]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
-        there = set(variants)
+        there, collective = set(variants), PLACE[Holding.COLLECTIVE]
         gathered, loss, last = self._gathered(there), self._most(there, Holding.LOSS), None
         if self._table.framework.has_fsdp_moments:
             if not self._sharding.reduces_each:
-                moments = [fullest_last_moment(runs, self._sharding) for runs in self._runs(stages)]
-                last = max(moments, key=lambda each: each.total)
+                last = self._fullest(stages, None)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
             backward=self._fullest_backward(stages),
@@ -268,27 +241,36 @@ class RankMemoryModel:
             gathered=gathered,
             buffers=self._most(there, Holding.BUFFER),
             waiting=min(
-                sum([self._of(variant, Holding.COLLECTIVE) for variant in variants]), self._most(there, Holding.QUEUED)
+                sum([self._held[variant][collective] for variant in variants]), self._most(there, Holding.QUEUED)
             ),
             stranded=self._most(there, Holding.STRANDED),
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
 
-    def _fullest_backward(self, stages: Sequence[Sequence[int]]) -> Moment:
+    def _fullest_backward(self, stages: Sequence[tuple[int, ...]]) -> Moment:
         """Of the backward passes of stages, each given by the variants of its units."""
         if not self._table.framework.has_fsdp_moments:
             working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
             return Moment(working, self._gathered({variant for stage in stages for variant in stage}), reduced)
-        at_work = self._runs(stages)
         # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
-        before = max(stage[0][0].elements for stage in at_work) if self._layout.mesh.pp > 1 else 0.0
-        moments = [fullest_moment(stage, self._sharding, before) for stage in at_work]
-        return max(moments, key=lambda each: each.total)
+        first = [self._sizes[stage[0] % self._num_kinds] for stage in stages]
+        return self._fullest(stages, max(first) if self._layout.mesh.pp > 1 else 0.0)
 
-    def _runs(self, stages: Sequence[Sequence[int]]) -> list[Runs]:
-        """Equal units that follow each other, in stages that differ: of those of a rank most are alike."""
-        unlike = dict.fromkeys(map(tuple, stages))
-        return [[(self._unit_at_work(v), len(list(row))) for v, row in groupby(stage)] for stage in unlike]
+    def _fullest(self, stages: Sequence[tuple[int, ...]], before: float | None) -> Moment:
+        """The fullest moment of any stage; ``before``: elements that wait in the buffer, None: of the last micro-batch.
+
+        Of the stages of a rank most are alike, and ranks share them.
+        """
+        unlike = dict.fromkeys(stages)
+        for stage in unlike:
+            if (stage, before) not in self._moments:
+                runs = [(self._unit_at_work(variant), len(list(row))) for variant, row in groupby(stage)]
+                self._moments[stage, before] = (
+                    fullest_last_moment(runs, self._sharding)
+                    if before is None
+                    else fullest_moment(runs, self._sharding, before)
+                )
+        return max([self._moments[stage, before] for stage in unlike], key=_total)
 
     def _gathered(self, variants: Iterable[int]) -> float:
         return max([self.gathered_bytes(variant % self._num_kinds) for variant in variants], default=0.0)
@@ -373,15 +355,6 @@ class RankMemoryModel:
         )
         return [held_elements(row[trainable] + row[frozen], row[experts], parts) for row in self._counts]
 
-    def passing_bytes(self, stage: Sequence[tuple[int, int]], reserve: float) -> float:
-        """What comes and goes in the backward pass of a stage, with ``reserve`` bytes a byte, and stranded copies.
-
-        ``stage``: place of the mode and kind of its units. Buffers of activations on their way to the host are no part.
-        """
-        variants = [mode * self._num_kinds + kind for mode, kind in stage]
-        passing = self._fullest_backward([variants]).total + self._most(variants, Holding.BUFFER)
-        return passing * reserve + self._most(variants, Holding.STRANDED)
-
     def _largest(self, kinds: Sequence[int]) -> float:
         """Elements of the largest unit of ``kinds`` when it is gathered."""
         return max((self._sizes[kind] for kind in set(kinds)), default=0.0)
@@ -396,8 +369,12 @@ class RankMemoryModel:
 
     def _elements(self, kind: int, *, tied_copy: bool) -> tuple[float, float, float]:
         """Of a unit: trainable and frozen ones, and of the trainable those of experts."""
-        trainable = self._count(kind, Element.TRAINABLE) + (self._count(kind, Element.TIED) if tied_copy else 0.0)
-        return trainable, self._count(kind, Element.FROZEN), self._count(kind, Element.EXPERT)
+        key = kind, tied_copy
+        if key not in self._elements_of_kind:
+            trainable = self._count(kind, Element.TRAINABLE) + (self._count(kind, Element.TIED) if tied_copy else 0.0)
+            others = self._count(kind, Element.FROZEN), self._count(kind, Element.EXPERT)
+            self._elements_of_kind[key] = trainable, *others
+        return self._elements_of_kind[key]
 
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""

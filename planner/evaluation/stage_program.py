@@ -39,18 +39,19 @@ def refine(problem: StageProblem, starts: tuple[int, ...], least: LeastRecompute
     A stage needs no less than a part of it: what is found counts for every stage that holds all its units, on this rank
     and, where all devices are alike, on the ranks before it, which hold no fewer micro-batches.
     """
-    extra_s, is_new = problem.extra_s.copy(), False
+    stages = list(zip(starts, (*starts[1:], problem.num_units), strict=True))
+    choices = [least.of_rank(rank, {rank: range(*stage)}) for rank, stage in enumerate(stages)]
+    found = [np.inf if choice is None else choice.least_s for choice in choices]
+    if not any(found[rank] > problem.extra_s[rank][stage] for rank, stage in enumerate(stages)):
+        return None
+    extra_s = problem.extra_s.copy()
     alike = len(set(zip(problem.forward_s, problem.backward_s, strict=True))) == 1
-    ends = (*starts[1:], problem.num_units)
     needed = np.zeros_like(extra_s[0])  # on this rank, and where all are alike on those behind it
     for rank in reversed(range(problem.num_ranks)):
-        start, end = starts[rank], ends[rank]
-        choice = least.of_rank(rank, {rank: range(start, end)})
-        found_s = np.inf if choice is None else choice.least_s
+        start, end = stages[rank]
         if not alike:
             needed[:] = 0.0
-        if found_s > extra_s[rank, start, end]:
-            is_new = True
-            np.maximum(needed[: start + 1, end:], found_s, out=needed[: start + 1, end:])
+        if found[rank] > extra_s[rank, start, end]:
+            np.maximum(needed[: start + 1, end:], found[rank], out=needed[: start + 1, end:])
         np.maximum(extra_s[rank], needed, out=extra_s[rank])
-    return replace(problem, extra_s=extra_s) if is_new else None
+    return replace(problem, extra_s=extra_s)

@@ -135,8 +135,7 @@ class Columns(Sequence[T]):
         """
         columns = [self._column(name) for name in leaves_of(key)]
         first, which = _combinations(columns, len(self))
-        rows = zip(*([c.values[i] for i in c.codes[first].tolist()] for c in columns), strict=True)
-        return [_nested(key, iter(row)) for row in rows], which
+        return _keys(key, ([c.values[i] for i in c.codes[first].tolist()] for c in columns)), which
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
@@ -205,8 +204,8 @@ def leaves_of(key: type[tuple[object, ...]]) -> tuple[str, ...]:
 
 def key_of(key: type[K], record: NamedTuple) -> K:
     """The ``key`` of one record: its fields, or attributes of their values."""
-    values = (getattr(record if place is None else record[place], name) for name, place in _homes(key, type(record)))
-    return _nested(key, values)
+    homes = _homes(key, type(record))
+    return _keys(key, ([getattr(record if place is None else record[place], name)] for name, place in homes))[0]
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +216,7 @@ def _homes(key: type[tuple[object, ...]], kind: type[tuple[object, ...]]) -> tup
     return tuple((name, None if hasattr(kind, name) else homes[name]) for name in leaves_of(key))
 
 
-def _nested(key: type[K], values: Iterator[object]) -> K:
-    """A key from the values of its leaves in order."""
+def _keys(key: type[K], columns: Iterator[Sequence[object]]) -> list[K]:
+    """Keys from the values of their leaves in order, of all keys one leaf after the other."""
     hints = _hints(key).values()
-    return key._make(_nested(hint, values) if hasattr(hint, "_fields") else next(values) for hint in hints)
+    return list(map(key, *(_keys(hint, columns) if hasattr(hint, "_fields") else next(columns) for hint in hints)))

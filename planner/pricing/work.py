@@ -52,8 +52,7 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
     for work, rows in _by_work(cases):
         exchanged = priced.exchanges(work)
         at = place[rows]
-        for mode, recomputation in enumerate(unit.recomputations):
-            time_s[rows, mode] = priced.times(exchanged, recomputation)[at]
+        time_s[rows] = priced.times(exchanged)[at]
         num_bytes[rows, :, PLACE[Holding.WORKING]] += _buffered_bytes(work) * on_rank[rows, None]
         is_ahead = priced.is_host_ahead(exchanged)[at, None]
         for holding in (Holding.COLLECTIVE, Holding.QUEUED):  # where the device is ahead, no collective is waited for
@@ -152,8 +151,8 @@ class _PricedUnit:
         device_s = self._compute_s[0] + exchanges.blocks.forward_s + exchanges.summed(Pass.FORWARD, self._zero)
         return device_s >= exchanges.host_s[0]
 
-    def times(self, exchanges: _Exchanges, mode: Recomputation) -> Array:
-        """[sizes, ``Time``]."""
+    def times(self, exchanges: _Exchanges) -> Array:
+        """[sizes, modes, ``Time``]: modes differ in what is repeated alone."""
         found = np.zeros((len(self._sizes), len(Time)))
         for collective, seconds in zip(exchanges.collectives, exchanges.seconds, strict=True):
             found[:, PLACE[Time((collective.term, collective.runs_in))]] += seconds
@@ -167,15 +166,18 @@ class _PricedUnit:
         factor = self._framework.recipe.split_host_factor
         host_of_halves = host_backward * (1.0 if factor is None else factor.value)
         twice = np.maximum(backward + self._weights.repeated_s, host_of_halves - in_backward) - backward
-        again, hiding_again = self._again_s(exchanges, mode)
         found[:, PLACE[Time.COMPUTE_FORWARD]] = forward
         found[:, PLACE[Time.COMPUTE_BACKWARD]] = backward
-        found[:, PLACE[Time.RECOMPUTE]] = again
         found[:, PLACE[Time.WEIGHT_GRADIENT]] = self._weights.share * backward
         found[:, PLACE[Time.SPLIT_EXTRA]] = twice
         found[:, PLACE[Time.HIDING_FORWARD]] = exchanges.hidden_behind(Pass.FORWARD, self._zero)
-        found[:, PLACE[Time.HIDING_BACKWARD]] = exchanges.hidden_behind(Pass.BACKWARD, self._zero) + hiding_again
-        return found
+        found[:, PLACE[Time.HIDING_BACKWARD]] = exchanges.hidden_behind(Pass.BACKWARD, self._zero)
+        every = np.repeat(found[:, None], len(self._unit.recomputations), axis=1)
+        for place, mode in enumerate(self._unit.recomputations):
+            again, hiding_again = self._again_s(exchanges, mode)
+            every[:, place, PLACE[Time.RECOMPUTE]] = again
+            every[:, place, PLACE[Time.HIDING_BACKWARD]] += hiding_again
+        return every
 
     def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> tuple[Array, Array]:
         """Forward work that the backward pass repeats, and how much of it hides what is sent again."""

@@ -24,7 +24,7 @@ from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches, flying_by_stage
-from planner.solver.passing_bytes import KnownBytes, PassingBytes
+from planner.solver.passing_bytes import PassingBytes
 from planner.table.cost_table import CostTable
 
 # Numbers in the largest array of layouts that are bounded together.
@@ -48,7 +48,6 @@ class CloserBounds:
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
-        self._known = KnownBytes({}, {})
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
@@ -71,7 +70,7 @@ class CloserBounds:
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
                 alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part))
-                group = _Pipelines(self._known, alike_part, enough_s)
+                group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
                     found.path_s[part] = group.path_s(loads_s < enough_s)
@@ -89,9 +88,8 @@ class _End(NamedTuple):
 class _Pipelines:
     """Layouts that are alike (``AlikeKey``). Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, known: KnownBytes, of: AlikeLayouts, enough_s: float) -> None:
-        """``known``: of this and of other layouts with the same prices."""
-        self._known, self._of, self._enough_s = known, of, enough_s
+    def __init__(self, of: AlikeLayouts, enough_s: float) -> None:
+        self._of, self._enough_s = of, enough_s
 
     @property
     def _has_one_stage(self) -> bool:
@@ -130,7 +128,7 @@ class _Pipelines:
         if self._block is None or self._of.schedule.rules.overlaps_steps:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        costs = self._loads_of_ranks_s(self._block, fewest, extra_s)  # [layouts, ranks, numbers]
+        costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
         candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
         low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
         every = np.arange(num_layouts)
@@ -293,19 +291,18 @@ class _Pipelines:
         The ends of the model, software and what passes while a unit is at work take the rest; [layouts, ranks,
         numbers].
         """
-        p = self._of.pp
-        taken = np.repeat(self._known_bytes[:, :1], p, axis=1)
+        p, passing = self._of.pp, self._passing
+        taken = np.repeat(passing.outside()[:, None], p, axis=1)
         for kind, stage, rank in self._ends:
             kept = self._held_of_modes[:, :, kind, PLACE[Holding.KEPT]].min(axis=1)
             taken[:, rank] += self._of.static_bytes[:, kind] + self._flying[:, 0, stage] * kept * self._of.reserve
-        place_of = {ends: place for place, ends in enumerate(self._unlike_ends)}
-        of_rank = [place_of[ends] for ends in self._held_ends]
-        passing = self._known_bytes[:, 1:].reshape(-1, len(place_of), 2)[:, of_rank]  # [layouts, ranks, few or more]
+        bytes_of = {ends: passing.while_at_work(ends) for ends in dict.fromkeys(self._held_ends)}
+        few_bytes, more_bytes = np.array([bytes_of[ends] for ends in self._held_ends]).transpose(1, 2, 0)
         numbers = fewest[:, None] + np.arange(most)
         # More blocks than stages: two are in one stage; where the model ends, in one before that.
         few = np.full(p, self._of.virtual_stages)
         few[self._of.schedule.rules.rank_of(p * self._of.virtual_stages - 1, p)] += self._sizes.most - 1
-        at_work = np.where(numbers > few[:, None], passing[:, :, 1:], passing[:, :, :1])
+        at_work = np.where(numbers > few[:, None], more_bytes[..., None], few_bytes[..., None])
         return self._of.table.cluster.devices[0].memory_bytes - taken[:, :, None] - at_work
 
     @cached_property
@@ -314,15 +311,8 @@ class _Pipelines:
         return [tuple(end.kind for end in self._ends if end.rank == rank) for rank in range(self._of.pp)]
 
     @cached_property
-    def _unlike_ends(self) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys(self._held_ends))
-
-    @cached_property
-    def _known_bytes(self) -> Array:
-        """Of each layout what is outside tensors, and what passes with each of ``_unlike_ends``, two numbers each."""
-        passing = PassingBytes(self._known, self._of)
-        places = range(len(self._of.num_microbatches))
-        return np.array([passing.of_layout(place, self._unlike_ends) for place in places])
+    def _passing(self) -> PassingBytes:
+        return PassingBytes(self._of, self._held_of_modes)
 
     @staticmethod
     def _prices(kept: Array, extra_s: Array) -> Array:

@@ -6,7 +6,8 @@ not fit). Then
 
     best(r, e) = min over s of max(best(r - 1, s), cost(r, s, e)),        best(-1, 0) = 0
 
-and best(p - 1, U) is the optimum, in p U^2 steps. Where stages have to recompute, what the others recompute is not
+and best(p - 1, U) is the optimum. Below a limit only stages are looked at that alone take less: p U K steps where those
+hold K units at most. Where stages have to recompute, what the others recompute is not
 known from a stage's borders: it is left out, and best(p - 1, U) is a lower bound.
 
 Where devices differ, ranks with equal devices stand next to each other: a run. Once the units at which the runs meet
@@ -29,6 +30,7 @@ from planner.problems import StageProblem, StageSolution, num_rounds, windows_di
 from planner.solver.base import Limit, StageSolver
 
 Array = NDArray[np.float64]
+Positions = NDArray[np.intp]
 
 
 class DynamicProgramSolver(StageSolver):
@@ -102,9 +104,14 @@ def _listed(runs: list[_Run], ends: tuple[int, ...], limit_s: Limit) -> Iterator
 
 
 class _Stages(NamedTuple):
-    """What the costs of all stages of a run's ranks have in common, [starts, ends] or what broadcasts to that."""
+    """What the costs of all stages of a run's ranks have in common.
 
-    part: slice  # the units
+    A row for each unit before which a stage may end, in it a column for each number of units, the most first;
+    [ends, numbers] or what broadcasts to that.
+    """
+
+    start: Positions  # place of the first unit, of those of the run; 0 where so many units would begin before that
+    of_problem: tuple[Positions, Positions]  # the first unit and the end among all units
     before_s: Array
     behind_s: Array
     forward_s: Array
@@ -121,10 +128,6 @@ class _Run:
         self._forward = _running(problem.forward_s[ranks[0]])
         self._backward = _running(problem.backward_s[ranks[0]])
         self.total = self._forward + self._backward  # of all units before each
-        # The last row is that of stages which begin behind the last unit.
-        behind = ((0, 0), (0, 1), (0, 0))
-        self._extra = np.pad(problem.extra_s[ranks.start : ranks.stop], behind)
-        self._once = np.pad(problem.once_s[ranks.start : ranks.stop], behind)
 
     def work_s(self, begin: int, end: int) -> float:
         """One micro-batch through units begin..end-1."""
@@ -138,11 +141,11 @@ class _Run:
         tables = self._tables(begin, end, around_s, limit_s)
         if tables is None:
             return np.inf, []
-        costs, least = tables
+        start, costs, least = tables
         starts: list[int] = []
         at = end - begin
         for before, cost in zip(reversed(least[:-1]), reversed(costs), strict=True):
-            at = int(np.maximum(before, cost[:, at]).argmin())
+            at = int(start[at, np.maximum(before[start[at]], cost[at]).argmin()])
             starts.append(begin + at)
         return float(least[-1][-1]), starts[::-1]
 
@@ -153,49 +156,59 @@ class _Run:
         tables = self._tables(begin, end, around_s, limit_s())
         if tables is None:
             return
-        costs, least = tables
+        starts, costs, least = tables
 
         def before(rank: int, at: int, worst_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
             """Cuts of the units before ``at`` on ranks 0..rank."""
             if rank < 0:
                 yield worst_s, ()
                 return
-            through = np.maximum(least[rank], costs[rank][:, at])
-            for start in np.argsort(through, kind="stable").tolist():
-                if max(float(through[start]), worst_s) >= limit_s():
+            through = np.maximum(least[rank][starts[at]], costs[rank][at])
+            for place in np.argsort(through, kind="stable").tolist():
+                if max(float(through[place]), worst_s) >= limit_s():
                     break
-                own_s = max(worst_s, float(costs[rank][start, at]))
-                for cost_s, starts in before(rank - 1, start, own_s):
-                    yield cost_s, (*starts, begin + start)
+                start, own_s = int(starts[at, place]), max(worst_s, float(costs[rank][at, place]))
+                for cost_s, others in before(rank - 1, start, own_s):
+                    yield cost_s, (*others, begin + start)
 
         yield from before(len(costs) - 1, end - begin, 0.0)
 
     def _tables(
         self, begin: int, end: int, around_s: tuple[float, float], limit_s: float
-    ) -> tuple[list[Array], list[Array]] | None:
-        """The cost of every stage on each rank, and ``best`` before the first and after each; None above the limit."""
+    ) -> tuple[Positions, list[Array], list[Array]] | None:
+        """First units of stages; their costs on each rank; ``best`` before the first and after each.
+
+        None where the best is above the limit.
+        """
         best = np.full(end - begin + 1, np.inf)
         best[0] = 0.0
         costs, least = [], [best]
-        stages = self._stages(slice(begin, end + 1), around_s)
+        stages = self._stages(begin, end, around_s, limit_s)
         for rank in self.ranks:
             costs.append(self._cost_s(rank, stages))
-            best = np.maximum(best[:, None], costs[-1]).min(axis=0)
+            best = np.maximum(best[stages.start], costs[-1]).min(axis=1)
             least.append(best)
             if not best.min() < limit_s:
                 return None
-        return (costs, least) if best[-1] < limit_s else None
+        return (stages.start, costs, least) if best[-1] < limit_s else None
 
-    def _stages(self, part: slice, around_s: tuple[float, float]) -> _Stages:
-        work = self.total[part]
-        start, end = np.indices((len(work), len(work)), sparse=True)
+    def _stages(self, begin: int, end: int, around_s: tuple[float, float], limit_s: float) -> _Stages:
+        """Those that alone take less than the limit: none that holds more units does."""
+        part = slice(begin, end + 1)
+        work, forward, backward = self.total[part], self._forward[part], self._backward[part]
+        longest = work + limit_s / self._problem.num_microbatches * (1 + 1e-9)
+        most = max(1, int((np.searchsorted(work, longest, side="right") - 1 - np.arange(len(work))).max()))
+        ends = np.arange(len(work))[:, None]
+        start = ends - np.arange(most, 0, -1)
+        has_units, start = start >= 0, np.maximum(start, 0)
         return _Stages(
-            part,
-            before_s=around_s[0] + (work - work[0])[:, None],
-            behind_s=around_s[1] + (work[-1] - work)[None, :],
-            forward_s=_between(self._forward[part]),
-            backward_s=_between(self._backward[part]),
-            has_units=start < end,
+            start,
+            (begin + start, begin + ends),
+            before_s=around_s[0] + (work[start] - work[0]),
+            behind_s=around_s[1] + (work[-1] - work)[:, None],
+            forward_s=forward[:, None] - forward[start],
+            backward_s=backward[:, None] - backward[start],
+            has_units=has_units,
         )
 
     def _cost_s(self, rank: int, stages: _Stages) -> Array:
@@ -204,11 +217,11 @@ class _Run:
         What other stages recompute is not known, and left out.
         """
         problem, send = self._problem, self._problem.send_s
-        m, part, forward = problem.num_microbatches, stages.part, stages.forward_s
+        m, forward = problem.num_microbatches, stages.forward_s
         behind = problem.num_ranks - 1 - rank
         prefix = stages.before_s + 2 * sum(send[:rank])
         suffix = stages.behind_s + 2 * sum(send[rank:])
-        extra, once = (each[rank - self.ranks.start, part, part] for each in (self._extra, self._once))
+        extra, once = (each[rank][stages.of_problem] for each in (problem.extra_s, problem.once_s))
         fits = np.isfinite(extra)
         backward = stages.backward_s + np.where(fits, extra, 0.0)
         work = forward + backward
@@ -255,7 +268,3 @@ def _rising(num_units: int, length: int) -> NDArray[np.intp]:
 
 def _running(values: tuple[float, ...]) -> Array:
     return np.concatenate(([0.0], np.cumsum(values)))
-
-
-def _between(running: Array) -> Array:
-    return running[None, :] - running[:, None]

@@ -19,7 +19,8 @@ from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.layout_units import device_places
-from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT, reserve_fraction
+from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
+from planner.evaluation.software import reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns

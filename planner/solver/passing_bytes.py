@@ -4,87 +4,119 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import product
 from typing import NamedTuple
 
-from costmodels.ledger import MemoryLedger
+import numpy as np
+
 from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
-from planner.evaluation.rank_memory import RankMemoryModel
-from planner.evaluation.unit_times import LayoutRows
-from planner.layout.layout import Layout
+from costmodels.vocabulary.terms import PLACE, Element, Holding
+from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
+from planner.evaluation.software import outside_bytes
+from planner.evaluation.states import held_elements
+from planner.layout.columns import Array
 from planner.solver.bounds import AlikeLayouts
 
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
+_SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 
-class KnownBytes(NamedTuple):
-    """What was worked out of layouts with the prices of one table."""
 
-    passing: dict[tuple[object, ...], tuple[float, float]]
-    outside: dict[tuple[Mesh, bool], float]
+class _MeshKey(NamedTuple):
+    mesh: Mesh
 
 
 class PassingBytes:
-    """What ranks of layouts need besides states and kept activations."""
+    """What ranks of many layouts need besides states and kept activations; one number a layout."""
 
-    def __init__(self, known: KnownBytes, of: AlikeLayouts) -> None:
-        """``known``: of layouts with the same prices."""
-        self._known, self._of = known, of
+    def __init__(self, of: AlikeLayouts, held: Array) -> None:
+        """``held``: of one unit in every mode that blocks may take, [layouts, modes, kinds, Holding]."""
+        self._of, self._held = of, held
 
-    def of_layout(self, place: int, unlike_ends: Sequence[tuple[int, ...]]) -> list[float]:
-        """Of one layout the context and communicators; and for each of the ends that ranks hold what a rank needs.
+    def outside(self) -> Array:
+        """The context and communicators."""
+        meshes, which = self._of.layouts.by(_MeshKey)
+        table, first = self._of.table, np.unique(which, return_index=True)[1]
+        mixes = self._of.rows.mixes_lifetimes[first].tolist()
+        return np.array([outside_bytes(table, key.mesh, each) for key, each in zip(meshes, mixes, strict=True)])[which]
 
-        That is: at least while a unit is at work, and where it holds two blocks in a stage.
-        """
-        layout = self._of.layouts[place]
-        key = layout.mesh, bool(self._of.rows.mixes_lifetimes[place])
-        if key not in self._known.outside:
-            model = self._memory_model(layout)
-            ledger = MemoryLedger().with_reserve(model.software, model.num_communicators)
-            self._known.outside[key] = ledger.total_bytes
-        found = [self._known.outside[key]]
-        alike = self._key(layout, place)
-        for ends in unlike_ends:
-            whole = (*alike, ends)
-            if whole not in self._known.passing:
-                model, reserve = self._memory_model(layout), float(self._of.reserve[place])
-                self._known.passing[whole] = self._while_at_work(ends, model, reserve)
-            found += self._known.passing[whole]
-        return found
-
-    def _memory_model(self, layout: Layout) -> RankMemoryModel:
-        table = self._of.table
-        return RankMemoryModel(table, layout, LayoutRows.of_one(table, layout), [0] * len(table.units.kinds))
-
-    @cached_property
-    def _kinds_between(self) -> list[int]:
-        """Kinds of the units that are no blocks, besides the first and the last of the model."""
-        units = self._of.table.units
-        pairs = list(zip(units.kinds, units.is_block, strict=True))[1:-1]
-        return [kind for kind, is_block in pairs if not is_block]
-
-    def _while_at_work(self, ends: tuple[int, ...], model: RankMemoryModel, reserve: float) -> tuple[float, float]:
+    def while_at_work(self, ends: tuple[int, ...]) -> tuple[Array, Array]:
         """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
 
         ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
         whatever each recomputes. Where ranks hold several stages each has one that ends with a block, or with a unit
         that stands between blocks and the model's end; of a rank's only stage the last unit may be of any kind.
         """
-
-        def least(*kinds: int) -> float:
-            modes = product(self._of.modes, repeat=len(kinds))
-            return min(model.passing_bytes([*zip(each, kinds, strict=True)], reserve) for each in modes)
-
-        units, between = self._of.table.units, self._kinds_between
-        kind = next(kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block)
-        any_kind = [kind, *between] if self._of.virtual_stages > 1 else list(range(len(units.counts)))
-        few = min(least(each) for each in any_kind)
+        units = self._of.table.units
+        pairs = list(zip(units.kinds, units.is_block, strict=True))
+        between = [kind for kind, is_block in pairs[1:-1] if not is_block]
+        block = next(kind for kind, is_block in pairs if is_block)
+        any_kind = [block, *between] if self._of.virtual_stages > 1 else range(len(units.counts))
+        few = np.minimum.reduce([self._least(each) for each in sorted(set(any_kind))])
         if units.kinds[-1] in ends:
-            few = max(few, least(units.kinds[-1]))
-        return few, few if between else max(few, least(kind, kind))
+            few = np.maximum(few, self._least(units.kinds[-1]))
+        return few, few if between else np.maximum(few, self._least(block, block))
 
-    def _key(self, layout: Layout, place: int) -> tuple[object, ...]:
-        """All that ``_while_at_work`` depends on."""
-        rows, mesh, zero = self._of.rows, layout.mesh, ZERO_STAGES[layout.zero_stage]
-        reduces_each = zero.shards_gradients or layout.num_microbatches == 1
-        sharding = zero.shards_parameters, reduces_each, mesh.expert_parts, mesh.dp * mesh.cp == 1
-        shape = self._of.virtual_stages > 1, bool(rows.mixes_lifetimes[place])
-        return int(rows.work[place]), int(rows.split[place]), *sharding, *shape, *self._of.modes
+    def _least(self, *kinds: int) -> Array:
+        """The least over all modes of what comes and goes in the backward pass of a stage of these kinds of units."""
+        if kinds not in self._found:
+            num_layouts, whole = len(self._of.num_microbatches), (slice(None), *[None] * len(kinds))
+            units = [self._unit(kind, place, len(kinds)) for place, kind in enumerate(kinds)]
+            at_work = [unit for unit, _, _ in units]
+            needed = self._of_moments(at_work) if self._of.table.framework.has_fsdp_moments else self._at_work(at_work)
+            buffers, stranded = (np.maximum.reduce(np.broadcast_arrays(*[u[k] for u in units])) for k in (1, 2))
+            passing = (needed + buffers) * self._of.reserve[whole] + stranded
+            self._found[kinds] = passing.reshape(num_layouts, -1).min(axis=1)
+        return self._found[kinds]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, ...], Array]:
+        return {}
+
+    def _unit(self, kind: int, place: int, number: int) -> tuple[UnitAtWork, Array, Array]:
+        """One of so many units of a stage, and its buffers and stranded copies, [layouts, modes of each unit]."""
+        units = self._of.table.units
+        num_modes = self._held.shape[1] if units.is_block[units.kinds.index(kind)] else 1  # all others are the same
+        shape = [len(self._held), *[num_modes if at == place else 1 for at in range(number)]]
+        held = self._held[:, :num_modes, kind]
+
+        def of(holding: Holding) -> Array:
+            return held[..., PLACE[holding]].reshape(shape)
+
+        elements = self._sizes[:, kind].reshape(-1, *[1] * number)
+        unit = UnitAtWork(of(Holding.WORKING), of(Holding.LOSS), of(Holding.KEPT), elements)
+        return unit, of(Holding.BUFFER), of(Holding.STRANDED)
+
+    @cached_property
+    def _sizes(self) -> Array:
+        """Elements of a unit when it is gathered, [layouts, kinds]."""
+        elements = self._of.elements
+        whole = elements[..., PLACE[Element.TRAINABLE]] + elements[..., PLACE[Element.FROZEN]]
+        return held_elements(whole, elements[..., PLACE[Element.EXPERT]], self._of.rows.expert_parts[:, None])
+
+    def _of_moments(self, stage: Sequence[UnitAtWork]) -> Array:
+        """``RankMemoryModel`` asks the same of one layout: in a pipeline the first unit's gradients wait."""
+        framework, zero = self._of.table.framework, self._of.rows.zero_stage
+        whole = (slice(None), *[None] * len(stage))
+        sharding = Sharding(
+            gathers_units=_SHARDS_PARAMETERS[zero][whole],
+            reduces_each=(_SHARDS_GRADIENTS[zero] | (self._of.num_microbatches == 1))[whole],
+            num_shards=1,  # matters where gradients are reduced once a step
+            compute_bytes=framework.item_bytes,
+            buffer_bytes=framework.reduction_bytes,
+        )
+        return most_bytes([(unit, 1) for unit in stage], sharding, before=stage[0].elements)
+
+    def _at_work(self, stage: Sequence[UnitAtWork]) -> Array:
+        """The same of frameworks without these moments: as ``RankMemoryModel`` counts them."""
+        framework, layouts = self._of.table.framework, self._of.layouts
+        whole = (slice(None), *[None] * len(stage))
+        reduces = (layouts.numbers("dp") * layouts.numbers("cp") > 1) & (not framework.reduces_in_place)
+        of_element = (framework.units_in_transit * framework.reduction_bytes * reduces)[whole]
+        zero = np.zeros_like(stage[0].working)
+        worst, reduced, freed, largest = zero, zero, zero, 0 * stage[0].elements
+        for unit in reversed(stage):
+            working, behind = unit.working - freed, of_element * largest
+            is_more = working + behind > worst + reduced
+            worst, reduced = np.where(is_more, working, worst), np.where(is_more, behind, reduced)
+            freed, largest = freed + unit.kept, np.maximum(largest, unit.elements)
+        gathers = _SHARDS_PARAMETERS[self._of.rows.zero_stage][whole]
+        return np.maximum(0.0, worst) + framework.units_in_transit * framework.item_bytes * largest * gathers + reduced

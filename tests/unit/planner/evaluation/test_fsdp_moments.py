@@ -3,11 +3,13 @@
 import random
 from itertools import groupby
 
+import numpy as np
 import pytest
 
-from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, fullest_last_moment, fullest_moment
+from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, fullest_last_moment, fullest_moment, most_bytes
 
 ZERO_2 = Sharding(gathers_units=False, reduces_each=True, num_shards=4, compute_bytes=2.0, buffer_bytes=4.0)
+ZERO_3 = Sharding(gathers_units=True, reduces_each=True, num_shards=4, compute_bytes=2.0, buffer_bytes=4.0)
 ZERO_1 = Sharding(gathers_units=False, reduces_each=False, num_shards=4, compute_bytes=2.0, buffer_bytes=4.0)
 UNIT = UnitAtWork(working=10.0, loss=0.0, kept=1000.0, elements=100.0)
 
@@ -33,11 +35,10 @@ def test_gradients_of_the_pass_before_wait_beside_the_first_unit_at_work() -> No
 
 
 def test_a_unit_of_many_parameters_ends_with_its_gradients_beside_two_copies_and_the_buffer() -> None:
-    zero_3 = Sharding(gathers_units=True, reduces_each=True, num_shards=4, compute_bytes=2.0, buffer_bytes=4.0)
     small = UnitAtWork(working=1.0, loss=0.0, kept=5.0, elements=1000.0)
     # The middle one of three: parameters of it and the one before, its gradients, and those behind it, less what it and
     # the one behind it kept.
-    assert fullest_moment([(small, 3)], zero_3).total == (2 + 2 + 2 + 4) * 1000 - 2 * small.kept
+    assert fullest_moment([(small, 3)], ZERO_3).total == (2 + 2 + 2 + 4) * 1000 - 2 * small.kept
 
 
 def test_nothing_waits_where_gradients_are_reduced_once_a_step() -> None:
@@ -47,3 +48,23 @@ def test_nothing_waits_where_gradients_are_reduced_once_a_step() -> None:
 def test_the_loss_is_at_work_beside_what_waits() -> None:
     head = UnitAtWork(working=500.0, loss=500.0, kept=1000.0, elements=100.0)
     assert fullest_moment([(UNIT, 1), (head, 1)], ZERO_2, before=70.0).total == 500 + 4.0 * 70
+
+
+def test_many_stages_at_once_take_what_each_takes_alone() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        zero, num_units = rng.choice((ZERO_1, ZERO_2, ZERO_3)), rng.randint(1, 3)
+        stages = [
+            [
+                UnitAtWork(9 * rng.random(), 9 * rng.random() * (rng.random() < 0.5), rng.random(), 5 * rng.random())
+                for _ in range(num_units)
+            ]
+            for _ in range(8)
+        ]
+        before = [4 * rng.random() for _ in stages]
+        together = [(UnitAtWork(*np.array([stage[k] for stage in stages]).T), 1) for k in range(num_units)]
+        each = [
+            fullest_moment([(unit, 1) for unit in stage], zero, more).total
+            for stage, more in zip(stages, before, strict=True)
+        ]
+        assert most_bytes(together, zero, np.array(before)).tolist() == each
