@@ -14,26 +14,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from costmodels.vocabulary.choices import Offload, Optimizer
+from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError, PlannerError
-from planner.plan.schema import Plan
 
 ITEM_BYTES = 4  # of float32
 _MOMENTS = {Optimizer.ADAMW: ("exp_avg", "exp_avg_sq"), Optimizer.ADAM: ("exp_avg", "exp_avg_sq"), Optimizer.SGD: ()}
-
-
-def check_folder(plan: Plan, folder: Path | None) -> None:
-    """InputError where ``plan`` needs a folder and has none, or the other way round."""
-    if plan.offload is Offload.NVME and folder is None:
-        raise InputError(
-            "the plan keeps optimiser states on NVMe, and nobody says where", hint="name a folder with --offload-dir"
-        )
-    if plan.offload is not Offload.NVME and folder is not None:
-        raise InputError(
-            f"--offload-dir is for plans that keep optimiser states on NVMe; this one has offload = "
-            f"{plan.offload.value}",
-            hint="leave it out, or search again with --offload nvme",
-        )
 
 
 def put_on_disk(optimizer: torch.optim.Optimizer, name: Optimizer, folder: Path) -> None:

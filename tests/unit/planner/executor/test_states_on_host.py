@@ -18,8 +18,9 @@ from planner.executor.build import build_model, example_batch, loaded_model
 from planner.executor.check import check
 from planner.executor.mesh import build_mesh
 from planner.executor.optimizer import build_optimizer
+from planner.executor.options import RunOptions
 from planner.executor.parallelize import parallelize
-from planner.executor.states_on_disk import check_folder, put_on_disk
+from planner.executor.states_on_disk import put_on_disk
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
 from tests.fake_world import fake_world
@@ -99,12 +100,12 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_a_plan_for_it_go_together(tmp_path: Path) -> None:
-    check_folder(plan_with(Offload.NVME), tmp_path)
-    check_folder(plan_with(Offload.CPU), None)
+    RunOptions(offload_dir=tmp_path).check_offload(Offload.NVME)
+    RunOptions().check_offload(Offload.CPU)
     with pytest.raises(InputError, match="on NVMe, and nobody says where"):
-        check_folder(plan_with(Offload.NVME), None)
+        RunOptions().check_offload(Offload.NVME)
     with pytest.raises(InputError, match="offload = cpu"):
-        check_folder(plan_with(Offload.CPU), tmp_path)
+        RunOptions(offload_dir=tmp_path).check_offload(Offload.CPU)
 
 
 def test_memory_of_hosts_is_not_checked_for_that_of_devices() -> None:
