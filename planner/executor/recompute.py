@@ -64,10 +64,20 @@ def apply_recompute(
         if fqn not in modules:
             continue
         target, mode, leaves = modules[fqn], modes.get(fqn, Recompute.NONE), fqn in on_host
+        if mode is Recompute.SELECTIVE and _adds_in_place(target):
+            mode = Recompute.FULL
         if mode is not Recompute.NONE:
             target.forward = _checkpointed(_inside(target.forward, surroundings), mode, leaves=leaves)
         if leaves:
             target.forward = kept_on_host(target.forward, target)
+
+
+def _adds_in_place(module: nn.Module) -> bool:
+    """Whether some products of ``module`` are changed once they are there, so that they cannot be kept.
+
+    Without cuDNN torch makes recurrent layers of single products and adds to them in place.
+    """
+    return not torch.cuda.is_available() and any(isinstance(each, nn.RNNBase) for each in module.modules())
 
 
 def _inside(forward: Callable[..., object], surroundings: Surroundings) -> Callable[..., object]:

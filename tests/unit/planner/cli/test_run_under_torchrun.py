@@ -7,14 +7,17 @@ from collections.abc import Iterator
 import pytest
 import typer
 from torch.distributed.run import parse_args
-from typer.core import TyperOption
+from typer.core import TyperGroup, TyperOption
 
 from planner.cli.main import app
 
-RUN = typer.main.get_command(app).commands["run"]  # pyright: ignore[reportAttributeAccessIssue]
+COMMANDS = typer.main.get_command(app)
+assert isinstance(COMMANDS, TyperGroup)
+RUN = COMMANDS.get_command(typer.Context(COMMANDS), "run")
 
 
 def names() -> Iterator[tuple[str, ...]]:
+    assert RUN is not None
     for parameter in RUN.params:
         if isinstance(parameter, TyperOption):
             yield tuple(parameter.opts)

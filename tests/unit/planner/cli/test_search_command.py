@@ -115,7 +115,7 @@ def test_a_graph_gives_the_plan_of_its_model(run: Run, graph_file: Path) -> None
 
 def test_a_config_and_a_user_file_are_planned(run: Run) -> None:
     for model in ("tests/fixtures/hf/llama", "examples/tiny_gpt.py"):
-        code, out, _ = run("search", model, "--gpus", 8, "--seq-len", 128, "--global-batch", 16, "--json")
+        code, out, _ = run("search", model, "--gpus", 8, "--seq-len", 64, "--global-batch", 16, "--json")
         assert code == 0
         assert Plan.model_validate_json(out).model.source == model
 

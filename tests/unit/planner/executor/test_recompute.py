@@ -1,5 +1,6 @@
 """Selective recomputation repeats no product: neither operator by operator nor in a whole model."""
 
+import copy
 import functools
 import re
 from collections import Counter
@@ -70,6 +71,13 @@ CASES: dict[str, tuple[Product, tuple[torch.Tensor, ...]]] = {
     "scaled_dot_product_attention": (F.scaled_dot_product_attention, (values(2, 4, 8, 16),) * 3),
 }
 
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "lstm": functools.partial(nn.LSTM, 8, 6, batch_first=True),
+    "gru": functools.partial(nn.GRU, 8, 6, batch_first=True),
+    "rnn_tanh": functools.partial(nn.RNN, 8, 6, batch_first=True),
+    "rnn_relu": functools.partial(nn.RNN, 8, 6, nonlinearity="relu", batch_first=True),
+}
+
 
 class Names(TorchDispatchMode):
     """Counts the operators that run."""
@@ -131,7 +139,23 @@ def test_no_product_runs_twice(name: str) -> None:
 
 
 def test_every_product_is_tried() -> None:
-    assert {name for operator in PRODUCTS for name in operator.names} == set(CASES)
+    assert {name for operator in PRODUCTS for name in operator.names} == {*CASES, *RECURRENT}
+
+
+@pytest.mark.parametrize("layer", RECURRENT.values())
+def test_recurrent_layers_are_repeated_whole_on_processors(layer: Callable[[], nn.RNNBase]) -> None:
+    """Torch adds to their products in place there: what is kept of these would be other values."""
+    torch.manual_seed(0)
+    block, inputs = nn.Sequential(nn.Linear(8, 8), layer()), torch.randn(2, 5, 8)
+    found: list[list[torch.Tensor]] = []
+    for mode in (None, Recompute.SELECTIVE):
+        holder = nn.ModuleDict({"block": copy.deepcopy(block)})
+        if mode is not None:
+            apply_recompute(holder, [RecomputeRule(modules=("block",), mode=mode)])
+        holder["block"](inputs)[0].square().sum().backward()
+        found.append([p.grad for p in holder.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(block.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def products_in_training(mode: Recompute) -> Counter[str]:
