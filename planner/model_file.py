@@ -204,7 +204,7 @@ def held_model(
     elif callable(example_inputs):
         makes = example_inputs
         inputs, seq_len = lambda b, s: as_batch(makes(b, s)), fixed_seq_len(makes) or longest
-        nest = nest_of(makes(1, seq_len))
+        nest = nest_of(makes(2, seq_len))
     else:
         inputs, seq_len = inputs_like(example_inputs), seq_len_of(as_batch(example_inputs))
         nest = nest_of(example_inputs)

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten_with_path,
+    tree_structure,
+    tree_unflatten,
+)
 
 from planner.errors import ModelError
 from planner.models.loss import TrainingLoss
@@ -79,14 +87,12 @@ def flattened(inputs: object) -> tuple[Batch, Nest | None]:
 
     TypeError names what is no tensor.
     """
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), None
-    if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-    if not isinstance(inputs, dict | list | tuple) or not inputs:
-        raise TypeError(f"a {type(inputs).__name__}" if inputs else "nothing")
-    if all(isinstance(value, torch.Tensor) for value in (inputs.values() if isinstance(inputs, dict) else inputs)):
-        return {str(name): value for name, value in inputs.items()} if isinstance(inputs, dict) else tuple(inputs), None
+    inputs = _container(inputs)
+    values = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    if not values:
+        raise TypeError("nothing")
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return dict(zip(map(str, inputs), values, strict=True)) if isinstance(inputs, dict) else tuple(values), None
     beside: dict[str, torch.Tensor] = {}
     if isinstance(inputs, dict) and isinstance(inputs.get(LABELS), torch.Tensor):
         beside[LABELS] = inputs.pop(LABELS)  # of our copy: forward need not take them
@@ -97,10 +103,21 @@ def flattened(inputs: object) -> tuple[Batch, Nest | None]:
     strange = next((leaf for leaf in constants if not isinstance(leaf, Constant)), None)
     if strange is not None:
         raise TypeError(f"a {type(strange).__name__} among them")
-    if not batch or len(batch) + len(constants) < len(named):
-        raise TypeError("two tensors of one name" if batch else "no tensor at all")
+    if not batch or len(dict(named)) < len(named):
+        raise TypeError("two values of one name" if batch else "no tensor at all")
     leaves = tuple(name if name in batch else None for name, _ in named)
     return {**batch, **beside}, Nest(spec, leaves, tuple(None if name in batch else leaf for name, leaf in named))
+
+
+def _container(inputs: object) -> dict[str, Any] | list[Any] | tuple[Any, ...]:
+    """Inputs in order or by name; one alone, a tensor or of a class that torch knows to be a nest, is in order."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    if isinstance(inputs, list | tuple):
+        return inputs
+    if isinstance(inputs, torch.Tensor) or not tree_structure(inputs).is_leaf():
+        return (inputs,)
+    raise TypeError(f"a {type(inputs).__name__}")
 
 
 def by_name(batch: object) -> dict[str, torch.Tensor]:

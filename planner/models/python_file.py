@@ -126,7 +126,7 @@ class _Given:
         with contextlib.suppress(ModelError):
             fixed = fixed_seq_len(lambda batch_size, seq_len: makes(batch_size, seq_len)[0])
         with contextlib.suppress(ModelError):
-            nest = makes(1, fixed or longest)[1]
+            nest = makes(2, fixed or longest)[1]
         return _Given(makes, fixed or longest, nest)
 
     @property

@@ -77,6 +77,12 @@ def test_models_that_need_whole_sequences_are_refused(kind: str, says: str) -> N
         check(kind)
 
 
+def test_inputs_that_are_no_token_ids_are_refused_by_name() -> None:
+    inputs = {"batch.ids": torch.zeros(2, SEQ_LEN, dtype=torch.int64), "batch.image": torch.zeros(2, 3, 8, 8)}
+    with pytest.raises(ModelError, match=r"batch.image is torch.float32 \(2, 3, 8, 8\)"):
+        check_model(Toy("plain"), inputs, NEXT_TOKEN, context_of())
+
+
 def test_what_is_as_long_as_a_shard_but_no_positions_is_refused() -> None:
     check("count", num_ranks=4)
     with pytest.raises(ModelError, match="it counts 8 of something else with torch.arange, and a rank has 8 positions"):

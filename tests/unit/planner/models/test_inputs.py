@@ -1,6 +1,7 @@
 """Inputs in nests: their names, what the user's functions get of them, and what is refused."""
 
 import copy
+import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -47,11 +48,23 @@ def test_it_comes_back_as_it_was_with_what_is_beside() -> None:
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [("x", "a str"), ({"a": {"b": object()}}, "a object among them"), ({"a": [1, None]}, "no tensor at all"),
-     ({"a": {"b": ONE}, "a.b": TWO}, "two tensors of one name"), ([], "nothing")],
+     ({"a": {"b": ONE}, "a.b": TWO}, "two values of one name"), ([], "nothing")],
 )  # fmt: skip
 def test_what_is_no_tensor_is_named(inputs: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         flattened(inputs)
+
+
+def test_a_class_that_torch_knows_is_one_argument() -> None:
+    made = dataclasses.make_dataclass("Batch", ["image", "ids"])
+    torch.export.register_dataclass(made, serialized_type_name="tests.Batch")
+    batch, nest = flattened(made(ONE, THREE))
+    assert nest is not None
+    assert isinstance(batch, dict)
+    assert list(batch) == ["input_0.image", "input_0.ids"]
+    given = call_model(nest.adapted(OfOne()), batch)
+    assert isinstance(given, made)
+    assert vars(given) == {"image": ONE, "ids": THREE}
 
 
 class Module(nn.Module):
