@@ -47,7 +47,8 @@ def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
             moved = {key: value.to(META) for key, value in inputs.items()}
             call_model(copied, moved)  # what is made once and kept, such as a table of angles, is made here
             before = _versions([copied])
-            call_model(copied, moved)
+            if before:
+                call_model(copied, moved)
     except Exception:  # whatever the user's code raises without values
         return
     _refuse(_changed(before, _versions([copied])), plan)

@@ -110,6 +110,17 @@ def test_what_is_made_once_or_by_one_process_is_accepted() -> None:
     check_buffers(Toy("batch norm"), IDS, plan_of(MeshSection()))
 
 
+@pytest.mark.parametrize(("num_buffers", "passes"), [(0, 1), (1, 2)])
+def test_a_second_pass_is_taken_only_where_there_are_buffers(num_buffers: int, passes: int) -> None:
+    seen: list[torch.Size] = []
+    model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(4, track_running_stats=False))
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    for number in range(num_buffers):
+        model.register_buffer(f"table_{number}", torch.zeros(4))
+    check_buffers(model, {"input": IDS["input_ids"]}, plan_of(MeshSection(dp_shard=2)))
+    assert seen == [torch.Size((2, 4, 8))] * passes
+
+
 @pytest.mark.parametrize("kind", ["where values are needed", "uncounted"])
 def test_what_shows_only_with_values_is_found_in_a_step(kind: str) -> None:
     model, plan = Toy(kind), plan_of(MeshSection(dp_shard=2))
