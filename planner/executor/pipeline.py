@@ -204,19 +204,27 @@ def tied_gradients(
     pp_rank_of = {stage.index: stage.pp_rank for stage in plan.pipeline.stages}
     side_by_side = mesh.size() // plan.mesh.pp  # pp is the outermost axis, and ranks lie in order
     pipelines = [list(range(first, mesh.size(), side_by_side)) for first in range(side_by_side)]
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # one for all ties of the same pipeline ranks
     found: list[TiedGradient] = []
     for tie in ties:
-        holders = sorted({pp_rank_of[stage] for stage in tie.fqns})
-        mine: dist.ProcessGroup | None = None
-        for ranks in pipelines if len(holders) > 1 else ():
-            members = [ranks[holder] for holder in holders]
-            group = dist.new_group(members)
-            if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
-                mine = group
+        holders = tuple(sorted({pp_rank_of[stage] for stage in tie.fqns}))
+        if holders not in groups:
+            groups[holders] = _group_of(holders, pipelines)
         local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
         if local:
-            found.append(TiedGradient(local, mine, len(tie.fqns)))
+            found.append(TiedGradient(local, groups[holders], len(tie.fqns)))
     return tuple(found)
+
+
+def _group_of(holders: Sequence[int], pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The ranks ``holders`` of this rank's pipeline; None where one rank holds all, or this rank is not among them."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in pipelines if len(holders) > 1 else ():
+        members = [ranks[holder] for holder in holders]
+        group = dist.new_group(members)
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in members:
+            mine = group
+    return mine
 
 
 def separate_ties(ties: Sequence[TiedParameter], roots: dict[int, nn.Module]) -> None:

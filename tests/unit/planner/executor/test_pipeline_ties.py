@@ -1,0 +1,43 @@
+"""Ranks that hold copies of one parameter add their gradients up in a process group, one for all such parameters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import nn
+
+from planner.executor.pipeline import TiedGradient, tied_gradients
+from planner.executor.stage_split import TiedParameter
+from planner.plan.schema import Plan
+from tests.fake_world import fake_world
+
+NUM_STAGES, NUM_PIPELINES = 3, 2
+
+
+def ties_of_rank_0(*stages: tuple[int, ...]) -> tuple[TiedGradient, ...]:
+    """Of parameters ``tie0``, ``tie1`` ... that lie on ``stages``; ranks of three stages are two apart."""
+    ties = [TiedParameter(dict.fromkeys(each, f"tie{number}")) for number, each in enumerate(stages)]
+    root = nn.Module()
+    for number in range(len(stages)):
+        root.register_parameter(f"tie{number}", nn.Parameter())
+    stages_of_plan = [SimpleNamespace(index=stage, pp_rank=stage) for stage in range(NUM_STAGES)]
+    plan = SimpleNamespace(pipeline=SimpleNamespace(stages=stages_of_plan), mesh=SimpleNamespace(pp=NUM_STAGES))
+    mesh = SimpleNamespace(size=lambda: NUM_STAGES * NUM_PIPELINES)
+    with fake_world(NUM_STAGES * NUM_PIPELINES):
+        return tied_gradients(ties, {0: root}, cast(Plan, plan), cast(Any, mesh))
+
+
+def test_ties_of_the_same_stages_share_a_group() -> None:
+    first, other, second = ties_of_rank_0((0, 2), (0, 1), (0, 2))
+    assert first.group is not None
+    assert other.group is not None
+    assert first.group is second.group
+    assert first.group is not other.group
+    assert [tie.num_copies for tie in (first, other, second)] == [2, 2, 2]
+
+
+def test_a_tie_inside_one_stage_needs_no_group_and_another_rank_is_in_none() -> None:
+    (inside,) = ties_of_rank_0((0,))
+    assert inside.group is None
+    assert ties_of_rank_0((1, 2)) == ()
