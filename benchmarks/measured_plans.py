@@ -33,8 +33,8 @@ from benchmarks.virtual_cluster import virtual_cluster, why_unavailable
 from costmodels.vocabulary.choices import Optimizer, Precision
 from planner.api import Question, described, price_plan
 from planner.api.runners_up import unlike_runners
+from planner.executor.options import DataOptions, RunOptions
 from planner.executor.ranks import process_group, quiet_torch
-from planner.executor.train import DataOptions, RunOptions
 from planner.executor.verify import measured
 from planner.layout.deadline import Deadline
 from planner.layout.layout import NO_PINS

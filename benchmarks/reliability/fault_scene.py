@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.reliability.drill import ROOT
 from benchmarks.virtual_cluster import INTERFACE, VirtualCluster
 from planner.cli.main import main as planner_main
-from planner.executor.train import RunOptions
+from planner.executor.options import RunOptions
 
 TIMEOUT_S = 15.0  # given to planner, to torchrun's rendezvous
 SHUTDOWN_S = 10.0  # torchrun's patience with ranks that it told to end

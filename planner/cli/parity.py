@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from planner.cli.options import Trust
+from planner.cli.process import uncollected
 from planner.cli.run import one_of
 from planner.cli.terminal import data_console
 from planner.plan.plan_file import read_plan
+
+if TYPE_CHECKING:
+    from planner.executor.options import ParityOptions
+    from planner.plan.schema import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -33,12 +38,13 @@ def parity(  # over 6 arguments: one for each option of the command line
 ) -> int:
     """One SGD step in float32 under the plan and in one process: exit code 0 where they are equal, 1 where not."""
     plan = read_plan(plan_file, trust=trust)
-    from planner.executor.outcome import on_all_ranks
-    from planner.executor.parity import ParityOptions, compare
-    from planner.executor.token_file import TokenDtype
+    with uncollected():
+        from planner.executor.options import ParityOptions
+        from planner.executor.outcome import on_all_ranks
+        from planner.executor.token_file import TokenDtype
 
     options = ParityOptions(seed, data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), timeout)
-    outcome = on_all_ranks(plan, lambda: compare(plan, options))
+    outcome = on_all_ranks(plan, lambda: _compared(plan, options))
     if outcome is None:
         return 0
     rows: list[dict[str, Any]] = outcome["rows"]
@@ -55,6 +61,13 @@ def parity(  # over 6 arguments: one for each option of the command line
             f"loss {outcome['loss']:.6f} against {outcome['expected_loss']:.6f} in one process"
         )
     return 0 if is_equal else 1
+
+
+def _compared(plan: Plan, options: ParityOptions) -> dict[str, Any]:
+    """Called on every rank: a launcher does without importing the executor."""
+    with uncollected():
+        from planner.executor.parity import compare
+    return compare(plan, options)
 
 
 def _worst(row: dict[str, Any]) -> float:

@@ -30,7 +30,7 @@ def process_began_s() -> float:
 
 @contextlib.contextmanager
 def uncollected() -> Generator[None]:
-    """Within it nobody looks for cycles of references: a search leaves few, and looking takes a tenth of its time."""
+    """Within it nobody looks for cycles of references: searches and imports leave few, and looking costs a tenth."""
     gc.disable()
     try:
         yield

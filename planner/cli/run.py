@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.options import Trust
+from planner.cli.process import uncollected
 from planner.errors import InputError
 from planner.plan.plan_file import read_plan
 
 if TYPE_CHECKING:
+    from planner.executor.options import RunOptions
     from planner.executor.run_log import StepReport
-    from planner.executor.train import RunOptions
     from planner.plan.schema import Plan
 
 _DATA, _RATE, _CHECKPOINTS, _TALK = "Data", "Optimisation", "Checkpoints", "Log"
@@ -138,10 +139,17 @@ def run(  # over 6 arguments: one for each option of the command line
         },
         {"--checkpoint-dir": checkpoint_dir, "--eval-data": eval_data, "--eval-every": eval_every},
     )
-    from planner.executor.optimizer import Decay, LearningRate, Optimization
-    from planner.executor.run_log import LogOptions
-    from planner.executor.token_file import TokenDtype
-    from planner.executor.train import CheckpointOptions, DataOptions, RunOptions
+    with uncollected():
+        from planner.executor.options import (
+            CheckpointOptions,
+            DataOptions,
+            Decay,
+            LearningRate,
+            Optimization,
+            RunOptions,
+        )
+        from planner.executor.run_log import LogOptions
+        from planner.executor.token_file import TokenDtype
 
     options = RunOptions(
         steps=steps,
@@ -182,7 +190,6 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
     )
     from planner.executor.mesh import check_executable
     from planner.executor.ranks import device_type
-    from planner.executor.train import train
 
     check_executable(plan)
     if options.is_compiled:
@@ -197,6 +204,8 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         launch(plan, sys.argv[1:], grace_s=grace_s, max_restarts=max_restarts)
         return 0
     die_with_launcher()
+    with uncollected():
+        from planner.executor.train import train
     with only_the_cause():
         return 0 if train(plan, options, _show) else STOPPED
 

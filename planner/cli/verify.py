@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
 from planner.cli.options import Trust
+from planner.cli.process import uncollected
 from planner.cli.terminal import data_console
 from planner.errors import InputError, PlanError
 from planner.output_file import check_output, write_text
@@ -19,6 +20,9 @@ from planner.plan.checks import degrees_text
 from planner.plan.plan_file import read_plan, write_plan
 from planner.plan.schema import Plan, PredictionSection
 from planner.render import seconds, size
+
+if TYPE_CHECKING:
+    from planner.executor.options import RunOptions
 
 SEARCH_S = 60.0  # for other plans
 
@@ -50,15 +54,15 @@ def verify(  # over 6 arguments: one for each option of the command
         raise InputError("--keep chooses among several plans", hint="add --top K, or leave --keep out")
     plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan) if top == 1 else None
-    from planner.executor.outcome import on_all_ranks
-    from planner.executor.train import DataOptions, RunOptions
-    from planner.executor.verify import measure, measure_each
+    with uncollected():
+        from planner.executor.options import DataOptions, RunOptions
+        from planner.executor.outcome import on_all_ranks
 
     options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data))
     if prediction is None:
-        each = on_all_ranks(plan, lambda: measure_each(plan, lambda: _others(plan, top - 1, timeout), options))
+        each = on_all_ranks(plan, lambda: _measured_each(plan, top - 1, options))
         return 0 if each is None else _show_each(plan, each, keep, as_json=as_json)
-    measured = on_all_ranks(plan, lambda: measure(plan, options))
+    measured = on_all_ranks(plan, lambda: _measured(plan, options))
     if measured is None:
         return 0
     if output is not None:
@@ -72,6 +76,19 @@ def verify(  # over 6 arguments: one for each option of the command
     console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
     console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))
     return 0
+
+
+def _measured(plan: Plan, options: RunOptions) -> dict[str, Any]:
+    """Called on every rank, as what follows: a launcher does without importing the executor."""
+    with uncollected():
+        from planner.executor.verify import measure
+    return measure(plan, options)
+
+
+def _measured_each(plan: Plan, num_others: int, options: RunOptions) -> dict[str, Any]:
+    with uncollected():
+        from planner.executor.verify import measure_each
+    return measure_each(plan, lambda: _others(plan, num_others, options.timeout_s), options)
 
 
 def _others(plan: Plan, number: int, timeout_s: float) -> list[Plan]:

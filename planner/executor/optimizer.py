@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -17,10 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from costmodels.vocabulary.choices import Optimizer
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.errors import InputError
+from planner.executor.options import DEFAULT_LEARNING_RATE, Decay, LearningRate, Optimization
 from planner.executor.parallelize import ParallelModel
 
-DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
     Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
@@ -29,50 +26,6 @@ _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
 }
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 WSD_DECAY_SHARE = 0.1  # of all steps; Hu et al., "MiniCPM", 2024, found about a tenth to be enough
-
-
-class LearningRate(StrEnum):
-    """How the learning rate goes on after its warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-    WSD = "wsd"  # warm-up, stable, decay: constant until a linear decay at the end
-
-
-class Decay(StrEnum):
-    """Which parameters weight decay pulls towards zero."""
-
-    ALL = "all"
-    MATRICES = "matrices"  # all but vectors (norms' scales, biases) and whatever is named a bias
-
-
-@dataclass(frozen=True)
-class Optimization:
-    """What changes the updates. As it stands nothing is changed: a constant rate, torch's own decay, no clipping."""
-
-    learning_rate: float | None = None  # the highest one; None: the optimiser's default of ours
-    schedule: LearningRate = LearningRate.CONSTANT
-    warmup_steps: int = 0  # in which the rate grows linearly
-    schedule_steps: int | None = None  # at which the schedule ends; None: the run's steps
-    decay_steps: int | None = None  # of WSD; None: a tenth
-    final_share: float = 0.0  # of the highest rate, at the schedule's end
-    weight_decay: float | None = None  # None: torch's own, 0.01 for AdamW
-    decay: Decay = Decay.ALL
-    clip_norm: float | None = None
-
-    def peak(self, name: Optimizer) -> float:
-        """The highest learning rate."""
-        return DEFAULT_LEARNING_RATE[name] if self.learning_rate is None else self.learning_rate
-
-    def check(self, steps: int) -> None:
-        """InputError where the schedule cannot be followed."""
-        end = self.schedule_steps or steps
-        if self.schedule is not LearningRate.CONSTANT and self.warmup_steps >= end:
-            raise InputError(
-                f"the learning rate grows for {self.warmup_steps} steps, but its schedule ends after {end}",
-                hint="lower --warmup, or raise --steps or --schedule-steps",
-            )
 
 
 def rate_at(step: int, options: Optimization, peak: float, steps: int) -> float:

@@ -7,7 +7,6 @@ it. Both sides compute in float32, with modules in evaluation mode so that nothi
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,27 +18,17 @@ from planner.executor.build import build_model, example_batch, loaded_model
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import build_optimizer
+from planner.executor.options import ParityOptions
 from planner.executor.parallelize import ParallelModel
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
-from planner.executor.token_file import TokenDtype
 from planner.model_file import LoadedModel, call_model
 from planner.plan.schema import Plan
 
 LEARNING_RATE = 0.1
 FLOOR = 1e-4  # of the norm of all gradients: what is smaller than this share of it is held against this share
 State = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ParityOptions:
-    """What one step is taken on."""
-
-    seed: int = 0
-    data: Path | None = None
-    data_dtype: TokenDtype = TokenDtype.BYTES
-    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)

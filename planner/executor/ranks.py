@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import logging
 import os
@@ -45,6 +46,7 @@ def process_group(timeout_s: float = DEFAULT_TIMEOUT_S, work: str = "") -> Gener
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise PlannerError(f"rank {rank} cannot connect to the others: {error}", hint=_WAY_TO_MEET) from error
+    gc.freeze()  # torch's modules are hundreds of thousands of objects, and stay: no collection is to look through them
     try:
         yield device
         dist.barrier()

@@ -7,8 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,63 +20,25 @@ from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import (
-    Optimization,
     build_optimizer,
     clip,
     gradient_norm,
     parameter_groups,
     rate_at,
 )
+from planner.executor.options import RunOptions
 from planner.executor.parallelize import ParallelModel
 from planner.executor.randomness import seed_rank
-from planner.executor.ranks import DEFAULT_TIMEOUT_S, process_group, quiet_torch, say, told_by_rank, told_to_stop
+from planner.executor.ranks import process_group, quiet_torch, say, told_by_rank, told_to_stop
 from planner.executor.requirements import buffers_unchanged
-from planner.executor.run_log import LogOptions, RunLog, StepReport
+from planner.executor.run_log import RunLog, StepReport
 from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
-from planner.executor.token_file import TokenDtype
 from planner.executor.watch import watched
 from planner.model_file import LoadedModel
 from planner.plan.checks import degrees_text
 from planner.plan.manifest import Progress
 from planner.plan.schema import Plan
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """What to train on, and what to look at in between."""
-
-    file: Path | None = None  # None: the standard library's source
-    dtype: TokenDtype = TokenDtype.BYTES  # of a file that does not say its own
-    eval_file: Path | None = None
-    eval_every: int | None = None  # steps
-    eval_batches: int = 8  # global batches, each time the same
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Where to go on from and to save: at the end, on SIGTERM, and ``every`` so many steps."""
-
-    folder: Path | None = None
-    every: int | None = None
-    keep: int = 3
-    must_resume: bool = False  # an error where there is nothing to go on from
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How long and on what to train."""
-
-    steps: int = 20
-    seed: int | None = None  # None: that of the checkpoint, or 0
-    timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
-    data: DataOptions = field(default_factory=DataOptions)
-    optimization: Optimization = field(default_factory=Optimization)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
-    weights: Path | None = None  # safetensors to begin with
-    is_compiled: bool = False  # each unit by torch.compile
-    log: LogOptions = field(default_factory=LogOptions)
-    profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
 
 @dataclass(frozen=True)

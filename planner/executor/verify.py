@@ -18,9 +18,10 @@ from planner.errors import InputError
 from planner.executor.build import loaded_model
 from planner.executor.live_memory import LiveMemory
 from planner.executor.mesh import check_executable, check_world_size
+from planner.executor.options import RunOptions
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import process_group, quiet_torch
-from planner.executor.train import Run, RunOptions, prepare, timed_step
+from planner.executor.train import Run, prepare, timed_step
 from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,7 +24,8 @@ from planner.executor.launch import RankError, StoppedError, die_with_launcher, 
 from planner.executor.ranks import _met, process_group
 from planner.plan.plan_file import read_plan
 
-PLAN = read_plan(Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json")
+EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
+PLAN = read_plan(EXAMPLE)
 # What a rank does: arguments are a file that grows by a byte a start of rank 3, and its fates, one a start.
 RANK = """
 import os, sys, time
@@ -118,6 +122,41 @@ def test_a_network_that_does_not_connect_is_no_defect_of_ours(monkeypatch: pytes
     said = "rank 0 cannot connect to the others: .*no-such-interface"
     with pytest.raises(PlannerError, match=said), process_group(10.0):
         pass
+
+
+@pytest.mark.usefixtures("meeting")
+def test_no_collection_looks_through_what_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's modules are hundreds of thousands of objects: a rank's collections took a tenth of a short run."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    before = len(gc.get_objects())
+    try:
+        with process_group(10.0):
+            assert len(gc.get_objects()) < before / 10
+    finally:
+        gc.unfreeze()
+
+
+LAUNCHING = """
+import sys
+from planner.cli.main import main
+from planner.executor import launch, outcome
+
+launch.launch = outcome.launch = lambda *_, **__: sys.exit(0)
+for command in ("run", "verify", "parity"):
+    sys.argv[1] = command
+    try:
+        main()
+    except SystemExit:
+        print(command, *{"torch", "torch._dynamo", "torch.distributed.tensor"} & set(sys.modules))
+"""
+
+
+def test_a_launcher_does_not_import_the_executor() -> None:
+    """It would wait for that before its ranks begin, which import the same."""
+    command = [sys.executable, "-c", LAUNCHING, "command", str(EXAMPLE)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert found.stdout.splitlines() == ["run torch", "verify torch", "parity torch"]
 
 
 def _said_by_each(works: dict[int, str], size: int, timeout_s: float) -> dict[int, str]:

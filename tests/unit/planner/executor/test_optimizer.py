@@ -8,14 +8,8 @@ from torch import nn
 
 from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError
-from planner.executor.optimizer import (
-    Decay,
-    LearningRate,
-    Optimization,
-    build_optimizer,
-    parameter_groups,
-    rate_at,
-)
+from planner.executor.optimizer import build_optimizer, parameter_groups, rate_at
+from planner.executor.options import Decay, LearningRate, Optimization
 
 PEAK, STEPS = 2.0, 100
 

@@ -1,0 +1,106 @@
+"""What a run is asked to do. Nothing here needs the executor, so that a launcher begins without importing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from costmodels.vocabulary.choices import Optimizer
+from planner.errors import InputError
+from planner.executor.ranks import DEFAULT_TIMEOUT_S
+from planner.executor.run_log import LogOptions
+from planner.executor.token_file import TokenDtype
+
+DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+
+
+class LearningRate(StrEnum):
+    """How the learning rate goes on after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"  # warm-up, stable, decay: constant until a linear decay at the end
+
+
+class Decay(StrEnum):
+    """Which parameters weight decay pulls towards zero."""
+
+    ALL = "all"
+    MATRICES = "matrices"  # all but vectors (norms' scales, biases) and whatever is named a bias
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What changes the updates. As it stands nothing is changed: a constant rate, torch's own decay, no clipping."""
+
+    learning_rate: float | None = None  # the highest one; None: the optimiser's default of ours
+    schedule: LearningRate = LearningRate.CONSTANT
+    warmup_steps: int = 0  # in which the rate grows linearly
+    schedule_steps: int | None = None  # at which the schedule ends; None: the run's steps
+    decay_steps: int | None = None  # of WSD; None: a tenth
+    final_share: float = 0.0  # of the highest rate, at the schedule's end
+    weight_decay: float | None = None  # None: torch's own, 0.01 for AdamW
+    decay: Decay = Decay.ALL
+    clip_norm: float | None = None
+
+    def peak(self, name: Optimizer) -> float:
+        """The highest learning rate."""
+        return DEFAULT_LEARNING_RATE[name] if self.learning_rate is None else self.learning_rate
+
+    def check(self, steps: int) -> None:
+        """InputError where the schedule cannot be followed."""
+        end = self.schedule_steps or steps
+        if self.schedule is not LearningRate.CONSTANT and self.warmup_steps >= end:
+            raise InputError(
+                f"the learning rate grows for {self.warmup_steps} steps, but its schedule ends after {end}",
+                hint="lower --warmup, or raise --steps or --schedule-steps",
+            )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to train on, and what to look at in between."""
+
+    file: Path | None = None  # None: the standard library's source
+    dtype: TokenDtype = TokenDtype.BYTES  # of a file that does not say its own
+    eval_file: Path | None = None
+    eval_every: int | None = None  # steps
+    eval_batches: int = 8  # global batches, each time the same
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where to go on from and to save: at the end, on SIGTERM, and ``every`` so many steps."""
+
+    folder: Path | None = None
+    every: int | None = None
+    keep: int = 3
+    must_resume: bool = False  # an error where there is nothing to go on from
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How long and on what to train."""
+
+    steps: int = 20
+    seed: int | None = None  # None: that of the checkpoint, or 0
+    timeout_s: float = DEFAULT_TIMEOUT_S  # how long a rank may say nothing
+    data: DataOptions = field(default_factory=DataOptions)
+    optimization: Optimization = field(default_factory=Optimization)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    weights: Path | None = None  # safetensors to begin with
+    is_compiled: bool = False  # each unit by torch.compile
+    log: LogOptions = field(default_factory=LogOptions)
+    profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
+
+
+@dataclass(frozen=True)
+class ParityOptions:
+    """What the one step of a comparison with one process is taken on."""
+
+    seed: int = 0
+    data: Path | None = None
+    data_dtype: TokenDtype = TokenDtype.BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
