@@ -12,37 +12,38 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
 from costmodels.vocabulary.choices import Optimizer, Precision
 from planner.errors import InputError
-from planner.executor import expert_parallel
 from planner.executor.checkpoint import Checkpointer
 from planner.executor.data import TokenData, load_tokens
-from planner.executor.mesh import build_mesh, expert_mesh, place_of
+from planner.executor.mesh import build_mesh, place_of
 from planner.executor.optimizer import build_optimizer, clip, gradient_norm
+from planner.executor.options import ParityOptions, RunOptions
 from planner.executor.parallelize import ParallelModel, parallelize
-from planner.executor.parity import ParityOptions, compared
+from planner.executor.parity import compared
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.start import Start, started
 from planner.executor.step import evaluate, local_batch, train_step
-from planner.executor.train import RunOptions
 from planner.executor.verify import measured
 from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
 from planner.models.loss import NEXT_TOKEN, next_token_loss
 from planner.plan.manifest import Progress
 from planner.plan.plan_file import read_plan
-from planner.plan.schema import MeshSection, Plan
+from planner.plan.schema import Plan
 from tests.distributed.cases import (
     CASES,
     CLIP_NORM,
@@ -63,14 +64,13 @@ from tests.distributed.toy_models import MODELS, SEQ_LEN, VOCAB
 
 LEARNING_RATE = 0.5
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
-MESHES: dict[tuple[MeshSection, bool, Callable[[Plan, str], DeviceMesh]], DeviceMesh] = {}
 Parameters = dict[str, torch.Tensor]
 
 
 def main(out: Path, names: list[str]) -> None:
     """Runs the cases ``names``, all of them if there are none."""
     torch.set_num_threads(1)
-    expert_parallel.expert_mesh = lambda plan, device_type: _mesh_of(plan, expert_mesh)
+    _share_groups()
     results: dict[str, dict[str, object]] = {}
     with quiet_torch(), process_group():
         for name in names or [
@@ -87,16 +87,26 @@ def main(out: Path, names: list[str]) -> None:
             out.write_text(json.dumps(results))
 
 
-def _mesh_of(plan: Plan, build: Callable[[Plan, str], DeviceMesh] = build_mesh) -> DeviceMesh:
-    """One mesh for all plans of a shape: each of gloo's process groups has threads of its own, which never rest.
+def _share_groups() -> None:
+    """One process group for every axis of a name over the same ranks, and one for all axes of a rank alone.
 
-    Dividing experts changes their own mesh alone.
+    Each of gloo's groups has three threads that wake a hundred times a second, and stays until the world ends.
     """
-    mesh = plan.mesh.model_copy(update={"ep": 1}) if build is build_mesh else plan.mesh
-    key = (mesh, plan.zero_stage == 0, build)
-    if key not in MESHES:
-        MESHES[key] = build(plan, "cpu")
-    return MESHES[key]
+    make, made = dist.new_group, dict[tuple[object, ...], object]()
+
+    def shared(ranks: Sequence[int] | None = None, **options: Any) -> object:
+        if ranks is None:  # of a checkpoint, which writes in a thread of its own
+            return make(**options)
+        key = (*ranks, options.get("group_desc") if len(ranks) > 1 else None)
+        if key not in made:
+            made[key] = make(list(ranks), **options)
+        return made[key]
+
+    dist.new_group = device_mesh.new_group = shared
+
+
+def _mesh_of(plan: Plan) -> DeviceMesh:
+    return build_mesh(plan, "cpu")
 
 
 def _guarded(name: str) -> dict[str, object]:
