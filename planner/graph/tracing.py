@@ -31,7 +31,7 @@ from planner.model_file import ModelKind, ModelSource, load_model, resolve_model
 TIME_LIMIT_S = 300.0  # for all of a trace of a user's code; importing and building have their own, shorter ones
 STDERR = 2
 PROGRAM = (
-    "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; "
+    "import gc, json, sys; gc.disable(); order = json.loads(sys.argv[1]); sys.path[:] = order['path']; "  # ends soon
     "from planner.graph.tracing import answer; answer(order)"
 )
 
