@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -14,9 +15,19 @@ settings.load_profile("repeatable")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage is to look through all of torch."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
-    """Traces are kept for this session alone: the user's cache is left alone, and no model is traced twice."""
+    """Traces are kept for this session alone: the user's cache is left alone, and no model is traced twice.
+
+    Processes of pytest-xdist share them; each has a folder of its own inside the session's.
+    """
+    own = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"))
         yield

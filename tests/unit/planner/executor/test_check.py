@@ -60,6 +60,14 @@ def build_model():
 WITHIN = 0.03  # of the ledger
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of ``WIDE``, which is traced once for all plans of it."""
+    path = tmp_path_factory.mktemp("wide") / "model.py"
+    path.write_text(WIDE)
+    return str(path)
+
+
 @pytest.mark.parametrize(
     "pins",
     [
@@ -70,11 +78,9 @@ WITHIN = 0.03  # of the ledger
     ],
     ids=lambda pins: pins.describe().replace(", ", " "),
 )
-def test_tensors_take_what_the_ledger_says(pins: Pins, tmp_path: Path) -> None:
-    model = tmp_path / "model.py"
-    model.write_text(WIDE)
+def test_tensors_take_what_the_ledger_says(pins: Pins, wide: str) -> None:
     pins = replace(pins, tp=1, cp=pins.cp or 1, dp_replicate=1, micro_batch=2)
-    request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False)
+    request = Request(wide, 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False)
     plan = find_plan(request).plan
     found = _check_rank(plan, loaded_model(plan), 0)
     assert found.problem is None

@@ -50,6 +50,11 @@ def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
     assert alignment_warnings(load_graph(model(tmp_path, vocab=1000, width=64, heads=4), 64, Precision.BF16)) == ()
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model(tmp_path_factory.mktemp("odd"), vocab=1001, width=64, heads=4)
+
+
 @pytest.mark.parametrize(
     ("hardware", "precision", "is_told"),
     [
@@ -59,7 +64,7 @@ def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
     ],
 )
 def test_it_is_told_where_tensor_cores_would_be_used(
-    tmp_path: Path, hardware: str, precision: Precision, is_told: bool
+    odd: str, hardware: str, precision: Precision, is_told: bool
 ) -> None:
-    request = Request(model(tmp_path, vocab=1001, width=64, heads=4), 2, hardware, seq_len=64, precision=precision)
+    request = Request(odd, 2, hardware, seq_len=64, precision=precision)
     assert any("a side of 1001" in note for note in Question.of(request).notes) == is_told
