@@ -20,10 +20,10 @@ Asking = Callable[..., Request]
 
 @pytest.fixture(scope="module")
 def small_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A100 nodes whose devices keep so little that the tiny model must be split."""
+    """A100 nodes whose devices keep so little that the states of 1.5 billion parameters must be split."""
     profile = load_profile("dgx-a100-80gb")
     device = profile.device
-    memory = device.memory_bytes.model_copy(update={"value": 1.1035e9})
+    memory = device.memory_bytes.model_copy(update={"value": 16e9})
     path: Path = tmp_path_factory.mktemp("profile") / "small.json"
     small = profile.model_copy(update={"device": device.model_copy(update={"memory_bytes": memory}), "name": "small"})
     path.write_text(small.model_dump_json())
@@ -34,6 +34,13 @@ def small_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("graph") / "graph.json"
     write_graph(graph_of("llama-tiny", 64), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def large_graph(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("graph") / "graph.json"
+    write_graph(graph_of("gpt2-1.5b", 1024), path)
     return str(path)
 
 
@@ -57,17 +64,17 @@ def test_what_fits_fits_and_its_edges_are_edges(graph: str) -> None:
     assert (fit.reason, fit.change) == ("", "")
 
 
-def test_what_does_not_fit_says_what_binds_and_what_helps(graph: str, small_memory: str) -> None:
-    fit = find_fit(Request(graph, 1, small_memory, global_batch_size=8, memory_risk=0.5, pins=Pins(micro_batch=8)))
+def test_what_does_not_fit_says_what_binds_and_what_helps(large_graph: str, small_memory: str) -> None:
+    request = Request(large_graph, 1, small_memory, global_batch_size=8, memory_risk=0.5, pins=Pins(micro_batch=8))
+    fit = find_fit(request)
     assert not fit.fits
     assert fit.peak_bytes > fit.room_bytes
     assert "memory binds" in fit.reason
     assert fit.change
     assert fit.largest_micro_batch is None
-    least = fit.least_devices
-    assert least is None or not searched(
-        Request(graph, max(1, least // 2), small_memory, global_batch_size=8, memory_risk=0.5, pins=Pins(micro_batch=8))
-    )
+    assert fit.least_devices is not None
+    assert searched(replace(request, num_devices=fit.least_devices))
+    assert not searched(replace(request, num_devices=fit.least_devices - 1))
 
 
 def test_without_a_number_it_is_one_node(graph: str) -> None:
