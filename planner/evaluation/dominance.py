@@ -15,8 +15,8 @@ ends later when an action gets shorter. Nor does it need more memory, which adds
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -35,30 +35,31 @@ class _Row(NamedTuple):
     work: WorkKey
     recompute: Recompute | None
 
+    @property
+    def but_the_choice(self) -> tuple[object, ...]:
+        """Rows for which this is the same differ in the choice alone."""
+        return *self.work._replace(cp_method=ContextMethod.ALL_GATHER), self.recompute
+
 
 def undominated(table: CostTable, layouts: Columns[Layout]) -> Columns[Layout]:
     """``layouts`` without those for which one that differs in ``cp_method`` alone, and stays, is never worse."""
     if not layouts:
         return layouts
     rows, which = layouts.by(_Row)
-    measures = _measures(table, rows)
-    alike: defaultdict[_Row, list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        alike[row._replace(work=row.work._replace(cp_method=ContextMethod.ALL_GATHER))].append(place)
-    stays = np.ones(len(rows), dtype=bool)
-    for places in alike.values():
-        stays[[place for place in places if _is_dominated(place, places, measures)]] = False
+    measures, stays = _measures(table, rows), np.ones(len(rows), dtype=bool)
+    known: dict[tuple[object, ...], int] = {}
+    alike = np.array([known.setdefault(row.but_the_choice, len(known)) for row in rows])
+    order, sizes = np.argsort(alike, kind="stable"), np.bincount(alike)
+    first = np.cumsum(sizes) - sizes
+    for size in range(2, sizes.max() + 1):
+        places = order[first[sizes == size][:, None] + np.arange(size)]  # rows that are alike, [groups, size]
+        for place, other in permutations(range(size), 2):
+            own, others = measures[places[:, place]], measures[places[:, other]]
+            never_worse = (others <= own).all(axis=1)
+            if other > place:  # of rows that are equal in everything the first stays
+                never_worse &= (others < own).any(axis=1)
+            stays[places[never_worse, place]] = False
     return layouts if bool(stays.all()) else layouts.take(stays[which])
-
-
-def _is_dominated(place: int, others: Sequence[int], measures: Array) -> bool:
-    """Whether some other row is never worse; of rows that are equal in everything the first stays."""
-    for other in others:
-        if other != place and bool(np.all(measures[other] <= measures[place])):
-            is_equal = bool(np.all(measures[other] == measures[place]))
-            if not is_equal or other < place:
-                return True
-    return False
 
 
 def _measures(table: CostTable, rows: Sequence[_Row]) -> Array:
