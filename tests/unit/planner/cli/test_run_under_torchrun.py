@@ -11,7 +11,7 @@ from typer.core import TyperOption
 
 from planner.cli.main import app
 
-RUN = typer.main.get_command(app).commands["run"]  # pyright: ignore[reportAttributeAccessIssue]
+RUN = typer.main.get_command(app).get_command(None, "run")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def names() -> Iterator[tuple[str, ...]]:
