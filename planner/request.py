@@ -106,6 +106,7 @@ class Software:
         InputError where the version says no year, or a kernel is unknown.
         """
         name, version, kernels = named(text)
+        framework_of(name)  # as it was written, which lower case would not be
         if version and year_of(version) is None:
             raise InputError(
                 f"the version {version!r} of {name} says no year, by which recipes are chosen",
@@ -114,7 +115,7 @@ class Software:
         unknown = [word for word in kernels if word not in KERNEL_WORDS]
         if unknown:
             raise InputError(f"no kernel {unknown[0]!r} is known", hint=f"known are {', '.join(KERNEL_WORDS)}")
-        return Software(name, version, kernels)
+        return Software(name.lower(), version, kernels)
 
     @property
     def recipe(self) -> Recipe:

@@ -19,7 +19,7 @@ class Named(NamedTuple):
 
 
 def named(software: str) -> Named:
-    """The parts of ``NAME[@VERSION][+KERNEL]...``, in lower case, whether or not they are known."""
-    head, *kernels = software.strip().lower().split("+")
+    """The parts of ``NAME[@VERSION][+KERNEL]...``, whether or not they are known; kernels in lower case."""
+    head, *kernels = software.split("+")
     name, _, version = head.partition("@")
-    return Named(name.strip(), version.strip(), tuple(word.strip() for word in kernels))
+    return Named(name.strip(), version.strip(), tuple(word.strip().lower() for word in kernels))

@@ -159,5 +159,5 @@ def rules_of(framework: str) -> Rules | None:
 
     They are those of today's version, whichever is named.
     """
-    name = named(framework).name
+    name = named(framework).name.lower()
     return RULES.get(OTHER_NAMES.get(name, name))

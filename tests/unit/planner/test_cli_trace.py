@@ -50,20 +50,20 @@ def test_an_unknown_model_is_a_model_error(app: typer.Typer) -> None:
 
 def test_check_says_what_was_understood_and_where(app: typer.Typer, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
-        "from torch import nn\n"
+        "import torch\nfrom torch import nn\n"
         "class Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
-        "        self.embedding = nn.Embedding(8, 4)\n        self.lstm = nn.LSTM(4, 8, batch_first=True)\n"
-        "    def forward(self, ids):\n"
-        "        return self.lstm(self.embedding(ids))[0]\n"
+        "        self.embedding = nn.Embedding(8, 4)\n        self.head = nn.Parameter(torch.zeros(4, 8))\n"
+        "    def forward(self, ids):\n        rows = self.embedding(ids).flatten(0, 1)\n"
+        "        return torch.linalg.multi_dot([rows, self.head]).unflatten(0, ids.shape)\n"
     )
     command = ["trace", str(tmp_path / "model.py"), "--check", "--seq-len", "8"]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "160"})
     assert result.exit_code == 0
-    assert "no rule for operator aten.lstm.input (model.py:8)" in result.stderr
-    row = next(line for line in result.stdout.splitlines() if "aten.lstm.input" in line)
+    assert "no rule for operator aten.linalg_multi_dot.default (model.py:10)" in result.stderr
+    row = next(line for line in result.stdout.splitlines() if "aten.linalg_multi_dot" in line)
     assert "no rule: gemm" in row
-    assert "model.py:8" in row
+    assert "model.py:10" in row
 
 
 def test_check_shows_each_kind_of_cut_once(app: typer.Typer) -> None:

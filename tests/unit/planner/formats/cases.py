@@ -51,11 +51,12 @@ _LAUNCHERS_TAKE = [
     Wanted("gpt3-1.3b", pp=4, dp_shard=4, zero=1, tp=2, stage_blocks=(5, 6, 7, 6), seq_len=2048, **GPIPE),
     Wanted("llama2-70b", pp=4, dp_shard=2, tp=8, zero=1, sequence_parallel=True, **INTERLEAVED),
     Wanted(dp_shard=8, cp=4, zero=3, cp_method=ALL_TO_ALL, precision=Precision.FP32),
+    Wanted(dp_shard=8, zero=1, offload=Offload.CPU),
 ]
 _LAUNCHERS_REFUSE = [
     (Wanted("mixtral-8x7b", dp_shard=8, ep=4, zero=3), "expert parallelism"),
-    (Wanted(dp_shard=8, zero=1, offload=Offload.CPU), "offload = cpu"),
-    (Wanted(dp_shard=8, zero=3, offload=Offload.NVME), "offload = nvme"),
+    (Wanted(dp_shard=8, zero=3, offload=Offload.NVME), "states that the plan keeps on NVMe"),
+    (Wanted(dp_shard=8, zero=1, offload=Offload.NVME, precision=Precision.FP16), "precision = fp16"),
     (Wanted(dp_shard=8, zero=3, precision=Precision.FP16), "precision = fp16"),
     (Wanted(dp_shard=8, zero=3, precision=Precision.FP8), "precision = fp8"),
     (Wanted(pp=4, dp_shard=2, zero=1, **ZB_2P), "ZB-2P"),
