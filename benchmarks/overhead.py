@@ -138,7 +138,7 @@ def pipeline(model: nn.Module, size: int) -> Step:
         else:
             schedule.step(target=labels, losses=losses)
         optimizer.step()
-        return float(torch.stack(losses).mean()) if losses else None
+        return float(torch.stack(losses).detach().mean()) if losses else None
 
     return step
 
