@@ -47,6 +47,7 @@ from planner.model_file import (
     ModelKind,
     ModelSource,
     PlannedModel,
+    family_config_of,
     planned_source,
     resolve_model,
 )
@@ -225,7 +226,13 @@ def graph_of(request: Request, notes: list[str]) -> ModelGraph:
         graph = load_planned_graph(request.planned, request.seq_len, request.precision, notes)
     else:
         graph = load_graph(request.model, request.seq_len, request.precision)
-    check_positions(graph)
+    try:
+        check_positions(graph)
+    except InputError as error:
+        if request.held is not None or family_config_of(request.model) is None:
+            raise
+        # sizes of a generic family, whose table of positions is one of many sizes: what is asked is what it would take
+        notes.append(f"{error.message}: planner run cannot train it so; a config with a longer seq_len can")
     return graph
 
 

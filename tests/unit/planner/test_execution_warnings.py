@@ -111,6 +111,13 @@ def test_sequences_longer_than_a_table_of_positions_are_refused(tmp_path: Path) 
         find_plan(Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4))
 
 
+def test_sizes_of_a_generic_family_are_planned_beyond_their_table_and_it_is_said() -> None:
+    answer = find_plan(Request("gpt-tiny", 2, "cpu-gloo", seq_len=256, global_batch_size=4))
+    assert answer.plan.prediction is not None
+    (note,) = [each for each in answer.notes if "positions" in each]
+    assert "longer than the 64 positions of position_embedding.weight: planner run cannot train it so" in note
+
+
 ATTENTION = """
 import torch
 from torch import nn
