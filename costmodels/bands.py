@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from costmodels.memory_band import MemoryBand
 from costmodels.recipe import ErrorBand, Recipe
+from costmodels.vocabulary.software import named
 from hardware_profiles.schema import Calibration
 
 
@@ -84,7 +85,8 @@ def _seen(recipe: Recipe, device: str) -> Tier:
 def _num_runs(calibration: Calibration | None, framework: str, *, of_memory: bool) -> int:
     """Runs of this framework that calibrate the cluster."""
     runs = () if calibration is None else calibration.runs
-    measured = (run.peak_memory_bytes if of_memory else run.step_time_s for run in runs if run.framework == framework)
+    of_it = [run for run in runs if named(run.framework).name == named(framework).name]  # whichever kernels
+    measured = (run.peak_memory_bytes if of_memory else run.step_time_s for run in of_it)
     return sum(value is not None for value in measured)
 
 

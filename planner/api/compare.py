@@ -164,7 +164,7 @@ def _read(request: Request, config: Config, default_seq_len: int | None) -> tupl
     layout, assumed = completed(read.settings, given, default_seq_len)
     notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]
     notes.append(f"all are for its {layout.global_batch_size} sequences of {layout.seq_len} tokens, {layout.precision}")
-    return target.framework, layout, notes
+    return target.software(read), layout, notes
 
 
 def _priced(question: Question, framework: str, layout: Layout) -> Row:

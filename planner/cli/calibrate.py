@@ -161,7 +161,7 @@ class _Reader:
             layout, assumed = completed(read.settings, self.given, default_seq_len(source))
             self.notes.extend(f"{path.name}: {note}" for note in (*said, *read.notes, *assumed))
             found = _measurement(measured, (layout.global_batch_size, layout.seq_len, layout.num_devices))
-            return measured_config(path.name, source, target.framework, layout, self.hardware, found)
+            return measured_config(path.name, source, target.software(read), layout, self.hardware, found)
 
     def _verified(self, path: Path) -> Measured:
         """What ``planner verify -o`` wrote of a plan beside it."""

@@ -81,8 +81,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     source, model_notes = model_of(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
     layout, assumed = completed(read.settings, given, default_seq_len(source))
-    software = framework or "+".join((target.framework, *read.kernels))
-    priced = price_run(pinned_run(source, software, layout), hardware)
+    priced = price_run(pinned_run(source, framework or target.software(read), layout), hardware)
     notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
     show_answer(priced.plan, notes, as_json=as_json, output=output)
     # With --json, or with the plan on stdout, nothing else is there.

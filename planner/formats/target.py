@@ -81,6 +81,10 @@ class Target:
     read: Callable[[str], Read] | None = None
     is_one: Callable[[str, str], bool] = field(default=lambda _name, _text: False)  # of a file's name and content
 
+    def software(self, read: Read) -> str:
+        """What runs a config of this format, today's version: ``torchtitan+compile``."""
+        return "+".join((self.framework, *read.kernels))
+
 
 def refused(target: Target, job: Job) -> list[Refusal]:
     """Everything of the plan that ``target`` cannot express; empty where it can."""

@@ -24,6 +24,14 @@ def test_on_another_gpu_the_band_is_that_of_sources_of_which_nothing_was_known()
     assert apart.memory_band == recipe.memory_band
 
 
+def test_runs_of_a_framework_count_whichever_kernels_they_chose() -> None:
+    run = CalibrationRun(name="a run", framework="torchtitan+compile", step_time_s=1.0)
+    found = Calibration(runs=(run,), date=datetime.date(2026, 11, 22), prior="a test")
+    recipe = load_recipe("torchtitan")
+    for software in ("torchtitan", "torchtitan@2025+compile"):
+        assert time_tier(recipe, "A100-SXM4-80GB", found, software) is Tier.CALIBRATED
+
+
 def test_runs_of_another_framework_calibrate_no_band() -> None:
     run = CalibrationRun(name="a run", framework="nanotron", step_time_s=1.0)
     found = Calibration(runs=(run,), date=datetime.date(2026, 11, 22), prior="a test")

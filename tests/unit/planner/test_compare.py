@@ -118,6 +118,18 @@ def test_a_config_of_a_user_sets_the_training_of_all() -> None:
     assert any("read as deepspeed" in note for note in found.notes)
 
 
+def test_a_compiled_config_of_a_user_is_priced_compiled() -> None:
+    text = (
+        '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 64\n'
+        '[activation_checkpoint]\nmode = "none"\n[compile]\nenable = true\n'
+    )
+    found = compare(Request("llama-tiny", 4, hardware="dgx-a100-80gb", seq_len=64), Config("job.toml", text))
+    assert found.mine is not None
+    assert found.mine.plan is not None
+    assert found.mine.plan.framework == "torchtitan+compile"
+    assert "torchtitan+compile" in found.mine.source
+
+
 def test_no_time_is_a_reason_of_its_own() -> None:
     found = compare(TINY, None, Deadline.within(0.0, began_s=0.0))
     assert all(row.is_late and row.plan is None for row in found.rows if row.plan is None)

@@ -76,7 +76,7 @@ def priced(file: str) -> PricedRun:
     preset = None if read.shape is None else preset_of_shape(read.shape)
     model = run.model or read.preset or ("" if preset is None else preset.name)
     layout, _ = completed(read.settings, run.given, None)
-    software = run.software or "+".join((target.framework, *read.kernels))
+    software = run.software or target.software(read)
     return price_run(pinned_run(model, software, layout), run.hardware)
 
 
@@ -121,7 +121,7 @@ def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
         training.optimizer, said.recompute if isinstance(said.recompute, Recompute) else None,
     )  # fmt: skip
     layout, _ = completed(read.settings, given, None)
-    software = run.software or "+".join((target.framework, *read.kernels))
+    software = run.software or target.software(read)
     back = price_run(pinned_run(mine.run.model, software, layout), run.hardware)
     assert back.run.training == mine.run.training
     assert back.found.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
