@@ -151,16 +151,20 @@ def changed_text(text: str, draw: random.Random) -> str:
     """A word, a number or a line of ``text`` is another, is twice there or is gone."""
     if draw.random() < 0.4:
         return _changed_lines(text, draw)
-    tokens = [(found.start(), found.end()) for found in _TOKEN.finditer(text)]
-    if not tokens:
+    if not text:
         return draw.choice(PIECES)
-    begin, end = draw.choice(tokens)
-    other_begin, other_end = draw.choice(tokens)
+    (begin, end), (other_begin, other_end) = _token(text, draw), _token(text, draw)
     new = draw.choice((
         "", text[begin:end] * 2, text[other_begin:other_end], draw.choice(PIECES), draw.choice(NUMBERS),
         draw.choice(NUMBERS), draw.choice(OTHERS), draw.choice(DEEP), draw.choice(MARKS),
     ))  # fmt: skip
     return text[:begin] + new + text[end:]
+
+
+def _token(text: str, draw: random.Random) -> tuple[int, int]:
+    """Where some word, number or mark begins and ends: the first one behind a random place."""
+    found = _TOKEN.search(text, draw.randrange(len(text)))
+    return found.span() if found else (0, len(text))
 
 
 def _changed_lines(text: str, draw: random.Random) -> str:

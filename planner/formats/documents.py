@@ -17,16 +17,10 @@ Value = TypeVar("Value")
 # Of what is read, so that no number makes a loop or a list endless: far above any model or cluster.
 MAX_NUMBER, MAX_LAYERS = 2**40, 2**16
 MOST_DOTS = 200  # in a line of TOML: tomllib takes a minute for a key of 65,000 parts, the square of their number
+MOST_NESTED = 64  # sections of YAML inside one another
+# Both read plain data alone; libyaml's is some 20 times quicker, and a few installations lack it.
+_YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Reads plain data, each value once: a few aliases of aliases can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not read: write the values out")
-        return super().compose_node(parent, index)
 
 
 def commented(lines: list[str], mark: str = "#") -> str:
@@ -68,9 +62,21 @@ def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
 def read_yaml(text: str) -> dict[str, object]:
     """The mapping in ``text``: plain data, with no object of any class and no alias; InputError where it is none."""
     try:
-        return _mapping(yaml.load(text, Loader=_PlainLoader), "YAML")
+        _check_yaml(text)
+        return _mapping(yaml.load(text, Loader=_YAML_LOADER), "YAML")
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise _broken("YAML", error) from error
+
+
+def _check_yaml(text: str) -> None:
+    """YAMLError where a value is meant twice, as a few such can stand for gigabytes, or sections lie too deep."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_YAML_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read: write the values out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_NESTED:
+            raise yaml.YAMLError(f"more than {MOST_NESTED} sections lie inside one another")
 
 
 def read_json(text: str) -> dict[str, object]:

@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, NamedTuple, cast, get_type_hints
@@ -123,8 +124,13 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
         )
 
 
+@cache
+def _adapter_of(fact: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_HINTS[fact])
+
+
 def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> CostTable:
-    known: dict[str, Any] = {name: TypeAdapter(_HINTS[name]).validate_python(facts[name]) for name in _FACTS}
+    known: dict[str, Any] = {name: _adapter_of(name).validate_python(facts[name]) for name in _FACTS}
     known |= {name: arrays[name] for name in _ARRAYS}
     sends = tuple(arrays[f"sends.{place}"] for place in range(len(known["send_keys"])))
     return CostTable(**known, sends=sends)
@@ -176,6 +182,7 @@ class _Pipeline(NamedTuple):
     num_microbatches: int
 
 
+@cache
 def _values_of(hint: type) -> TypeAdapter[tuple[object, ...]]:
     """Of a column whose values are of this type."""
     return TypeAdapter(cast("type[tuple[object, ...]]", GenericAlias(tuple, (hint, ...))))

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from typing import NoReturn, TypeVar
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
@@ -199,6 +200,7 @@ def _tp(numbers: Mapping[str, int]) -> int:
     return numbers.get("tensor_model_parallel_size", 1)
 
 
+@cache
 def _parser() -> _Parser:
     parser = _Parser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False)
     for name in dict.fromkeys(_NUMBERS.split()):

@@ -132,6 +132,7 @@ def test_the_model_is_told_by_its_sizes(name: str, model: str) -> None:
         ("c.yaml", "distributed_type: DEEPSPEED\n", "DEEPSPEED"),
         ("c.yaml", "distributed_type: FSDP\nfsdp_config: [1]\n", "must be a section"),
         ("c.yaml", "distributed_type: &a FSDP\nx: *a\n", "aliases"),
+        ("c.yaml", "distributed_type: " + "[" * 100_000, "inside one another"),
         ("c.yaml", "distributed_type: !!python/object/apply:os.system ['true']\n", "not YAML"),
         ("c.yaml", "distributed_type: {\n", "not YAML"),
         ("c.yaml", "parallelism: {dp: 2, tp: 2}\ntokens: {batch_accumulation_per_replica: 1}\n", "parallelism.pp"),
