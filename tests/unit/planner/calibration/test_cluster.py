@@ -113,7 +113,7 @@ def test_ten_runs_are_near_a_full_fit(target: PricingTarget, decisions: dict[Ten
 
 def test_one_run_helps_other_layouts_on_average(target: PricingTarget, decisions: dict[TensorSplit, Decision]) -> None:
     hidden = CLUSTERS[0]
-    found = [calibration_of(runs_of(target, decisions, hidden, [place]), TODAY) for place in range(10)]
+    found = [calibration_of(runs_of(target, decisions, hidden, [place]), TODAY) for place in range(0, 10, 2)]
     after = [errors(target, decisions, hidden, calibration.values) for calibration in found]
     assert fmean(after) < 0.9 * errors(target, decisions, hidden, {})
 
