@@ -37,10 +37,14 @@ def commit() -> str:
     return name.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
+def read_results(path: Path) -> dict[str, Record]:
+    """The records of a file of results, by name; none where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def save(path: Path, records: dict[str, Record]) -> None:
     """Puts ``records`` into the file of results, by name; records of other names stay."""
-    known: dict[str, Record] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    write_text(path, json.dumps(known | records, indent=1, sort_keys=True) + "\n")
+    write_text(path, json.dumps(read_results(path) | records, indent=1, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ Sound inputs are changed at random (``mutations``), the changed ones again where
 other was: those led somewhere new. One process calls the readers themselves. Of what a reader takes, one in so many is
 used as well: a plan is priced, drawn and exported, a graph is searched for, a search is solved. A defect is any error
 that is none of planner's own, 2 seconds of CPU, or 1 GiB of memory beyond what the process had. ``--keep FOLDER`` keeps
-the inputs of defects.
+the inputs of defects. A run goes on from what the file of results has, until N inputs of each target were tried.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import re
@@ -22,16 +23,19 @@ import traceback
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
-from benchmarks.reliability.drill import ROOT, Record, commit, options_of, save, working_folder
+from benchmarks.reliability.drill import ROOT, Record, commit, options_of, read_results, save, working_folder
 from benchmarks.reliability.fuzz_arguments import arguments_target
+from benchmarks.reliability.fuzz_runs import all_run_targets
 from benchmarks.reliability.fuzz_targets import Target, all_file_targets, make_small_graph
 from planner.errors import PlannerError
 
 MOST_CPU_S = 2.0
 STUCK_CPU_S = 20.0  # then it is ended
 MOST_BYTES = 2**30
+BATCH = 50_000  # inputs of one seed; results are saved after each
 MOST_KEPT = 2000  # changed inputs that are changed again
 OURS = tuple(str(ROOT / package) for package in ("planner", "costmodels", "hardware_profiles", "benchmarks"))
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.e+-]*|\S*[/\\]\S*|[^\x20-\x7e]+")
@@ -166,6 +170,40 @@ def record_of(found: Found, spent_s: float, seed: int) -> Record:
     }  # fmt: skip
 
 
+def added(before: Record | None, new: Record) -> Record:
+    """Of two runs of one target, the second with another seed."""
+    if before is None:
+        return new
+    sums = {key: before[key] + new[key] for key in ("num_tried", "num_taken", "num_used", "num_use_refused", "cpu_s")}
+    largest = {key: max(before[key], new[key]) for key in ("num_answers", "slowest_cpu_s", "slowest_use_cpu_s")}
+    commits = before["commit"] if new["commit"] in before["commit"] else f"{before['commit']}, {new['commit']}"
+    return {
+        **new, **sums, **largest, "commit": commits, "cpu_s": round(sums["cpu_s"], 1),
+        "defects": dict((Counter(before["defects"]) + Counter(new["defects"])).most_common()),
+        "inputs_per_cpu_s": round(sums["num_tried"] / sums["cpu_s"], 1),
+    }  # fmt: skip
+
+
+def _all_batches(target: Target, options: argparse.Namespace, output: Path, keep: Path | None) -> bool:
+    """Fuzzes one target, saving what came of it after each batch; whether there are defects."""
+    record = read_results(output).get(target.name)
+    left_s = inf if options.minutes is None else 60 * options.minutes
+    while (tried := record["num_tried"] if record else 0) < options.num and left_s > 0:
+        began_s = time.process_time()
+        num, seed = min(BATCH, options.num - tried), record["seed"] + 1 if record else options.seed
+        found = fuzzed(target, num, seed, use_every=options.use_every, minutes=None if left_s == inf else left_s / 60)
+        spent_s = time.process_time() - began_s
+        left_s -= spent_s
+        record = added(record, record_of(found, spent_s, seed))
+        save(output, {target.name: record})
+        print(f"{target.name}: {record}", flush=True)
+        for number, content in enumerate(found.first.values()):
+            if keep is not None:
+                keep.mkdir(exist_ok=True)
+                (keep / f"{target.name}-{seed}-{number}".replace(" ", "_")).write_bytes(content)
+    return bool(record and record["defects"])
+
+
 def main() -> int:
     """Fuzzes the targets and prints what came of them; 1 where there were defects."""
     parser = options_of(__doc__, 10**6, "inputs of each target", "fuzz")
@@ -178,22 +216,13 @@ def main() -> int:
     is_bad = False
     with working_folder():
         make_small_graph()
-        targets = [*all_file_targets(), arguments_target()]
+        targets = [*all_file_targets(), *all_run_targets(), arguments_target()]
         signal.signal(signal.SIGPROF, _stuck)
         limit_memory()
         for target in targets:
             if options.target and target.name not in options.target:
                 continue
-            began_s = time.process_time()
-            found = fuzzed(target, options.num, options.seed, use_every=options.use_every, minutes=options.minutes)
-            record = record_of(found, time.process_time() - began_s, options.seed)
-            save(output, {target.name: record})
-            is_bad |= bool(found.defects)
-            print(f"{target.name}: {record}", flush=True)
-            for number, content in enumerate(found.first.values()):
-                if keep is not None:
-                    keep.mkdir(exist_ok=True)
-                    (keep / f"{target.name}-{number}".replace(" ", "_")).write_bytes(content)
+            is_bad |= _all_batches(target, options, output, keep)
     return int(is_bad)
 
 

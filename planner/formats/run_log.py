@@ -113,10 +113,17 @@ def _number(text: str) -> float:
 def _between_deepspeed_steps(text: str) -> list[float]:
     """Seconds a step between lines of the optimiser's step, by the clock that stands before them."""
     pattern = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*?\[Rank 0\] step=(\d{1,9}),")
-    stamps = [(int(step), datetime.fromisoformat(time.replace(",", "."))) for time, step in pattern.findall(text)]
+    stamps = [(int(step), _moment(time)) for time, step in pattern.findall(text)]
     pairs = pairwise(stamps)
     spans = [((later - earlier).total_seconds(), last - first) for (first, earlier), (last, later) in pairs]
     return [span / steps for span, steps in spans if steps > 0 and span > 0]
+
+
+def _moment(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text.replace(",", "."))
+    except ValueError as error:
+        raise InputError(f"a log has {text!r}, which is no moment: {error}", hint="is it damaged?") from error
 
 
 DEEPSPEED = LogFormat(

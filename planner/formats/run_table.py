@@ -30,6 +30,9 @@ SHARDING_WORDS = {
 }
 
 
+MOST = 1e15  # of any number in a table: far above every batch, rate and memory
+
+
 class UnpriceableRunError(ValueError):
     """A row lacks something that has no default, or was run in a way that is not modelled; the message says which."""
 
@@ -252,12 +255,15 @@ def _architecture(row: Mapping[str, str], assumed: list[str]) -> Architecture:
 def _hardware(row: Mapping[str, str], assumed: list[str]) -> Hardware:
     link = _optional(row, "inter_node_link_gbps_per_gpu")
     devices = _whole(row, "n_gpus")
-    per_node = int(_optional(row, "gpus_per_node") or (4 if "V100" in row["gpu_type"] and "grad_accum" in row else 8))
+    gpu_type = (row.get("gpu_type") or "").strip()
+    if not gpu_type:
+        raise UnpriceableRunError("gpu_type is blank and has no default")
+    per_node = int(_optional(row, "gpus_per_node") or (4 if "V100" in gpu_type and "grad_accum" in row else 8))
     if link is None and devices > per_node:
         assumed.append("inter_node_link_gbps_per_gpu: the profile's own")
     return Hardware(
-        gpu_type=row["gpu_type"],
-        memory_gb=_optional(row, "gpu_mem_gb") or _memory_in_name(row["gpu_type"]),
+        gpu_type=gpu_type,
+        memory_gb=_optional(row, "gpu_mem_gb") or _memory_in_name(gpu_type),
         num_devices=devices,
         devices_per_node=per_node,
         inter_node_bits_per_s=None if link is None else link * 1e9,
@@ -320,7 +326,7 @@ def _sharding(words: str) -> tuple[int, int | None]:
 def _step_time_s(row: Mapping[str, str], layout: Layout) -> float | None:
     given = _optional(row, "iteration_time_s")
     rate = _optional(row, "tokens_per_s_per_gpu")
-    if given is not None or rate is None:
+    if given is not None or not rate:
         return given
     return layout.global_batch_size * _whole(row, "seq_len") / (rate * _whole(row, "n_gpus"))
 
@@ -353,10 +359,15 @@ def _flag(row: Mapping[str, str], column: str) -> bool | None:
 
 def _optional(row: Mapping[str, str], column: str) -> float | None:
     text = (row.get(column) or "").strip()
+    if not text:
+        return None
     try:
-        return float(text) if text else None
+        number = float(text)
     except ValueError as error:
-        raise UnpriceableRunError(f"{column} is {text!r}, not a number") from error
+        raise UnpriceableRunError(f"{column} is {text[:40]!r}, not a number") from error
+    if not 0 <= number <= MOST:
+        raise UnpriceableRunError(f"{column} is {number:g}, not a number from 0 to {MOST:g}")
+    return number
 
 
 def _whole_or(row: Mapping[str, str], column: str, default: int, assumed: list[str]) -> int:

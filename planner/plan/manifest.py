@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticSerializationError
 
 from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError
@@ -116,8 +117,11 @@ def damage_of(folder: Path, manifest: Manifest, names: list[str]) -> str | None:
 
 def _contradictions(manifest: Manifest) -> list[str]:
     """What a schema cannot say. Names of files above all: a checkpoint reads nothing outside its folder."""
-    if manifest.checksum() != manifest.digest:
-        return ["digest is not that of the rest: the file was changed"]
+    try:
+        if manifest.checksum() != manifest.digest:
+            return ["digest is not that of the rest: the file was changed"]
+    except PydanticSerializationError:
+        return ["a text in it cannot be written as UTF-8"]
     found = [f"files.{name} is not a name of ours" for name in manifest.files if not _DATA_FILE.fullmatch(name)]
     for name, tensor in manifest.tensors.items():
         found += [f"tensors.{name}: {problem}" for problem in _problems(tensor, manifest.files)]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,9 @@ def training(folder: Path, *arguments: str, plan: Path = EXAMPLE) -> Generator[t
     talk = folder / "talk"
     with talk.open("w") as out:
         command = [*COMMAND, str(plan), "--steps", "100000", *arguments]
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
+        # A shell's job in the background ignores Ctrl-C, and so does whatever it starts.
+        hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out, preexec_fn=hears)
     try:
         deadline_s = time.monotonic() + 900
         while "step" not in talk.read_text() and time.monotonic() < deadline_s:

@@ -135,6 +135,35 @@ def test_a_row_without_a_needed_number_is_rejected_with_the_reason(tmp_path: Pat
     assert rows[0].reason == "hidden is blank and has no default"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu_type": ""}, "gpu_type is blank and has no default"),
+        ({"n_gpus": "1e999"}, "n_gpus is inf, not a number from 0 to 1e+15"),
+        ({"hidden": "nan"}, "hidden is nan, not a number from 0 to 1e+15"),
+        ({"iteration_time_s": "", "tokens_per_s_per_gpu": "-1"}, "tokens_per_s_per_gpu is -1"),
+    ],
+)
+def test_what_is_no_number_of_anything_is_a_reason(tmp_path: Path, change: dict[str, str], reason: str) -> None:
+    path = tmp_path / "runs.csv"
+    row = {**ROW, **change}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        writer.writeheader()
+        writer.writerow(row)
+    (found,) = read_runs(path)
+    assert isinstance(found, Rejected)
+    assert found.reason.startswith(reason)
+
+
+def test_a_table_without_a_column_rejects_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("iteration_time_s,layers,hidden,heads,seq_len,n_gpus,global_batch_sequences\n1,2,64,4,32,8,8\n")
+    (found,) = read_runs(path)
+    assert isinstance(found, Rejected)
+    assert found.reason == "gpu_type is blank and has no default"
+
+
 def test_scores_in_memory_cost_time_and_memory(toy: Run, pricer: RunPricer) -> None:
     fused = pricer.price(toy).priced
     plain = pricer.price(replace(toy, flash_attention=False)).priced

@@ -13,6 +13,7 @@ from benchmarks.reliability import ctrl_c, fault_drill, fault_scene, faults, fuz
 from benchmarks.reliability.determinism import SEARCHES, plan_digest
 from benchmarks.reliability.drill import working_folder
 from benchmarks.reliability.fuzz_arguments import arguments_target
+from benchmarks.reliability.fuzz_runs import all_run_targets
 from benchmarks.reliability.fuzz_targets import Target, all_file_targets, make_small_graph
 from benchmarks.reliability.hostile_text import hostile_texts
 from benchmarks.reliability.mutations import Document
@@ -28,12 +29,13 @@ def folder() -> Generator[Path]:
 
 @pytest.fixture(scope="module")
 def targets(folder: Path) -> list[Target]:
-    return all_file_targets()
+    return [*all_file_targets(), *all_run_targets()]
 
 
 NAMES = (
     "plan", "graph", "profile", "recipe", "model config", "import megatron", "import deepspeed", "import accelerate",
-    "import torchtitan", "import nanotron", "search file",
+    "import torchtitan", "import nanotron", "search file", "run log",
+    "run table", "checkpoint manifest",
 )  # fmt: skip
 
 

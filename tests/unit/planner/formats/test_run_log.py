@@ -122,3 +122,9 @@ def test_nemo_in_lines_and_in_its_progress_bar() -> None:
 def test_what_tells_nothing_is_refused(text: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         read_log(text, JOB)
+
+
+def test_a_moment_that_the_calendar_has_not_is_told() -> None:
+    lines = [f"[2023-02-3{day} 01:55:23,711] [Rank 0] step={day}0, skipped=0" for day in (0, 1)]
+    with pytest.raises(InputError, match="2023-02-30 01:55:23,711"):
+        read_log("\n".join(lines), JOB)

@@ -106,3 +106,10 @@ def test_nothing_outside_the_folder_or_the_files_is_read(
     (tmp_path / FILE_NAME).write_text(forged(change).model_dump_json())
     with pytest.raises(DamagedError, match=words):
         read_manifest(tmp_path)
+
+
+def test_a_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path) / FILE_NAME
+    path.write_text(path.read_text().replace("dp=2", "\\ud800"))
+    with pytest.raises(DamagedError, match="cannot be written as UTF-8"):
+        read_manifest(tmp_path)
