@@ -42,7 +42,8 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_are_almost_sound_are_taken_or_refused(name: str, targets: list[Target]) -> None:
     assert [target.name for target in targets] == list(NAMES)
-    found = fuzz.fuzzed(targets[NAMES.index(name)], 100, seed=7, use_every=20)
+    num = 2000 if name == "run log" else 100  # most lines of a log are of no step
+    found = fuzz.fuzzed(targets[NAMES.index(name)], num, seed=7, use_every=20)
     assert found.defects == {}
     assert found.num_taken > 0
     assert len(found.answers) > 5
