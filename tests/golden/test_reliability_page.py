@@ -44,6 +44,15 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         )
         whole = sum(found["commands"].get(name, 0) for name in ("old", "new, whole"))
         yield "kill_files, commands", str(found["num_commands"]), str(whole), "kill_files", found["commit"]
+    for package, found in results("mutation").items():
+        passed = f"{found['num_noticed']} noticed ({found['num_noticed'] / found['num']:.0%})"
+        yield (
+            f"mutation, {package}",
+            f"{found['num']} changes",
+            passed,
+            f"mutation --package {package}",
+            found["commit"],
+        )
     yield from _repeated()
 
 

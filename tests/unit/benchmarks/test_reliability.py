@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability import ctrl_c, fault_drill, fault_scene, faults, fuzz, growth, injection, kill_files
+from benchmarks.reliability import (
+    ctrl_c,
+    fault_drill,
+    fault_scene,
+    faults,
+    fuzz,
+    growth,
+    injection,
+    kill_files,
+    mutation,
+)
 from benchmarks.reliability.determinism import SEARCHES, plan_digest
 from benchmarks.reliability.drill import working_folder
 from benchmarks.reliability.fuzz_arguments import arguments_target
@@ -208,3 +218,19 @@ def test_the_fault_drill_has_twenty_faults_and_notices_other_losses_before_one()
     assert found == ["losses before the fault are not those of the undisturbed run"]
     with pytest.raises(fault_scene.DrillError):
         fault_drill.difference({20: 1.0}, BASE)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_noticed"), [("assert 1 + 1 == 2", False), ("assert 1 - 1 == 2", True), ("while True: pass", True)]
+)
+def test_tests_that_fail_or_never_end_notice_a_change(line: str, is_noticed: bool, folder: Path) -> None:
+    path = folder / "test_line.py"
+    path.write_text(f"def test_line():\n    {line}\n")
+    assert (mutation.seconds_of([str(path)], 5.0) is None) == is_noticed
+
+
+def test_what_is_changed_is_what_code_does() -> None:
+    wanted = ("core/ReplaceBinaryOperator_Add_Sub", "core/NumberReplacer", "core/ReplaceComparisonOperator_Lt_LtE")
+    types = ("core/ReplaceBinaryOperator_BitOr_Add", "core/RemoveDecorator", "core/ReplaceBinaryOperator_Add_BitAnd")
+    assert all(map(mutation.is_wanted, wanted))
+    assert not any(map(mutation.is_wanted, types))
