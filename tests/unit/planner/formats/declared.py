@@ -6,6 +6,8 @@ None of this is shared with the writers. Each part names the file that it was re
 import argparse
 import re
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 NUMBER, FLOAT, WORD, SWITCH = "number", "float", "word", "switch"
@@ -253,6 +255,9 @@ def check(document: object, declared: object, place: str = "") -> None:
 def words_of_script(text: str) -> list[str]:
     """What a script gives to torchrun or python3, as bash makes words of it."""
     assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
+    shellcheck = [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", "-"]
+    found = subprocess.run(shellcheck, input=text.encode(), capture_output=True, check=False)
+    assert found.returncode == 0, found.stdout.decode()
     stubs = (
         "scontrol() { echo node1; }; srun() { shift; \"$@\"; }; python3() { torchrun \"$@\"; }; exec() { \"$@\"; }; "
         "torchrun() { printf '%s\\0' \"$@\"; }; SLURM_JOB_NODELIST=n SLURM_JOB_ID=1 NODE_RANK=0 MASTER_ADDR=node1; "
