@@ -6,6 +6,8 @@ backward. A unit of which something got no gradient, and one whose gradients aut
 the end of the step.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -21,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from planner.errors import ModelError
 from planner.executor.data_parallel import DataParallel
 
+# In place and all at once: what torch.distributed has of that under a public name is deprecated.
+_collectives: Any = torch.ops._c10d_functional
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup]
 
 
@@ -47,7 +51,7 @@ class WholeParameters(DataParallel):
         _move(root, device)
         self._buckets = _buckets(root, units, group_of)
         self._is_last, self._next = False, 0
-        self._under_way: list[tuple[dist.Work, list[torch.Tensor]]] = []
+        self._under_way: list[torch.Tensor] = []
         for bucket in self._buckets:
             bucket.start_over()
             for parameter in bucket.parameters if bucket.group.size() > 1 else ():
@@ -65,8 +69,8 @@ class WholeParameters(DataParallel):
     def finish_step(self) -> None:
         """Reduces what is left, and waits."""
         self._reduce_first(len(self._buckets))
-        for work, _ in self._under_way:
-            work.wait()
+        for gradient in self._under_way:
+            _collectives.wait_tensor(gradient)
         self._under_way.clear()
         self._is_last, self._next = False, 0
         for bucket in self._buckets:
@@ -103,8 +107,8 @@ class WholeParameters(DataParallel):
             if bucket.group.size() > 1:
                 for gradient in gradients:
                     gradient.div_(bucket.group.size())
-                work = bucket.group.allreduce_coalesced(gradients)
-                self._under_way.append((work, gradients))
+                _collectives.all_reduce_coalesced_(gradients, "sum", bucket.group.group_name)
+                self._under_way += gradients
 
 
 def _settled(parameter: nn.Parameter) -> torch.Tensor:
