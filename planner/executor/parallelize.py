@@ -176,10 +176,8 @@ def parallelize(
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
     roots = {index: stage_root(module, programs[index], device_of(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
-    divided = {
-        index: _divide(root, (plan, mesh, backend), chosen, units, (experts, surroundings))
-        for index, root in roots.items()
-    }
+    where, ways = (plan, mesh, backend), (experts, surroundings)
+    divided = {index: _divide(root, where, chosen, units, ways) for index, root in roots.items()}
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
