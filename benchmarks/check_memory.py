@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from costmodels.vocabulary.choices import ContextMethod, Recompute
+from costmodels.vocabulary.choices import ContextMethod, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
@@ -68,6 +68,7 @@ class Case:
     pins: dict[str, int | bool | str] = field(default_factory=dict)
     hardware: str = "dgx-b200"  # room for every variant
     global_batch_size: int | None = None
+    precision: Precision = Precision.BF16
 
     def plan(self, models: Path) -> Plan:
         """What the planner makes of it."""
@@ -79,6 +80,7 @@ class Case:
             self.num_devices,
             self.hardware,
             global_batch_size=self.global_batch_size,
+            precision=self.precision,
             pins=pins if self.pins else NO_PINS,
             may_idle=False,
         )
@@ -141,6 +143,23 @@ def variants() -> list[Case]:
     return [Case(_name(model, pins), model, pins=pins, global_batch_size=_batch(pins)) for model, pins in cases]
 
 
+def in_full_precision() -> list[Case]:
+    """ZeRO 0, of which nothing is copied, beside ZeRO 1."""
+    alone: list[dict[str, int | bool | str]] = [
+        {"zero": 0, "dp_replicate": 8},
+        {"zero": 0, "dp_replicate": 8, "recompute": "full"},
+        {"zero": 0, "dp_replicate": 4, "tp": 2, "sequence_parallel": True},
+        {"zero": 0, "dp_replicate": 4, "pp": 2, "schedule": "1F1B"},
+        {"zero": 0, "dp_replicate": 1, "pp": 2, "tp": 4, "schedule": "ZBVZeroBubble"},
+        {"zero": 1},
+    ]
+    cases = [(model, {**PLAIN, **each}) for model in ("llama", "gpt") for each in alone]
+    return [
+        Case(f"fp32 {_name(model, pins)}", model, pins=pins, global_batch_size=_batch(pins), precision=Precision.FP32)
+        for model, pins in cases
+    ]
+
+
 def _batch(pins: dict[str, int | bool | str], num_devices: int = 8) -> int:
     """Sequences for two micro-batches, or in a pipeline two a rank."""
     pp = int(pins["pp"])
@@ -169,7 +188,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="beginnings of names of cases; none: all, and the table is written")
     names: list[str] = parser.parse_args().names
-    cases = [case for case in (*published(), *variants()) if not names or any(map(case.name.startswith, names))]
+    cases = [
+        case
+        for case in (*published(), *variants(), *in_full_precision())
+        if not names or any(map(case.name.startswith, names))
+    ]
     rows, problems, start_s = list[Row](), dict[str, str](), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "model.py"

@@ -42,6 +42,7 @@ from planner.executor.start import Start, started
 from planner.executor.step import train_step
 from planner.layout.layout import Pins
 from planner.plan.plan_file import plan_json, read_plan
+from planner.plan.schema import Plan
 from planner.request import Request
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -62,10 +63,10 @@ Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 
 
 class Comparison(NamedTuple):
-    """A layout as pins of ours, and what does the same by hand, given a whole model and its micro-batches' size."""
+    """A layout as pins of ours, and what does the same by hand, given a whole model and the plan."""
 
     pins: Pins
-    by_hand: Callable[[nn.Module, int], Step]
+    by_hand: Callable[[nn.Module, Plan], Step]
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -73,42 +74,42 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def ddp(model: nn.Module, size: int) -> Step:
+def ddp(model: nn.Module, plan: Plan) -> Step:
     """Data parallelism, all states on each rank."""
-    return _accumulating(nn.parallel.DistributedDataParallel(model), size)
+    return _accumulating(nn.parallel.DistributedDataParallel(model), plan)
 
 
-def fsdp(model: nn.Module, size: int) -> Step:
+def fsdp(model: nn.Module, plan: Plan) -> Step:
     """Each block and each layer outside them sharded."""
     for unit in (*model.get_submodule("layers").children(), *model.children()):
         if not isinstance(unit, nn.ModuleList):
             fully_shard(unit)
     fully_shard(model)
-    return _accumulating(model, size)
+    return _accumulating(model, plan)
 
 
-def tensor_parallel(model: nn.Module, size: int) -> Step:
+def tensor_parallel(model: nn.Module, plan: Plan) -> Step:
     """Columns, then rows, of each pair of layers; heads divided; the vocabulary's logits gathered."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    plan: dict[str, ParallelStyle] = {"token_embedding": RowwiseParallel(input_layouts=Replicate()),
+    styles: dict[str, ParallelStyle] = {"token_embedding": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Replicate())}  # fmt: skip
     for index, block in enumerate(model.get_submodule("layers").children()):
         attention = block.get_submodule("attention")
         vars(attention)["kv_heads"] //= NUM_RANKS
         for name, style in (("attention.qkv", ColwiseParallel()), ("attention.output", RowwiseParallel()),
                             ("mlp.up", ColwiseParallel()), ("mlp.down", RowwiseParallel())):  # fmt: skip
-            plan[f"layers.{index}.{name}"] = style
-    parallelize_module(model, mesh, plan)
-    return _accumulating(model, size)
+            styles[f"layers.{index}.{name}"] = style
+    parallelize_module(model, mesh, styles)
+    return _accumulating(model, plan)
 
 
 class _Stage(nn.Module):
-    """Half of a GPT."""
+    """The first or the last part of a GPT."""
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: nn.Module, rank: int, num_blocks: int) -> None:
         super().__init__()
-        self.rank, half = rank, NUM_BLOCKS // NUM_RANKS
-        self.layers = nn.ModuleList(list(model.get_submodule("layers").children())[rank * half : (rank + 1) * half])
+        self.rank, blocks = rank, list(model.get_submodule("layers").children())
+        self.layers = nn.ModuleList(blocks[-num_blocks:] if rank else blocks[:num_blocks])
         for name in ("norm", "head") if rank else ("token_embedding", "position_embedding"):
             self.add_module(name, model.get_submodule(name))
 
@@ -122,13 +123,13 @@ class _Stage(nn.Module):
         return self.get_submodule("head")(self.get_submodule("norm")(x)) if self.rank else x
 
 
-def pipeline(model: nn.Module, size: int) -> Step:
-    """One stage a rank."""
+def pipeline(model: nn.Module, plan: Plan) -> Step:
+    """One stage a rank, cut where the plan does."""
     rank = dist.get_rank()
-    module = _Stage(model, rank)
+    module = _Stage(model, rank, sum(name.startswith("layers.") for name in plan.pipeline.stages[rank].modules))
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, GLOBAL_BATCH_SIZE // size, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, plan.pipeline.num_microbatches, loss_fn=loss_of)
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> float | None:
         optimizer.zero_grad()
@@ -143,9 +144,10 @@ def pipeline(model: nn.Module, size: int) -> Step:
     return step
 
 
-def _accumulating(model: nn.Module, size: int) -> Step:
-    """A step over micro-batches of ``size``; gradients are reduced after each, as where nobody says otherwise."""
+def _accumulating(model: nn.Module, plan: Plan) -> Step:
+    """A step over the plan's micro-batches; gradients are reduced after each, as where nobody says otherwise."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    size = plan.pipeline.micro_batch_size
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> float:
         optimizer.zero_grad()
@@ -176,10 +178,9 @@ def run_rank(name: str, plan_file: Path, out: Path) -> None:
     """One rank: rank 0 writes the seconds of each pair of steps, ours first, and the last losses."""
     torch.set_num_threads(1)
     plan = read_plan(plan_file, trust=True)
-    size = plan.pipeline.micro_batch_size
     with quiet_torch(), process_group() as device:
         loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
-        by_hand = COMPARISONS[name].by_hand(copy.deepcopy(build_model(loaded, 0)), size)
+        by_hand = COMPARISONS[name].by_hand(copy.deepcopy(build_model(loaded, 0)), plan)
         model = started(loaded, plan, mesh, Start(seed=0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 

@@ -8,13 +8,14 @@ Bytes per parameter under FSDP2 (``fully_shard``), d = ranks that shard; the mas
     ZeRO 2                    2                  4/d         (4 + 8)/d            2 + 16/d
     ZeRO 3                    0 (gathered units  4/d         (4 + 8)/d            16/d
                               come extra)
-    fp32: the copy for compute has 4 bytes. SGD without momentum: no moments.
+    fp32: the copy for compute has 4 bytes; ZeRO 0 has none. SGD without momentum: no moments.
     Offloaded: master and moments lie on the host; ZeRO 3 keeps its shard of the copy for compute in their place, 2/d.
 
-The copy for compute exists in fp32 and in a group of one rank too: FSDP2 keeps the sharded parameters and copies them
-into gathered ones (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``wait_for_unshard``). Gradients
-accumulate in fp32 (``MixedPrecisionPolicy(reduce_dtype=torch.float32)``). fp8 keeps its weights in bf16 and casts them
-inside each product.
+The copy for compute exists in fp32 too: FSDP2 keeps the sharded parameters and copies them into gathered ones
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``wait_for_unshard``). Under ZeRO 0 in fp32, with states on
+the device, our executor leaves parameters as they are, and compute uses the master copy. Gradients accumulate in fp32
+(``MixedPrecisionPolicy(reduce_dtype=torch.float32)``). fp8 keeps its weights in bf16 and casts them inside each
+product.
 
 Sources: Rajbhandari et al., "ZeRO" (2020), for what each stage divides; Narayanan et al. (2021) and Korthikanti et al.
 (2022), for 18 bytes and 6 + 12/d with fp32 gradients; torch 2.13's FSDP2 for where the bytes lie.
@@ -58,6 +59,12 @@ class Division:
     on_host: bool = False
 
 
+def leaves_whole(kept: KeptStates, division: Division) -> bool:
+    """Whether compute uses the master copy itself, and gradients are reduced where they lie."""
+    is_ours = kept.facts is None or kept.facts.leaves_whole
+    return is_ours and kept.precision == "fp32" and division.zero_stage == 0 and not division.on_host
+
+
 def state_bytes(num_trainable: float, num_frozen: float, kept: KeptStates, division: Division) -> StateBytes:
     """State of so many parameter elements on one rank, between steps and at its largest.
 
@@ -84,6 +91,8 @@ def state_bytes(num_trainable: float, num_frozen: float, kept: KeptStates, divis
         buffer_bytes = buffers.value if division.is_replicated else 0.0
     moments = MOMENT_BYTES[optimizer] + extra_bytes
     compute_copy = num_elements * COMPUTE_BYTES[precision]
+    if leaves_whole(kept, division):
+        compute_copy = 0.0
     gradients = num_trainable * (gradient_bytes + buffer_bytes) / gradient_shards
     if division.on_host:
         return StateBytes(compute_copy / (shards if zero_stage == 3 else 1), gradients, optimizer=0.0)

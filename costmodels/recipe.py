@@ -67,6 +67,8 @@ class StateFacts(_Value):
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
     # Where only the optimiser is sharded every rank still gets the sum of all gradients, by an all-reduce.
     reduces_to_all: bool = False
+    # In fp32 without sharding, compute uses the optimiser's own copy, and gradients are reduced where they lie.
+    leaves_whole: bool = False
 
 
 class MemoryFacts(_Value):

@@ -19,7 +19,7 @@ OF_TIME: Mapping[Term, str] = {
     Term.OPTIMIZER: "the update of the parameters, once a step",
 }
 OF_MEMORY: Mapping[MemoryTerm, str] = {
-    MemoryTerm.PARAMETERS: "weights in the dtype of the compute",
+    MemoryTerm.PARAMETERS: "weights in the dtype of the compute, where they are a copy",
     MemoryTerm.GRADIENTS: "gradients, summed over micro-batches",
     MemoryTerm.OPTIMIZER: "fp32 master copy and moments",
     MemoryTerm.ACTIVATIONS: "kept from forward for backward",

@@ -50,8 +50,8 @@ class Sharding:
     gathers_units: Number  # whether: ZeRO 3
     reduces_each: Number  # whether: the gradients of every micro-batch, not those of the last alone
     num_shards: int
-    compute_bytes: float  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
-    buffer_bytes: float  # where it is reduced, and added up
+    compute_bytes: Number  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
+    buffer_bytes: Number  # where it is reduced, and added up
 
 
 class Moment(NamedTuple):

@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
@@ -289,9 +290,15 @@ class RankMemoryModel:
             gathers_units=zero.shards_parameters,
             reduces_each=zero.shards_gradients or layout.num_microbatches == 1,
             num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
-            compute_bytes=framework.item_bytes,
-            buffer_bytes=framework.reduction_bytes,
+            compute_bytes=0.0 if self._leaves_whole else framework.item_bytes,
+            buffer_bytes=0.0 if self._leaves_whole else framework.reduction_bytes,
         )
+
+    @cached_property
+    def _leaves_whole(self) -> bool:
+        """Whether parameters have no copy and gradients no buffer."""
+        layout = self._layout
+        return self._table.framework.leaves_whole and layout.zero_stage == 0 and layout.offload is Offload.NONE
 
     def _unit_at_work(self, variant: int) -> UnitAtWork:
         if variant not in self._units_at_work:
@@ -319,7 +326,7 @@ class RankMemoryModel:
     def _reduction_bytes(self, largest: float) -> float:
         """Bytes of gradients in transit of units with so many elements; nothing where they are reduced in place."""
         mesh, framework = self._layout.mesh, self._table.framework
-        if framework.reduces_in_place or mesh.dp * mesh.cp == 1:
+        if framework.reduces_in_place or self._leaves_whole or mesh.dp * mesh.cp == 1:
             return 0.0
         return framework.units_in_transit * framework.reduction_bytes * largest
 

@@ -5,7 +5,7 @@ whose FQN and global shape stay. A model runs its own router and sorts its own r
 are answered otherwise: rows are sent to the ranks of their experts before the first product of a layer and brought back
 behind the last (``executor/expert_rows.py``). A parameter that is used in another way is refused.
 
-The gradient of an expert is the sum over all rows that it saw, of whichever rank. FSDP averages it over the ranks that
+The gradient of an expert is the sum over all rows that it saw, of whichever rank. It is averaged over the ranks that
 hold the same expert, 1 / ep of those that data parallelism averages over, so it is divided by ``ep`` once more.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -92,8 +93,12 @@ class Experts:
 
         return place
 
+    def replicas(self, of_others: dist.ProcessGroup, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks that hold the same parameter under ZeRO stage 0; ``of_others``: that are no expert's."""
+        return self.mesh[MeshAxis.DP_REPLICATE.value].get_group() if _is_divided(parameter) else of_others
+
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Makes of gradients that FSDP has averaged those of one process."""
+        """Makes of gradients that data parallelism has averaged those of one process."""
         for parameter in parameters:
             if parameter.grad is not None and _is_divided(parameter):
                 parameter.grad.div_(self.degree)

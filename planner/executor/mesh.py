@@ -109,6 +109,14 @@ def data_mesh(mesh: DeviceMesh, zero_stage: int) -> DeviceMesh:
         return mesh[MeshAxis.DP_REPLICATE.value, shards] if replicate > 1 else mesh[shards]
 
 
+def replicas(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the same parameters under ZeRO stage 0."""
+    is_joined = mesh[MeshAxis.CP.value].size() > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        return mesh[_joined(_REPLICAS) if is_joined else MeshAxis.DP_REPLICATE.value].get_group()
+
+
 def _joined(axes: tuple[str, ...]) -> str:
     """The name of ``axes`` taken as one."""
     return "_and_".join(axes)

@@ -1,8 +1,5 @@
 """Makes a plan's part of a model on this rank: the steps, in order."""
 
-# pyright: reportPrivateUsage=false
-# torch.nn.Module has no public way to move parameters and leave buffers, which FSDP hears of.
-
 from __future__ import annotations
 
 import contextlib
@@ -15,20 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
-from planner.executor.data_parallel import ShardingUnits, apply_data_parallel, prepare_backward, reshard
+from planner.executor.data_parallel import DataParallel, ShardingUnits, keeps_whole
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
-from planner.executor.mesh import check_executable, compute_dtype, device_of, place_of
+from planner.executor.mesh import check_executable, compute_dtype, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import check_buffers, check_names
+from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
 from planner.executor.stage_split import (
@@ -53,6 +50,7 @@ from planner.executor.tensor_parallel import (
     tensor_parallel_context,
     torch_placement,
 )
+from planner.executor.whole_parameters import WholeParameters
 from planner.models.inputs import by_name, call_model
 from planner.models.loss import TrainingLoss
 from planner.plan.schema import Plan
@@ -89,6 +87,8 @@ class ParallelModel:
         whole = self._scaled(batch)
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
+            for stage in self.stages:
+                stage.data.finish_step()
         share = self.loss.finish(losses, self.parameters())
         if self.experts is not None:
             self.experts.average(self.parameters())
@@ -111,7 +111,7 @@ class ParallelModel:
         with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = [self.stages[0](**part) for part in self._parts(whole)]
         share = self.loss.finish(losses, self.parameters())
-        reshard(self.stages[0].root)
+        self.stages[0].data.finish_forward()
         return share
 
     def _scaled(self, batch: object) -> Tensors:
@@ -131,7 +131,7 @@ class ParallelModel:
         losses: list[torch.Tensor] = []
         for index, part in enumerate(parts):
             loss = stage(**part)
-            prepare_backward(stage.root, self.plan.zero_stage, last=index == len(parts) - 1, pipelined=False)
+            stage.data.prepare_backward(last=index == len(parts) - 1)
             loss.backward()
             losses.append(loss.detach())
         return losses
@@ -139,7 +139,7 @@ class ParallelModel:
     def _pipelined(self, schedule: Schedule, batch: Tensors) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         for stage in self.stages:  # as each first forward must find it: no backward of the step before is the last
-            prepare_backward(stage.root, self.plan.zero_stage, last=False, pipelined=True)
+            stage.data.prepare_backward(last=False)
         target = torch.zeros(self.plan.pipeline.num_microbatches)  # the last stage has the loss, but torch asks for it
         options: dict[str, torch.Tensor] = {**batch, "target": target}
         schedule.step(losses=losses, return_outputs=False, **options)  # pyright: ignore[reportArgumentType]
@@ -176,20 +176,20 @@ def parallelize(
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
     roots = {index: stage_root(module, programs[index], device_of(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
-    for root in roots.values():
-        _divide(root, (plan, mesh, backend), chosen, units, (experts, surroundings))
+    where, ways = (plan, mesh, backend), (experts, surroundings)
+    divided = {index: _divide(root, where, chosen, units, ways) for index, root in roots.items()}
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
     stages = [
         _stage_module(
-            root,
+            data,
             programs[index] if programs else None,
             (plan, mesh, surroundings),
             tuple(inputs),
             loss if index == last else None,
         )
-        for index, root in roots.items()
+        for index, data in divided.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
     seed_rank(torch.initial_seed(), mesh)
@@ -214,7 +214,7 @@ def _divide(
     chosen: Mapping[str, Placement],
     units: ShardingUnits,
     ways: tuple[Experts | None, Surroundings],
-) -> None:
+) -> DataParallel:
     """Makes of one stage's part of the model, or the whole, what this rank holds of it."""
     (plan, mesh, backend), (experts, surroundings) = where, ways
     if experts is not None:
@@ -224,16 +224,11 @@ def _divide(
     if backend is not None:
         apply_compile(root, plan, backend)
     apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
-    placements = None if experts is None else experts.placements()
-    apply_data_parallel(root, units, mesh, plan, placements)
-    _leave_meta(root, device_of(mesh) if plan.offload is Offload.NONE else torch.device("cpu"))
-
-
-def _leave_meta(root: nn.Module, device: torch.device) -> None:
-    """Gives parameters without values memory, of this rank's part of each."""
-    if any(parameter.is_meta for parameter in root.parameters()):
-        with torch.no_grad():
-            root._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor)
+    if keeps_whole(plan):
+        group = replicas(mesh)
+        group_of = (lambda _: group) if experts is None else functools.partial(experts.replicas, group)
+        return WholeParameters(root, units.fqns, device_of(mesh), group_of)
+    return ShardedParameters(root, units, mesh, plan, None if experts is None else experts.placements())
 
 
 def _check(
@@ -299,26 +294,26 @@ def _within(*ways: Context | Experts | None) -> Generator[None]:
 
 
 def _stage_module(
-    root: nn.Module,
+    data: DataParallel,
     program: StageProgram | None,
     where: tuple[Plan, DeviceMesh, Surroundings],
     input_names: Sequence[str],
     loss: LossTask | None,
 ) -> StageModule:
-    """``root`` with what it receives, sends and computes at its ends."""
+    """A stage with what it receives, sends and computes at its ends."""
     plan, mesh, surroundings = where
     tp_mesh = mesh[MeshAxis.TP.value] if plan.mesh.tp > 1 else None
 
     def run_whole(received: Sequence[torch.Tensor], batch: Tensors) -> object:
         with surroundings():
-            return call_model(root, {name: batch[name] for name in input_names})
+            return call_model(data.root, {name: batch[name] for name in input_names})
 
     def run_stage(received: Sequence[torch.Tensor], batch: Tensors) -> object:
         with surroundings():
-            return root(received, batch)
+            return data.root(received, batch)
 
     metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = ((), ())
     if program is not None:
         metas = tuple(program.metas[s] for s in program.inputs), tuple(program.metas[s] for s in program.outputs)
     placement = torch_placement(plan.placements.stage_input)
-    return StageModule(root, run_whole if program is None else run_stage, metas, (tp_mesh, placement), loss)
+    return StageModule(data, run_whole if program is None else run_stage, metas, (tp_mesh, placement), loss)

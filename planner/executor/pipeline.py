@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.mesh import MeshAxis
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.executor.data_parallel import finish_backward, prepare_backward, share_reductions
 from planner.executor.mesh import device_of
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
@@ -60,7 +59,7 @@ class _Stage(PipelineStage):
     """
 
     def __init__(self, module: StageModule, index: int, plan: Plan, mesh: DeviceMesh, reductions: list[object]) -> None:
-        self._zero_stage, self._reductions = plan.zero_stage, reductions
+        self._reductions = reductions
         num_stages = len(plan.pipeline.stages)
         sent = module.output_metas if index < num_stages - 1 else (LOSS_META,)
         super().__init__(
@@ -78,15 +77,13 @@ class _Stage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
         """Sets what this micro-batch's backward reduces and frees, then runs it: ``full``, ``input`` or ``weight``."""
         assert isinstance(self.submod, StageModule)
-        root = self.submod.root
-        is_weight = backward_type == "weight"
+        data, is_weight = self.submod.data, backward_type == "weight"
         # Weights' gradients may pass a unit's hook on their way: it must not free parameters that others still need.
-        prepare_backward(root, self._zero_stage, last=last_backward and not is_weight, pipelined=True)
-        share_reductions(root, self._reductions)
+        data.prepare_backward(last=last_backward and not is_weight)
+        data.share_reductions(self._reductions)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if is_weight:
-            prepare_backward(root, self._zero_stage, last=last_backward, pipelined=True)
-            finish_backward(root, last=last_backward)
+            data.finish_weights(last=last_backward)
         return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

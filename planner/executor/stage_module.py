@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
+from planner.executor.data_parallel import DataParallel
 from planner.executor.stage_split import StageProgram, inside
 from planner.executor.stage_trace import Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
 from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
@@ -137,14 +138,14 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        root: nn.Module,
+        data: DataParallel,
         run: Callable[[Sequence[torch.Tensor], Tensors], object],
         metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]],
         boundary: tuple[DeviceMesh | None, Placement],
         loss: LossTask | None,
     ) -> None:
         super().__init__()
-        self.root = root
+        self.data, self.root = data, data.root
         self._run = run
         self.input_metas, self.output_metas = metas
         self._tp_mesh, self._placement = boundary

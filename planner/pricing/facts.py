@@ -121,6 +121,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         has_fsdp_moments=recipe.memory.has_fsdp_moments,
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
+        leaves_whole=recipe.state.leaves_whole and target.precision == "fp32",
         reduction_bytes=recipe.state.reduction_bytes.value,
         bucket_elements=0.0 if bucket is None else bucket.value,
         extra_communicators=recipe.memory.extra_communicators.value,

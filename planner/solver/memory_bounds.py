@@ -63,7 +63,7 @@ class AlikeMemory:
     def __init__(self, table: CostTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
         self.table, self._key, self.layouts, self.rows = table, key, layouts, rows
         self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
-        self.num_microbatches = rows.num_microbatches
+        self.offload, self.num_microbatches = key.offload, rows.num_microbatches
         self.counts = table.counts
         self.times = unit_times(table, rows, 0)
         self.work_s = self.times.forward_s + self.times.backward_s

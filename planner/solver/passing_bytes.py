@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
@@ -96,12 +97,13 @@ class PassingBytes:
         """``RankMemoryModel`` asks the same of one layout: in a pipeline the first unit's gradients wait."""
         framework, zero = self._of.table.framework, self._of.rows.zero_stage
         whole = (slice(None), *[None] * len(stage))
+        is_left = framework.leaves_whole & (zero == 0) & (self._of.offload is Offload.NONE)
         sharding = Sharding(
             gathers_units=_SHARDS_PARAMETERS[zero][whole],
             reduces_each=(_SHARDS_GRADIENTS[zero] | (self._of.num_microbatches == 1))[whole],
             num_shards=1,  # matters where gradients are reduced once a step
-            compute_bytes=framework.item_bytes,
-            buffer_bytes=framework.reduction_bytes,
+            compute_bytes=np.where(is_left, 0.0, framework.item_bytes)[whole],
+            buffer_bytes=np.where(is_left, 0.0, framework.reduction_bytes)[whole],
         )
         return most_bytes([(unit, 1) for unit in stage], sharding, before=stage[0].elements)
 

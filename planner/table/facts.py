@@ -127,6 +127,7 @@ class FrameworkFacts:
     has_fsdp_moments: bool
     keeps_gradients: bool
     reduces_in_place: bool
+    leaves_whole: bool  # parameters that neither ZeRO nor offloading moves, and that are computed with in fp32
     reduction_bytes: float
     bucket_elements: float  # of each of the two flat buffers of a sharded optimiser
     extra_communicators: float

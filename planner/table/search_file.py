@@ -35,7 +35,7 @@ from planner.output_file import write_bytes
 from planner.table.cost_table import CostTable, KindOfElement
 from planner.table.keys import DataKey, SendKey, StateKey, TensorSplit, WorkKey
 
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 2**29  # of a file and of its arrays: those of DeepSeek-V3 over 2,048 devices have some 80 MB
 LABELS = {axis.__name__: [label.name for label in axis] for axis in (Time, Holding, Data, Element, Recompute)}
 _ARRAYS = ("time_s", "num_bytes", "data_s", "elements", "state_bytes")

@@ -15,6 +15,7 @@ NAMES = {
     "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter",
     "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.all_reduce_coalesced_": "all_reduce",
     "_c10d_functional.all_to_all_single": "all_to_all",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",

@@ -27,9 +27,21 @@ def test_bytes_per_parameter_of_mixed_precision_adam(shards: int) -> None:
     assert per_parameter(3, shards) == pytest.approx(16 / shards)
 
 
-def test_full_precision_keeps_a_four_byte_copy() -> None:
-    assert per_parameter(0, 1, "fp32") == 20
+def test_full_precision_keeps_a_four_byte_copy_where_states_are_sharded() -> None:
+    assert per_parameter(0, 1, "fp32") == 16
+    assert per_parameter(1, 4, "fp32") == 8 + 12 / 4
     assert per_parameter(3, 4, "fp32") == 4
+
+
+def test_full_precision_on_the_host_keeps_a_copy_on_the_device() -> None:
+    state = states_of(1.0, precision="fp32", optimizer="adamw", zero_stage=0, num_shards=1, on_host=True)
+    assert state == StateBytes(parameters=4, gradients=4, optimizer=0)
+
+
+def test_other_frameworks_keep_a_copy_in_full_precision() -> None:
+    facts = load_recipe("torchtitan").state
+    found = states_of(1.0, precision="fp32", optimizer="adamw", zero_stage=0, num_shards=1, facts=facts)
+    assert found.parameters == 4
 
 
 def test_sgd_keeps_no_moments() -> None:
@@ -54,7 +66,7 @@ def test_offloading_leaves_the_copy_for_compute_and_gradients(stage: int, expect
     assert state.optimizer == state.moments == 0
 
 
-@given(stage=st.integers(0, 3), shards=st.integers(1, 512), precision=st.sampled_from(["bf16", "fp32"]))
+@given(stage=st.integers(0, 3), shards=st.integers(2, 512), precision=st.sampled_from(["bf16", "fp32"]))
 def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str) -> None:
     assert per_parameter(stage, shards + 1, precision) <= per_parameter(stage, shards, precision)
     if stage < 3:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
-from planner.executor import pipeline
 from planner.executor.build import loaded_model
 from planner.executor.check import _check_rank
+from planner.executor.sharded_parameters import ShardedParameters
 from planner.layout.layout import Pins
 from planner.plan.plan_file import read_plan
 from planner.request import Request
@@ -87,6 +87,24 @@ def test_tensors_take_what_the_ledger_says(pins: Pins, wide: str) -> None:
     assert found.allocated_bytes == pytest.approx(allocated_bytes(plan, 0), rel=WITHIN)
 
 
+@pytest.mark.parametrize(
+    "pins",
+    [
+        Pins(dp=4, dp_replicate=4, pp=1),
+        Pins(dp=2, dp_replicate=2, pp=2, schedule=ScheduleName.ONE_F_ONE_B),
+    ],
+    ids=lambda pins: pins.describe().replace(", ", " "),
+)
+def test_tensors_take_what_the_ledger_says_where_parameters_are_left_as_they_are(pins: Pins, wide: str) -> None:
+    pins = replace(pins, zero=0, tp=1, cp=1, micro_batch=2, recompute=Recompute.NONE)
+    request = Request(wide, 4, "dgx-a100-80gb", global_batch_size=32, pins=pins, may_idle=False,
+                      precision=Precision.FP32)  # fmt: skip
+    plan = find_plan(request).plan
+    found = _check_rank(plan, loaded_model(plan), 0)
+    assert found.problem is None
+    assert found.allocated_bytes == pytest.approx(allocated_bytes(plan, 0), rel=WITHIN)
+
+
 def test_a_pipeline_holds_no_more_for_more_micro_batches() -> None:
     plan = read_plan(EXAMPLE)
     counted: list[int | None] = []
@@ -112,7 +130,7 @@ def test_stages_of_a_rank_have_one_buffer_of_gradients_together(
     request = Request(str(model), 4, "dgx-a100-80gb", global_batch_size=8, pins=pins, may_idle=False)
     plan = find_plan(request).plan
     together = _check_rank(plan, loaded_model(plan), 0).allocated_bytes
-    monkeypatch.setattr(pipeline, "share_reductions", lambda root, reductions: None)
+    monkeypatch.setattr(ShardedParameters, "share_reductions", lambda data, reductions: None)
     apart = _check_rank(plan, loaded_model(plan), 0).allocated_bytes
     assert together is not None
     assert apart is not None

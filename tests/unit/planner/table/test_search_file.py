@@ -110,7 +110,7 @@ def as_header(text: str) -> np.ndarray:
         ({"codes.mesh": np.zeros((2, 2), dtype=np.uint8)}, "one length|whole numbers"),
         ({"codes.zero_stage": np.zeros(1, dtype=np.uint8)}, "all of one length"),
         ({"header": as_header("[" * 10**5)}, "not a saved search"),
-        ({"header": as_header('{"format": 1}')}, "not a saved search"),
+        ({"header": as_header('{"format": 2}')}, "not a saved search"),
         ({"more": np.zeros(3)}, None),
     ],
 )
@@ -169,6 +169,6 @@ def test_another_versions_labels_are_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_pickled_objects_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "search.npz"
-    np.savez(path, header=np.array([{"format": 1}], dtype=object))
+    np.savez(path, header=np.array([{"format": 2}], dtype=object))
     with pytest.raises(InputError, match="not a saved search"):
         read_search(path)
