@@ -61,12 +61,32 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and what
+    # a micro-batch then moves per parameter besides. None: gradients are treated alike in both.
+    bf16_sum_bytes: Quantity | None = None
+    bf16_accumulation_bytes: Quantity | None = None
     # Where the optimiser is sharded: elements of each of two flat buffers of the parameters' precision, into which
     # gradients are reduced and updated parameters are gathered, however many parameters there are. None: no buffers.
     bucket_elements: Quantity | None = None
     reduces_in_place: bool  # the gradients' own memory is reduced: no buffers of a unit in transit
     # Where only the optimiser is sharded every rank still gets the sum of all gradients, by an all-reduce.
     reduces_to_all: bool = False
+
+    def held_gradient_bytes(self, precision: str) -> float:
+        """Bytes of a parameter's gradients, with their sum where it lies apart."""
+        return self.gradient_bytes.value + self._under(precision, self.bf16_sum_bytes)
+
+    def reduced_bytes(self, precision: str) -> float:
+        """Sent per parameter when gradients are reduced."""
+        return self._under(precision, self.bf16_sum_bytes) or self.reduction_bytes.value
+
+    def summed_bytes(self, precision: str) -> float:
+        """Moved per parameter and micro-batch besides what every precision moves to add up gradients."""
+        return self._under(precision, self.bf16_accumulation_bytes)
+
+    @staticmethod
+    def _under(precision: str, fact: Quantity | None) -> float:
+        return fact.value if fact is not None and precision == "bf16" else 0.0
 
 
 class MemoryFacts(_Value):

@@ -77,7 +77,11 @@ FRAMEWORKS = (
     # Under DeepSpeed's engine of 2021 and 2022 ranks wait at every collective of tensor parallelism.
     Framework(
         ("megatron-deepspeed", "gpt-neox"),
-        (Generation("megatron-deepspeed-2022", last_year=2022), Generation("megatron-deepspeed")),
+        (
+            Generation("megatron-deepspeed-2021", last_year=2021),
+            Generation("megatron-deepspeed-2022", last_year=2022),
+            Generation("megatron-deepspeed"),
+        ),
     ),
     # Of 2021, before it gathered several tensors at once.
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),

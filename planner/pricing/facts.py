@@ -121,7 +121,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         has_fsdp_moments=recipe.memory.has_fsdp_moments,
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
-        reduction_bytes=recipe.state.reduction_bytes.value,
+        reduction_bytes=recipe.state.reduced_bytes(target.precision),
         bucket_elements=0.0 if bucket is None else bucket.value,
         extra_communicators=recipe.memory.extra_communicators.value,
         gathered_update_bytes=recipe.memory.gathered_update_bytes.value,

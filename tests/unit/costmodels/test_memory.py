@@ -96,3 +96,13 @@ def test_bytes_per_parameter_of_nanotron(shards: int) -> None:
     assert held(0, 1) == 18
     assert held(0, shards) == 20
     assert held(1, shards) + gathered == pytest.approx(10 + 14 / shards)
+
+
+@pytest.mark.parametrize(("precision", "held", "reduced"), [("fp16", 2, 2), ("bf16", 2 + 4, 4)])
+def test_deepspeed_sums_16_bit_gradients_apart_under_bf16_alone(precision: str, held: float, reduced: float) -> None:
+    """BF16_Optimizer: bf16 parameters and gradients and an fp32 sum on every rank, master and moments divided."""
+    facts = load_recipe("megatron-deepspeed-2022").state
+    state = states_of(1.0, precision=precision, optimizer="adamw", facts=facts, zero_stage=1, num_shards=8)
+    assert (state.parameters, state.gradients, state.optimizer) == (2, held, 12 / 8)
+    assert facts.reduced_bytes(precision) == reduced
+    assert load_recipe("megatron-deepspeed-2021").state.held_gradient_bytes(precision) == 2

@@ -88,7 +88,7 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("fsdp", "", "compile", {}, "fsdp-compiled"),
         ("fsdp", "", "", {}, "fsdp-llm-foundry"),
         ("megatron-deepspeed", "2022-02", "", {}, "megatron-deepspeed-2022"),
-        ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2022"),
+        ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2021"),
         ("megatron-deepspeed", "2023", "", {}, "megatron-deepspeed"),
         ("deepspeed", "2021", "", {}, "deepspeed-2021"),
         ("deepspeed", "", "", {}, "deepspeed"),
