@@ -61,8 +61,8 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
-    # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and what
-    # a micro-batch then moves per parameter besides. None: gradients are treated alike in both.
+    # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and
+    # what a micro-batch then moves per parameter besides. None: gradients are treated alike in both.
     bf16_sum_bytes: Quantity | None = None
     bf16_accumulation_bytes: Quantity | None = None
     # Where the optimiser is sharded: elements of each of two flat buffers of the parameters' precision, into which
@@ -174,6 +174,9 @@ class Recipe(_Value):
     # Recomputation of a block stops when all that its backward pass asks for is there, as PyTorch's non-reentrant
     # checkpoints do; otherwise the whole block and its collectives run again.
     stops_recomputation_early: bool = False
+    # The activation of gated layers is one kernel, and so is the product that makes queries, keys and values: that
+    # changes what autograd keeps (planner/axes/fused_kernels.py).
+    fuses_kernels: bool = False
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.
