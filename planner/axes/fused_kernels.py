@@ -1,14 +1,14 @@
 """Operators that a framework runs as one, though models are traced with each by itself.
 
-Activations. A gated layer is traced as it is written: the activation of one product's output times another's, and in experts times
-each row's weight. A framework that fuses these reads the products' outputs and writes what the next product takes, and
-its backward pass computes what lies between once more: autograd keeps the products' outputs, and nothing between.
+Activations. A gated layer is traced as it is written: the activation of one product's output times another's, and in
+experts times each row's weight. A framework that fuses these reads the products' outputs and writes what the next
+product takes, and its backward pass computes what lies between once more: autograd keeps the products' outputs alone.
 
-Projections. One product makes queries, keys and values. What autograd keeps of values is a view of its output, and keeps
-all of it, also where queries and keys are kept as rotary positions made them anew.
+Projections. One product makes queries, keys and values. What autograd keeps of values is a view of its output, and
+keeps all of it, also where queries and keys are kept as rotary positions made them anew.
 
-Sources: Megatron-LM, megatron/core/fusions/fused_bias_swiglu.py, ``SwiGLUFunction`` and ``WeightedSwiGLUFunction``, which
-save their inputs alone (on unless --no-bias-swiglu-fusion); megatron/core/transformer/attention.py,
+Sources: Megatron-LM, megatron/core/fusions/fused_bias_swiglu.py, ``SwiGLUFunction`` and ``WeightedSwiGLUFunction``,
+which save their inputs alone (on unless --no-bias-swiglu-fusion); megatron/core/transformer/attention.py,
 ``get_query_key_value_tensors``, which splits the output of ``linear_qkv``.
 """
 

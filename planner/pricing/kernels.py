@@ -21,7 +21,6 @@ from planner.axes.lowered import Kernel, Work
 from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
-
 SIXTEEN_BITS = "bf16"  # of products that stay out of 8 bits
 
 
