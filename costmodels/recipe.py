@@ -61,6 +61,7 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    fp16_gradient_bytes: Quantity | None = None  # held and reduced under fp16; None: as under other precisions
     # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and
     # what a micro-batch then moves per parameter besides. None: gradients are treated alike in both.
     bf16_sum_bytes: Quantity | None = None
@@ -74,15 +75,19 @@ class StateFacts(_Value):
 
     def held_gradient_bytes(self, precision: str) -> float:
         """Bytes of a parameter's gradients, with their sum where it lies apart."""
-        return self.gradient_bytes.value + self._under(precision, self.bf16_sum_bytes)
+        return self._in_fp16(precision, self.gradient_bytes) + self._under(precision, self.bf16_sum_bytes)
 
     def reduced_bytes(self, precision: str) -> float:
         """Sent per parameter when gradients are reduced."""
-        return self._under(precision, self.bf16_sum_bytes) or self.reduction_bytes.value
+        return self._under(precision, self.bf16_sum_bytes) or self._in_fp16(precision, self.reduction_bytes)
 
     def summed_bytes(self, precision: str) -> float:
         """Moved per parameter and micro-batch besides what every precision moves to add up gradients."""
         return self._under(precision, self.bf16_accumulation_bytes)
+
+    def _in_fp16(self, precision: str, otherwise: Quantity) -> float:
+        fact = self.fp16_gradient_bytes
+        return fact.value if fact is not None and precision == "fp16" else otherwise.value
 
     @staticmethod
     def _under(precision: str, fact: Quantity | None) -> float:
@@ -195,6 +200,7 @@ class Recipe(_Value):
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
     # balanced, as the trace takes it.
     expert_imbalance: Quantity | None = None
+    workspace_bytes: Quantity | None = None  # at least so much of libraries' workspaces; None: as the profile says
     # None: the framework has no context parallelism, or none that is known; its layouts gather keys and values.
     context_methods: ContextMethods | None = None
     # Schedules under which exchanges of a forward pass run beside the backward pass of another micro-batch that follows

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from costmodels.recipe import Recipe, load_recipe
+from hardware_profiles.schema import Quantity
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
-STOPS_EARLY, NO_DROPOUT = "non-reentrant-recompute", "no-dropout"
+STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
+# Eight buffers of 4 MiB for each handle of cuBLAS; the threads of the forward pass and of autograd have one each.
+DETERMINISTIC_WORKSPACE = Quantity(
+    value=2 * 8 * 4096 * 1024,
+    tag="specified",
+    source="PyTorch, torch.use_deterministic_algorithms: cuBLAS is deterministic with CUBLAS_WORKSPACE_CONFIG=:4096:8",
+)
 
 
 def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
@@ -30,12 +37,14 @@ def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
 
 
 def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
-    """``recipe`` with what words of a run's kernels say of recomputation and dropout; otherwise its own."""
+    """``recipe`` with what words of a run's kernels say of recomputation, dropout and workspaces; otherwise its own."""
     update: dict[str, object] = {}
     if STOPS_EARLY in kernels:
         update["stops_recomputation_early"] = True
     if NO_DROPOUT in kernels:
         update["dropout"] = 0.0
+    if DETERMINISTIC in kernels:
+        update["workspace_bytes"] = DETERMINISTIC_WORKSPACE
     return recipe.model_copy(update=update)
 
 
