@@ -200,7 +200,7 @@ class Recipe(_Value):
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
     # balanced, as the trace takes it.
     expert_imbalance: Quantity | None = None
-    workspace_bytes: Quantity | None = None  # at least so much of libraries' workspaces; None: as the profile says
+    workspace_bytes: float = 0.0  # of libraries, at least so much, whatever the profile says
     # None: the framework has no context parallelism, or none that is known; its layouts gather keys and values.
     context_methods: ContextMethods | None = None
     # Schedules under which exchanges of a forward pass run beside the backward pass of another micro-batch that follows

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from costmodels.recipe import Recipe, load_recipe
-from hardware_profiles.schema import Quantity
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
 STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
-# Eight buffers of 4 MiB for each handle of cuBLAS; the threads of the forward pass and of autograd have one each.
-DETERMINISTIC_WORKSPACE = Quantity(
-    value=2 * 8 * 4096 * 1024,
-    tag="specified",
-    source="PyTorch, torch.use_deterministic_algorithms: cuBLAS is deterministic with CUBLAS_WORKSPACE_CONFIG=:4096:8",
-)
+# CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): eight
+# buffers of 4 MiB for each handle, and the threads of the forward pass and of autograd have one each.
+DETERMINISTIC_WORKSPACE_BYTES = 2 * 8 * 4096 * 1024.0
 
 
 def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
@@ -44,7 +40,7 @@ def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
     if NO_DROPOUT in kernels:
         update["dropout"] = 0.0
     if DETERMINISTIC in kernels:
-        update["workspace_bytes"] = DETERMINISTIC_WORKSPACE
+        update["workspace_bytes"] = DETERMINISTIC_WORKSPACE_BYTES
     return recipe.model_copy(update=update)
 
 

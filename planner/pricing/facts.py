@@ -22,7 +22,7 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
     cluster = target.cluster
     groups = () if cluster.mixed is None else cluster.mixed.groups
     software = cluster.profile.software
-    workspaces = [each.value for each in (software.workspace_bytes, target.recipe.workspace_bytes) if each is not None]
+    workspace = software.workspace_bytes
     return ClusterFacts(
         name=cluster.profile.name,
         num_devices=cluster.num_devices,
@@ -35,7 +35,7 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
             software.allocator_reserve_fraction.value,
             software.communicator_bytes.value,
             software.context_bytes.value,
-            max(workspaces, default=0.0),
+            max(target.recipe.workspace_bytes, 0.0 if workspace is None else workspace.value),
         ),
         hosts=tuple(
             _host_facts(cluster, training, offload)

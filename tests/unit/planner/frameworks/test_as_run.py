@@ -29,7 +29,7 @@ def test_words_of_kernels_say_how_blocks_run_again_and_that_nothing_is_dropped()
 def test_deterministic_products_have_workspaces_of_their_own_size(
     hardware: str, plain: float, deterministic: float
 ) -> None:
-    """MiB of two handles: 2 of 4 MiB and 8 of 16 KiB before compute capability 9.0, else 8 of 4 MiB, as is asked for."""
+    """MiB of two handles: each 2 of 4 MiB and 8 of 16 KiB before compute capability 9.0, else 8 of 4 MiB."""
     graph, cluster = graph_of("llama3-8b", 1024), cluster_of(hardware, 8)
     found = [
         cluster_facts(PricingTarget(graph, cluster, "bf16", recipe), training_of(8, 1024)).software.workspace_bytes
