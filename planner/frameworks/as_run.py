@@ -8,7 +8,7 @@ from costmodels.recipe import Recipe, load_recipe
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
 STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
-# CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): eight
+# CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): 8
 # buffers of 4 MiB for each handle, and the threads of the forward pass and of autograd have one each.
 DETERMINISTIC_WORKSPACE_BYTES = 2 * 8 * 4096 * 1024.0
 
