@@ -55,6 +55,7 @@ FAMILIES = (
     ("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"),
     ("nanotron", "nanotron-2025"),
     ("megatron-core", "megatron-core-overlap"),
+    ("megatron-deepspeed-2022", "megatron-deepspeed-2021"),
 )
 TOOL = "python -m benchmarks.calibrate --write"
 HOST_TIME = "host_s_per_kernel"

@@ -130,22 +130,30 @@ def dispatch_parts(
     ``spread``: copies of a token, and the most nodes that its experts lie on (None: as many as there are). With the
     share of the rows' bytes that each counts; they run at the same time. Of n nodes
 
-        over NVLink     all rows, between the ranks of one node
+        over NVLink     ranks · (1 - (1 - 1/ranks)^copies) tokens of each rank, rather than all copies: a rank that
+                        holds several experts of a token gets it once
         between nodes   (n - 1) · (1 - (1 - 1/n)^copies) tokens of each rank, rather than (n - 1) / n of the rows;
                         or (n - 1) / n of the most nodes if that is less
 
-    as if a token could choose an expert twice, which makes the second less by 0.1 % for 8 of 128. Source: DeepSeek-AI,
-    "DeepSeek-V3 Technical Report" (2024), section 3.2.2.
+    as if a token could choose an expert twice, which makes the second less by 0.1 % for 8 of 128. Sources: DeepSeek-AI,
+    "DeepSeek-V3 Technical Report" (2024), section 3.2.2; DeepEP, csrc/kernels/layout.cu, which counts tokens by rank
+    (``is_token_in_rank``), and csrc/hybrid_ep of the same.
     """
     copies, most_nodes = spread
     num_nodes = num_domains_spanned(group, cluster.devices_per_node)
+    ranks = _distinct(group.num_ranks, copies)
     if num_nodes == 1:
-        return ((group, 1.0),)
+        return ((group, ranks / copies),)
     inside = GroupPlacement(max(1, group.num_ranks // num_nodes), group.stride)
     # Of an all-to-all (n - 1) / n leaves the node.
-    nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** copies)
+    nodes = _distinct(num_nodes, copies)
     between = nodes if most_nodes is None else min(nodes, most_nodes)
-    return (inside, 1.0), (group, between / copies)
+    return (inside, ranks / copies), (group, between / copies)
+
+
+def _distinct(places: int, choices: float) -> float:
+    """Expected number of different places among so many choices, each of any place alike."""
+    return places * (1 - (1 - 1 / places) ** choices)
 
 
 def line_between(one: ClusterSpec, other: ClusterSpec, link: GroupLink | None, num_senders: int) -> Line:

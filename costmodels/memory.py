@@ -86,7 +86,7 @@ def state_bytes(num_trainable: float, num_frozen: float, kept: KeptStates, divis
     gradient_shards = shards if zero_stage >= 2 else 1
     gradient_bytes, buffer_bytes, extra_bytes = float(GRADIENT_BYTES), 0.0, 0.0
     if facts is not None:
-        gradient_bytes, extra_bytes = facts.gradient_bytes.value, facts.optimizer_extra_bytes.value
+        gradient_bytes, extra_bytes = facts.held_gradient_bytes(precision), facts.optimizer_extra_bytes.value
         buffers = facts.sharded_replica_bytes if zero_stage >= 1 else facts.replica_bytes
         buffer_bytes = buffers.value if division.is_replicated else 0.0
     moments = MOMENT_BYTES[optimizer] + extra_bytes

@@ -61,6 +61,11 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    fp16_gradient_bytes: Quantity | None = None  # held and reduced under fp16; None: as under other precisions
+    # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and
+    # what a micro-batch then moves per parameter besides. None: gradients are treated alike in both.
+    bf16_sum_bytes: Quantity | None = None
+    bf16_accumulation_bytes: Quantity | None = None
     # Where the optimiser is sharded: elements of each of two flat buffers of the parameters' precision, into which
     # gradients are reduced and updated parameters are gathered, however many parameters there are. None: no buffers.
     bucket_elements: Quantity | None = None
@@ -69,6 +74,26 @@ class StateFacts(_Value):
     reduces_to_all: bool = False
     # In fp32 without sharding, compute uses the optimiser's own copy, and gradients are reduced where they lie.
     leaves_whole: bool = False
+
+    def held_gradient_bytes(self, precision: str) -> float:
+        """Bytes of a parameter's gradients, with their sum where it lies apart."""
+        return self._in_fp16(precision, self.gradient_bytes) + self._under(precision, self.bf16_sum_bytes)
+
+    def reduced_bytes(self, precision: str) -> float:
+        """Sent per parameter when gradients are reduced."""
+        return self._under(precision, self.bf16_sum_bytes) or self._in_fp16(precision, self.reduction_bytes)
+
+    def summed_bytes(self, precision: str) -> float:
+        """Moved per parameter and micro-batch besides what every precision moves to add up gradients."""
+        return self._under(precision, self.bf16_accumulation_bytes)
+
+    def _in_fp16(self, precision: str, otherwise: Quantity) -> float:
+        fact = self.fp16_gradient_bytes
+        return fact.value if fact is not None and precision == "fp16" else otherwise.value
+
+    @staticmethod
+    def _under(precision: str, fact: Quantity | None) -> float:
+        return fact.value if fact is not None and precision == "bf16" else 0.0
 
 
 class MemoryFacts(_Value):
@@ -156,6 +181,9 @@ class Recipe(_Value):
     # Recomputation of a block stops when all that its backward pass asks for is there, as PyTorch's non-reentrant
     # checkpoints do; otherwise the whole block and its collectives run again.
     stops_recomputation_early: bool = False
+    # The activation of gated layers is one kernel, and so is the product that makes queries, keys and values: that
+    # changes what autograd keeps (planner/axes/fused_kernels.py).
+    fuses_kernels: bool = False
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.
@@ -174,6 +202,7 @@ class Recipe(_Value):
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is
     # balanced, as the trace takes it.
     expert_imbalance: Quantity | None = None
+    workspace_bytes: float = 0.0  # of libraries, at least so much, whatever the profile says
     # None: the framework has no context parallelism, or none that is known; its layouts gather keys and values.
     context_methods: ContextMethods | None = None
     # Schedules under which exchanges of a forward pass run beside the backward pass of another micro-batch that follows

@@ -25,7 +25,7 @@ from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
 from planner.frameworks.as_run import effective_zero_stage, with_overlap
 from planner.frameworks.kernels import KERNEL_WORDS, attention_name_for, dispatches_once_a_node
-from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, recipe_for, year_of
+from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, kernels_of, recipe_for, year_of
 from planner.graph.alignment import alignment_warnings
 from planner.graph.graph_cache import (
     Known,
@@ -343,7 +343,8 @@ def target_as_run(graph: ModelGraph, cluster: ClusterSpec, precision: Precision,
     calibration, device = cluster.profile.calibration, cluster.profile.device.name
     recipe = with_bands(calibrated_recipe(software.recipe, calibration), device, calibration, software.framework)
     name = attention_name_for(recipe, software.kernels, device, uses_flash=software.uses_flash)
-    once_a_node = dispatches_once_a_node(software.kernels)
-    kernel = attention_kernel(name)
     framework = software.framework
+    kernels = kernels_of(framework, software.version, software.kernels, cluster.profile.node.num_devices)
+    once_a_node = dispatches_once_a_node(kernels)
+    kernel = attention_kernel(name)
     return PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node, framework_name=framework)

@@ -148,7 +148,7 @@ def measured(run: Run, pricer: RunPricer) -> MeasuredRun:
 
 def _price(run: Run, pricer: RunPricer, factors: Factors) -> tuple[float, float]:
     priced = pricer.price(run, factors).priced
-    memory = memory_as_measured(priced.memory, run.peak_memory_kind, run.memory_of)
+    memory = memory_as_measured(priced, run.peak_memory_kind, run.memory_of)
     return priced.step_time_s, memory
 
 

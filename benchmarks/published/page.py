@@ -194,8 +194,11 @@ def _unseen(rows: Sequence[Row]) -> str:
     lines = [
         "## Rows of 8-bit precision, which no parameter was fitted to\n",
         f"`{UNSEEN}`: {len(rows)} rows, {len(priced)} priced. What their frameworks overlap their documents say.",
-        "They are not blind: that NeMo's gradients have 16 bits and its products' inputs 8, and that some dispatchers",
-        "send a token once a node, was looked up when these rows had been priced without it.",
+        "They are not blind. When they had been priced without, it was looked up that NeMo's gradients have 16 bits",
+        "and its products' inputs 8; that logits are made in 16 bits; that Megatron-Core fuses activations of gated",
+        "layers, and keeps less then; that some dispatchers send a token once a node and once a rank, and that",
+        "Megatron-Bridge chooses one of these on racks. What its releases since June 2026 do besides, in a quarter to",
+        "a third less time on Blackwell, is not known.",
         "",
         "| source | rows | MAPE | median | bias |",
         "|---|---|---|---|---|",

@@ -10,6 +10,7 @@ from math import inf
 from benchmarks.published.frameworks import (
     attention_name_of,
     framework_name_of,
+    kernel_words_of,
     overlap_of,
     recipe_called,
     recipe_name_of,
@@ -95,7 +96,7 @@ class RunPricer:
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        once_a_node = dispatches_once_a_node(run.software.kernels)
+        once_a_node = dispatches_once_a_node(kernel_words_of(run, cluster.profile.node.num_devices))
         target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
         decision = self._decision(target, run)
         target = self._calibrated(target, run, factors)

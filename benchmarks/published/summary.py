@@ -68,7 +68,7 @@ def row_of(run: Run, prediction: Prediction) -> Row:
     """The row of a priced run. Memory is compared as it was measured: allocated, reserved, or seen by the driver."""
     predicted = prediction.priced.step_time_s
     measured = run.step_time_s
-    memory = memory_as_measured(prediction.priced.memory, run.peak_memory_kind, run.memory_of)
+    memory = memory_as_measured(prediction.priced, run.peak_memory_kind, run.memory_of)
     seen = run.peak_memory_bytes
     return Row(
         id=run.id,

@@ -46,7 +46,7 @@ class Measured:
     def price(self, factors: Factors) -> tuple[float, float]:
         """Seconds of a step, and bytes as they were measured, where the cluster has so many times of each."""
         priced = self.on(self.target.scaled(factors))
-        memory = memory_as_measured(priced.memory, self.found.memory_kind, self.found.memory_of)
+        memory = memory_as_measured(priced, self.found.memory_kind, self.found.memory_of)
         return priced.step_time_s, memory
 
 

@@ -164,7 +164,7 @@ def _reduction(
         Pass.BACKWARD,
         Role.REDUCE,
         of=of,
-        times=framework.recipe.state.reduction_bytes.value * share,
+        times=framework.recipe.state.reduced_bytes(framework.precision) * share,
         hides=Hides.UNIT if zero.shards_gradients else Hides.LAST_BACKWARD,
         rate=framework.recipe.data_parallel_rate.value,
     )

@@ -186,6 +186,7 @@ class Loss:
     kernel: int
     logits: int  # tensor that it takes
     copies: frozenset[int]
+    head: int | None  # kernel that makes the logits
 
 
 @dataclass(frozen=True)

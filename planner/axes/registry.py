@@ -11,6 +11,7 @@ from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
 from planner.axes.expert import EXPERT
 from planner.axes.framework import Framework
+from planner.axes.fused_kernels import with_fused_activations, with_fused_projections
 from planner.axes.lowered import Collective, RankStates, RankWork
 from planner.axes.offload import OFFLOAD
 from planner.axes.pipeline import PIPELINE
@@ -50,6 +51,8 @@ class WorkLowering:
     """The passes over one unit's work; what keys have in common is lowered once, and is then the same value."""
 
     def __init__(self, whole: RankWork, framework: Framework) -> None:
+        if framework.recipe.fuses_kernels:
+            whole = with_fused_projections(with_fused_activations(whole))
         self._whole, self._framework = whole, framework
         self._lowered: dict[tuple[int, int, Hashable], RankWork] = {}
 

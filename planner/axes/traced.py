@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 from planner.axes.lowered import (
@@ -50,7 +51,13 @@ def whole_work(graph: ModelGraph, unit: Unit) -> RankWork:
         for o in node.operands
         if isinstance(o, int) and o not in inside and is_floating(graph.nodes[o])
     }
-    kernels = tuple(kernel_of(graph, node) for node in nodes)
+    loss = _loss(graph, nodes)
+    # Who trains in 8 bits leaves the product that makes the logits in 16: Megatron-LM's output layer is none of
+    # Transformer Engine's (megatron/core/models/gpt/gpt_model.py), and torchtitan's configs for float8 leave it out.
+    kernels = tuple(
+        replace(kernel, is_eight_bit=False) if loss is not None and kernel.id == loss.head else kernel
+        for kernel in (kernel_of(graph, node) for node in nodes)
+    )
     known = {*inside, *entering, *unit.boundary}
     known.update(i for kernel in kernels for i in (*kernel.inputs, *kernel.saves, kernel.storage))
     experts = _experts(graph, unit)
@@ -63,7 +70,7 @@ def whole_work(graph: ModelGraph, unit: Unit) -> RankWork:
             entering=frozenset(entering),
             boundary=dict.fromkeys(unit.boundary, 1.0),
             is_block=unit.is_block,
-            loss=_loss(graph, nodes),
+            loss=loss,
             experts=experts,
         )
     )
@@ -157,7 +164,7 @@ def _loss(graph: ModelGraph, nodes: list[Node]) -> Loss | None:
         copies.add(node.id)
         node = next((graph.nodes[o] for o in node.operands if isinstance(o, int)), None)
     logits = next(o for o in loss.operands if isinstance(o, int))
-    return Loss(loss.id, logits, frozenset(copies))
+    return Loss(loss.id, logits, frozenset(copies), None if node is None else node.id)
 
 
 def _experts(graph: ModelGraph, unit: Unit) -> ExpertRows | None:

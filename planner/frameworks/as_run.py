@@ -7,7 +7,10 @@ from collections.abc import Collection, Mapping
 from costmodels.recipe import Recipe, load_recipe
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
-STOPS_EARLY, NO_DROPOUT = "non-reentrant-recompute", "no-dropout"
+STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
+# CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): 8
+# buffers of 4 MiB for each handle, and the threads of the forward pass and of autograd have one each.
+DETERMINISTIC_WORKSPACE_BYTES = 2 * 8 * 4096 * 1024.0
 
 
 def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
@@ -30,12 +33,14 @@ def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
 
 
 def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
-    """``recipe`` with what words of a run's kernels say of recomputation and dropout; otherwise its own."""
+    """``recipe`` with what words of a run's kernels say of recomputation, dropout and workspaces; otherwise its own."""
     update: dict[str, object] = {}
     if STOPS_EARLY in kernels:
         update["stops_recomputation_early"] = True
     if NO_DROPOUT in kernels:
         update["dropout"] = 0.0
+    if DETERMINISTIC in kernels:
+        update["workspace_bytes"] = DETERMINISTIC_WORKSPACE_BYTES
     return recipe.model_copy(update=update)
 
 

@@ -16,6 +16,7 @@ from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
 
 OUR_FRAMEWORK = "planner"  # what `planner run` trains with
+DEVICES_OF_A_NODE = 8  # at most; where NVLink connects more, the profile's node is a rack
 FIRST_CONTAINER_YEAR, LAST_CONTAINER_YEAR = 17, 49  # of releases such as 24.07; other pairs of numbers say no year
 
 
@@ -44,6 +45,8 @@ class Framework:
     names: tuple[str, ...]
     generations: tuple[Generation, ...]
     borrows: str = ""  # why its recipe is another framework's
+    # Words for kernels that it chooses by itself since some year, on machines whose NVLink connects more than one node.
+    on_racks: tuple[int, tuple[str, ...]] | None = None
     # Overlaps that are options of its command line, off unless given: a run that names some has not given the others.
     overlap_options: tuple[str, ...] = ()
 
@@ -73,11 +76,16 @@ FRAMEWORKS = (
     # Options of single runs that change much: named as frameworks, so that --framework takes them.
     Framework(("megatron-core-expert-overlap",), (Generation("megatron-core-expert-overlap"),)),
     Framework(("dualpipe",), (Generation("dualpipe"),), borrows="of DeepSeek's trainer no kernel was ever calibrated"),
-    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),)),
+    # scripts/performance/configs of Megatron-Bridge 26.02, moe_flex_dispatcher_backend of GB200 and GB300.
+    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),), on_racks=(2026, ("hybridep",))),
     # Under DeepSpeed's engine of 2021 and 2022 ranks wait at every collective of tensor parallelism.
     Framework(
         ("megatron-deepspeed", "gpt-neox"),
-        (Generation("megatron-deepspeed-2022", last_year=2022), Generation("megatron-deepspeed")),
+        (
+            Generation("megatron-deepspeed-2021", last_year=2021),
+            Generation("megatron-deepspeed-2022", last_year=2022),
+            Generation("megatron-deepspeed"),
+        ),
     ),
     # Of 2021, before it gathered several tensors at once.
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),
@@ -130,6 +138,16 @@ def recipe_for(
     told = found.overlap_of(overlap or {})
     of_run = (each for each in found.generations if each.is_of(year, kernels, told))
     return load_recipe(next(of_run).recipe)
+
+
+def kernels_of(framework: str, version: str, kernels: Collection[str], node_devices: int) -> tuple[str, ...]:
+    """``kernels`` and those that ``framework`` chooses by itself on nodes of so many devices.
+
+    InputError where no framework goes by that name.
+    """
+    chosen, year = framework_of(framework).on_racks, year_of(version)
+    is_meant = chosen is not None and node_devices > DEVICES_OF_A_NODE and (year is None or year >= chosen[0])
+    return (*kernels, *(chosen[1] if chosen is not None and is_meant else ()))
 
 
 def year_of(version: str) -> int | None:

@@ -35,7 +35,7 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
             software.allocator_reserve_fraction.value,
             software.communicator_bytes.value,
             software.context_bytes.value,
-            0.0 if workspace is None else workspace.value,
+            max(target.recipe.workspace_bytes, 0.0 if workspace is None else workspace.value),
         ),
         hosts=tuple(
             _host_facts(cluster, training, offload)
@@ -122,7 +122,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
         leaves_whole=recipe.state.leaves_whole and target.precision == "fp32",
-        reduction_bytes=recipe.state.reduction_bytes.value,
+        reduction_bytes=recipe.state.reduced_bytes(target.precision),
         bucket_elements=0.0 if bucket is None else bucket.value,
         extra_communicators=recipe.memory.extra_communicators.value,
         gathered_update_bytes=recipe.memory.gathered_update_bytes.value,

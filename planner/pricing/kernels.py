@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.compute import EIGHT_BIT_CLASSES
+from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, Work
 from planner.layout.columns import Array
 from planner.pricing.machine import Machine
+
+SIXTEEN_BITS = "bf16"  # of products that stay out of 8 bits
 
 
 class KernelTimes(NamedTuple):
@@ -99,8 +103,13 @@ def _product_s(kernels: Sequence[Kernel], loads: _Loads, machine: Machine, frame
             for kernel in kernels
         ]
     )
-    line = machine.roofline(op_class, framework.precision)
-    return line.times_s(loads.flops / rate.value, loads.num_bytes, num_kernels)
+    flops, precision = loads.flops / rate.value, framework.precision
+    found = machine.roofline(op_class, precision).times_s(flops, loads.num_bytes, num_kernels)
+    is_wide = np.array([not kernel.is_eight_bit for kernel in kernels])
+    if precision == Precision.FP8 and op_class in EIGHT_BIT_CLASSES and is_wide.any():
+        in_sixteen = machine.roofline(op_class, SIXTEEN_BITS).times_s(flops, loads.num_bytes, num_kernels)
+        return np.where(is_wide, in_sixteen, found)
+    return found
 
 
 def _plain_attention_s(

@@ -39,7 +39,9 @@ class StatePricer:
         self._elements, self._tensors, self._machine = elements_of(states), _tensors_of(states), machine
         line = machine.roofline(OpClass.MEMORY_BOUND, framework.precision)
         trained = self._elements[:, [StateKind.DENSE.value, StateKind.EXPERT.value]].sum(axis=1)
-        self._accumulate_s = trained * framework.recipe.accumulation_bytes.value * line.seconds_per_byte
+        recipe = framework.recipe
+        moved = recipe.accumulation_bytes.value + recipe.state.summed_bytes(framework.precision)
+        self._accumulate_s = trained * moved * line.seconds_per_byte
         self._seconds: dict[Collective, Array] = {}
 
     def times(self, collectives: Sequence[Collective]) -> Array:

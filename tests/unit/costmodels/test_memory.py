@@ -108,3 +108,22 @@ def test_bytes_per_parameter_of_nanotron(shards: int) -> None:
     assert held(0, 1) == 18
     assert held(0, shards) == 20
     assert held(1, shards) + gathered == pytest.approx(10 + 14 / shards)
+
+
+@pytest.mark.parametrize(("precision", "held", "reduced"), [("fp16", 2, 2), ("bf16", 2 + 4, 4)])
+def test_deepspeed_sums_16_bit_gradients_apart_under_bf16_alone(precision: str, held: float, reduced: float) -> None:
+    """BF16_Optimizer: bf16 parameters and gradients and an fp32 sum on every rank, master and moments divided."""
+    facts = load_recipe("megatron-deepspeed-2022").state
+    state = states_of(1.0, precision=precision, optimizer="adamw", facts=facts, zero_stage=1, num_shards=8)
+    assert (state.parameters, state.gradients, state.optimizer) == (2, held, 12 / 8)
+    assert facts.reduced_bytes(precision) == reduced
+    assert load_recipe("megatron-deepspeed-2021").state.held_gradient_bytes(precision) == 2
+
+
+@pytest.mark.parametrize(("precision", "gradient"), [("fp16", 2), ("bf16", 4)])
+@pytest.mark.parametrize("recipe", ["megatron-lm-2022", "megatron-core-overlap"])
+def test_megatron_sums_gradients_in_fp32_under_bf16_alone(recipe: str, precision: str, gradient: float) -> None:
+    """16 bytes a parameter under fp16 while activations are held, 18 under bf16."""
+    facts = load_recipe(recipe).state
+    state = states_of(1.0, precision=precision, optimizer="adamw", facts=facts, zero_stage=0, num_shards=1)
+    assert (state.total, facts.reduced_bytes(precision)) == (2 + gradient + 12, gradient)

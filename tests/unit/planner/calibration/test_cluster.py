@@ -183,8 +183,8 @@ def test_runs_that_take_less_than_predicted_have_no_constant_below_nothing() -> 
 def test_the_constant_and_the_reserve_reach_the_ledger(
     target: PricingTarget, decisions: dict[TensorSplit, Decision]
 ) -> None:
-    plain = evaluated(target, decisions, 1).memory
-    more = evaluated(target.scaled({"allocator_reserve": 2.0}, 1.5e9), decisions, 1).memory
+    plain = evaluated(target, decisions, 1)
+    more = evaluated(target.scaled({"allocator_reserve": 2.0}, 1.5e9), decisions, 1)
     for kind, besides in (("allocated", 1.5e9), ("reserved", 1.5e9)):
         difference = memory_as_measured(more, kind, "worst") - memory_as_measured(plain, kind, "worst")
         assert difference == pytest.approx(besides) if kind == "allocated" else difference > besides

@@ -4,6 +4,9 @@ import pytest
 
 from costmodels.recipe import load_recipe
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
+from planner.pricing.facts import cluster_facts
+from planner.pricing.target import PricingTarget
+from tests.planning import cluster_of, graph_of, training_of
 
 OVERLAPPING = load_recipe("megatron-core-overlap")
 
@@ -20,6 +23,19 @@ def test_words_of_kernels_say_how_blocks_run_again_and_that_nothing_is_dropped()
     early, whole = (with_kernels(base, (word,)) for word in ("non-reentrant-recompute", "no-dropout"))
     assert (early.stops_recomputation_early, early.dropout) == (True, base.dropout)
     assert (whole.stops_recomputation_early, whole.dropout) == (False, 0.0)
+
+
+@pytest.mark.parametrize(("hardware", "plain", "deterministic"), [("dgx-a100-80gb", 16.25, 64), ("dgx-b200", 64, 64)])
+def test_deterministic_products_have_workspaces_of_their_own_size(
+    hardware: str, plain: float, deterministic: float
+) -> None:
+    """MiB of two handles: each 2 of 4 MiB and 8 of 16 KiB before compute capability 9.0, else 8 of 4 MiB."""
+    graph, cluster = graph_of("llama3-8b", 1024), cluster_of(hardware, 8)
+    found = [
+        cluster_facts(PricingTarget(graph, cluster, "bf16", recipe), training_of(8, 1024)).software.workspace_bytes
+        for recipe in (OVERLAPPING, with_kernels(OVERLAPPING, ("te", "deterministic")))
+    ]
+    assert found == [plain * 2**20, deterministic * 2**20]
 
 
 def test_each_overlap_is_taken_as_said() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
-from planner.frameworks.registry import FRAMEWORKS, framework_of, recipe_for, year_of
+from planner.frameworks.registry import FRAMEWORKS, framework_of, kernels_of, recipe_for, year_of
 from planner.request import Software
 
 # The names that the command line takes.
@@ -88,7 +88,7 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("fsdp", "", "compile", {}, "fsdp-compiled"),
         ("fsdp", "", "", {}, "fsdp-llm-foundry"),
         ("megatron-deepspeed", "2022-02", "", {}, "megatron-deepspeed-2022"),
-        ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2022"),
+        ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2021"),
         ("megatron-deepspeed", "2023", "", {}, "megatron-deepspeed"),
         ("deepspeed", "2021", "", {}, "deepspeed-2021"),
         ("deepspeed", "", "", {}, "deepspeed"),
@@ -127,3 +127,19 @@ def test_words_name_attention_kernels(kernels: str, uses_flash: bool | None, dev
 def test_dispatchers_are_told_by_their_names() -> None:
     assert dispatches_once_a_node(("te", "hybridep"))
     assert not dispatches_once_a_node(("te",))
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "node_devices", "words"),
+    [
+        ("megatron-bridge", "26.02", 72, ("te", "hybridep")),
+        ("megatron-bridge", "", 72, ("te", "hybridep")),
+        ("megatron-bridge", "25.09", 72, ("te",)),
+        ("megatron-bridge", "26.02", 8, ("te",)),
+        ("torchtitan", "2026", 72, ("te",)),
+    ],
+)
+def test_some_frameworks_choose_other_kernels_on_racks(
+    framework: str, version: str, node_devices: int, words: tuple[str, ...]
+) -> None:
+    assert kernels_of(framework, version, ("te",), node_devices) == words

@@ -134,18 +134,23 @@ def test_rows_may_travel_to_products_in_eight_bits(precision: str, share: float)
 
 
 def test_a_token_may_go_once_to_each_node_of_its_experts() -> None:
-    """Each of k experts is on the other of two nodes by half: a token leaves in 1 - 1/2^k of cases, not k / 2 times."""
+    """Each of k experts is on the other of two nodes by half: a token leaves in 1 - 1/2^k of cases, not k / 2 times.
+
+    Over NVLink it goes to each of n ranks once, n · (1 - (1 - 1/n)^k) of them.
+    """
     plain, merged = ([block(ep, once_a_node=once)[Time.EXPERT_FORWARD] for ep in (8, 16)] for once in (False, True))
-    assert merged[0] == plain[0]
     rows_bytes = SEQ_LEN * TOP_K * HIDDEN * BF16
     share = (1 - 0.5**TOP_K) / (TOP_K / 2)
+    of_8, of_16 = (n * (1 - (1 - 1 / n) ** TOP_K) / TOP_K for n in (8, 16))
 
     def way_s(num_bytes: float, num_ranks: int) -> float:
         group = GroupPlacement(num_ranks, 1)
         collective = Collective(CollectiveKind.ALL_TO_ALL, num_bytes, group)
         return collective_time_s(collective, cluster_of(A100, NUM_DEVICES))
 
-    assert merged[1] == pytest.approx(2 * max(way_s(share * rows_bytes, 16), way_s(rows_bytes, 8)))
+    assert merged[0] == pytest.approx(2 * way_s(of_8 * rows_bytes, 8))
+    assert merged[1] == pytest.approx(2 * max(way_s(share * rows_bytes, 16), way_s(of_16 * rows_bytes, 8)))
+    assert merged[0] < plain[0]
     assert merged[1] < plain[1]
 
 

@@ -208,12 +208,21 @@ def test_experts_exchange_rows_and_hold_them_twice() -> None:
 
 
 def test_a_node_gets_a_token_once() -> None:
-    """16 ranks on 2 nodes, 8 experts of a token: over NVLink 8 rows, between nodes 2 · (1 - 2^-8) / 8 of them."""
+    """16 ranks on 2 nodes, 8 experts of a token: between nodes 2 · (1 - 2^-8) rows of 8."""
     group = GroupPlacement(16, 1)
-    (inside, all_rows), (across, share) = dispatch_parts(group, (8, None), CLUSTER)
-    assert (inside, all_rows, across) == (GroupPlacement(8, 1), 1.0, group)
+    (inside, _), (across, share) = dispatch_parts(group, (8, None), CLUSTER)
+    assert (inside, across) == (GroupPlacement(8, 1), group)
     assert share == pytest.approx(2 * (1 - 2**-8) / 8, rel=1e-12)
-    assert dispatch_parts(GroupPlacement(8, 1), (8, None), CLUSTER) == ((GroupPlacement(8, 1), 1.0),)
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(8, 8), (4, 2), (8, 1), (16, 8)])
+def test_a_rank_gets_a_token_once(ranks: int, copies: int) -> None:
+    """As many rows as a token's experts lie on ranks, by counting all choices of 2 or a million drawn ones of 8."""
+    (_, share), *_ = dispatch_parts(GroupPlacement(ranks, 1), (copies, None), CLUSTER)
+    drawn = np.random.default_rng(0).integers(ranks, size=(1_000_000, copies))
+    drawn.sort(axis=1)
+    distinct = 1 + (np.diff(drawn, axis=1) != 0).sum(axis=1).mean() if copies > 1 else 1.0
+    assert share == pytest.approx(distinct / copies, rel=2e-3)
 
 
 def test_states_move_as_rings_move_them() -> None:
