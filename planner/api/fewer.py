@@ -11,7 +11,7 @@ from planner.layout.layout import Pins, Training
 from planner.plan.schema import Plan
 from planner.pricing.ideal import compute_device_s
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, Solved, counts_of, decided_for_degrees, placement_solver, solved_by
+from planner.problem import Solved, counts_of, solved_by
 from planner.solver.cutting import TOLERANCE
 from planner.solver.search import Progress
 from planner.translate import to_plan
@@ -49,16 +49,17 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
             best_s = None if best.outcome.best is None else best.outcome.best.step_time_s
             if best_s is not None and floor_s / count >= best_s * (1 - TOLERANCE):
                 continue
-            problem = _over_fewer(solved.problem, count, deadline)
-            if problem is None:
+            try:
+                smaller = solved.problem.over_fewer(count, deadline, best_s)
+            except InputError:  # the pins allow no layout there
                 continue
-            outcome = problem.solved(deadline, progress, best_s)
+            outcome = smaller.problem.solved(deadline, progress, best_s)
             fewer.append(count)
-            num_candidates += outcome.num_candidates
+            num_candidates += len(smaller.space.layouts)
             seen += outcome.ranking
             is_proved, bound_s = is_proved and outcome.is_exhausted, min(bound_s, outcome.bound_s)
             if outcome.best is not None:
-                best = Solved(problem, outcome)
+                best = Solved(smaller.whole(deadline), outcome)
                 deadline.promise()
     except OutOfTimeError:
         is_proved = False
@@ -89,7 +90,7 @@ def solved_over_fewer(
     """
     for count in counts_of(target, training, pins, deadline)[:MOST_SEARCHED]:
         try:
-            solved = solved_by(deadline, _with_devices(target, count), training, pins, memory_risk)
+            solved = solved_by(deadline, target.over(count), training, pins, memory_risk)
         except InputError:
             continue
         if solved.outcome.best is not None:
@@ -103,21 +104,6 @@ def _counts(solved: Solved) -> tuple[int, ...]:
     if solved.outcome.best is None:
         counts = tuple(n for n in counts if 2 * n > solved.problem.target.cluster.num_devices)
     return counts[:MOST_SEARCHED]
-
-
-def _over_fewer(problem: Problem, count: int, deadline: Deadline) -> Problem | None:
-    """The same problem over ``count`` devices; None where the pins allow no layout there."""
-    target, space = _with_devices(problem.target, count), problem.space
-    placed = decided_for_degrees(target, space.pins, placement_solver(deadline), deadline)
-    try:
-        smaller = Problem.of(target, space.training, space.pins, placed, deadline)
-    except InputError:
-        return None
-    return smaller.at_risk(problem.memory_risk)
-
-
-def _with_devices(target: PricingTarget, count: int) -> PricingTarget:
-    return replace(target, cluster=target.cluster.model_copy(update={"num_devices": count}))
 
 
 def over_devices(plan: Plan, counted: Counted, num_devices: int, target: PricingTarget) -> Plan:
