@@ -108,7 +108,9 @@ class Problem:
         space = replace(space, layouts=undominated(one_of_each, space.layouts))
         found = space
         if best_s is not None:  # of others a search takes no closer look
-            found = replace(space, layouts=space.layouts.take(rough_bound_s(one_of_each, space.layouts) < best_s * (1 + NEAR)))
+            found = replace(
+                space, layouts=space.layouts.take(rough_bound_s(one_of_each, space.layouts) < best_s * (1 + NEAR))
+            )
         return Fewer(Problem._priced(target, found, decisions, deadline).at_risk(self.memory_risk), space)
 
     def at_risk(self, memory_risk: float) -> Problem:
