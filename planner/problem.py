@@ -27,14 +27,13 @@ from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
-from planner.solver.glance import rough_bound_s
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
-from planner.solver.search import NEAR, Outcome, Progress, Wanted, probes, search
+from planner.solver.search import Outcome, Progress, Wanted, probes, search
 from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
 from planner.table.cost_table import CostTable
-from planner.table.keys import TensorSplit, WorkKey
+from planner.table.keys import TensorSplit
 
 # A search solves a few dozen programs, of some hundred bytes each.
 MOST_KNOWN_PLACEMENTS = 4096
@@ -82,36 +81,19 @@ class Problem:
 
         ``is_typical``: of the typical layouts alone. OutOfTimeError where the deadline is over before that.
         """
-        space = _space_of(target, training, pins, decisions, None if is_typical else deadline)
-        problem = Problem._priced(target, space, decisions, deadline)
+        space = space_of(target, training, pins, decisions, None if is_typical else deadline)
+        problem = Problem.priced(target, space, decisions, deadline)
         return replace(problem, space=replace(space, layouts=undominated(problem.table, space.layouts)))
 
     @staticmethod
-    def _priced(target: PricingTarget, space: SearchSpace, decisions: Decisions, deadline: Deadline) -> Problem:
+    def priced(target: PricingTarget, space: SearchSpace, decisions: Decisions, deadline: Deadline) -> Problem:
+        """Every layout of ``space``. OutOfTimeError where the deadline is over before that."""
         baseline, own_cut = baseline_space(space.training, space.limits), None
         if target.within is not None:
             baseline, own_cut = target.within.of(baseline, space.training), target.within.cut
         deadline.check()
         table = build_table(target, space.training, decisions, Columns.joined([space.layouts, baseline]), deadline)
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver(own_cut))
-
-    def over_fewer(self, num_devices: int, deadline: Deadline, best_s: float | None) -> Fewer:
-        """The same problem over ``num_devices``, which are fewer, where a plan of ``best_s`` is known.
-
-        InputError and OutOfTimeError as of ``Problem.of``.
-        """
-        target, pins, training = self.target.over(num_devices), self.space.pins, self.space.training
-        known = self.decisions if target.prices_as(self.target) else None
-        decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline, known)
-        space = _space_of(target, training, pins, decisions, deadline)
-        one_of_each = build_table(target, training, decisions, space.layouts.one_of_each(WorkKey), deadline)
-        space = replace(space, layouts=undominated(one_of_each, space.layouts))
-        found = space
-        if best_s is not None:  # of others a search takes no closer look
-            found = replace(
-                space, layouts=space.layouts.take(rough_bound_s(one_of_each, space.layouts) < best_s * (1 + NEAR))
-            )
-        return Fewer(Problem._priced(target, found, decisions, deadline).at_risk(self.memory_risk), space)
 
     def at_risk(self, memory_risk: float) -> Problem:
         """The same problem, whose plans may need more memory than there is with this probability.
@@ -222,25 +204,7 @@ class Problem:
         return None if baseline.closest is None else at_its_smallest(self.table, baseline.closest)
 
 
-@dataclass(frozen=True)
-class Fewer:
-    """A problem over fewer devices, with those of its layouts that may be faster than a plan that is known.
-
-    ``space``: all of its layouts.
-    """
-
-    problem: Problem
-    space: SearchSpace
-
-    def whole(self, deadline: Deadline) -> Problem:
-        """The same with all layouts."""
-        few = self.problem
-        if len(few.space.layouts) == len(self.space.layouts):
-            return few
-        return Problem._priced(few.target, self.space, few.decisions, deadline).at_risk(few.memory_risk)
-
-
-def _space_of(
+def space_of(
     target: PricingTarget, training: Training, pins: Pins, decisions: Decisions, deadline: Deadline | None
 ) -> SearchSpace:
     """Every layout that the framework can run, over unlike devices also their orders; typical ones without deadline."""

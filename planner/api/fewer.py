@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
+from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated
+from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.layout import Pins, Training
+from planner.layout.layout import Layout, Pins, Training
 from planner.plan.schema import Plan
 from planner.pricing.ideal import compute_device_s
+from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Solved, counts_of, solved_by
+from planner.problem import Problem, Solved, counts_of, decided_for_degrees, placement_solver, solved_by, space_of
 from planner.solver.cutting import TOLERANCE
-from planner.solver.search import Progress
+from planner.solver.glance import rough_bound_s
+from planner.solver.search import NEAR, Progress
+from planner.table.keys import WorkKey
 from planner.translate import to_plan
 
 # Smaller numbers of devices that are searched at most.
@@ -50,12 +55,12 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
             if best_s is not None and floor_s / count >= best_s * (1 - TOLERANCE):
                 continue
             try:
-                smaller = solved.problem.over_fewer(count, deadline, best_s)
+                smaller = _over_fewer(solved.problem, count, deadline, best_s)
             except InputError:  # the pins allow no layout there
                 continue
             outcome = smaller.problem.solved(deadline, progress, best_s)
             fewer.append(count)
-            num_candidates += len(smaller.space.layouts)
+            num_candidates += len(smaller.layouts)
             seen += outcome.ranking
             is_proved, bound_s = is_proved and outcome.is_exhausted, min(bound_s, outcome.bound_s)
             if outcome.best is not None:
@@ -104,6 +109,40 @@ def _counts(solved: Solved) -> tuple[int, ...]:
     if solved.outcome.best is None:
         counts = tuple(n for n in counts if 2 * n > solved.problem.target.cluster.num_devices)
     return counts[:MOST_SEARCHED]
+
+
+@dataclass(frozen=True)
+class _Fewer:
+    """A problem over fewer devices, with those of its layouts that may be faster than a plan that is known.
+
+    ``layouts``: all of them.
+    """
+
+    problem: Problem
+    layouts: Columns[Layout]
+
+    def whole(self, deadline: Deadline) -> Problem:
+        """The same with all layouts."""
+        few = self.problem
+        space = replace(few.space, layouts=self.layouts)
+        return Problem.priced(few.target, space, few.decisions, deadline).at_risk(few.memory_risk)
+
+
+def _over_fewer(problem: Problem, num_devices: int, deadline: Deadline, best_s: float | None) -> _Fewer:
+    """The same problem over ``num_devices``, which are fewer, where a plan of ``best_s`` is known.
+
+    InputError and OutOfTimeError as of ``Problem.of``.
+    """
+    target, pins, training = problem.target.over(num_devices), problem.space.pins, problem.space.training
+    known = problem.decisions if target.prices_as(problem.target) else None
+    decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline, known)
+    space = space_of(target, training, pins, decisions, deadline)
+    one_of_each = build_table(target, training, decisions, space.layouts.one_of_each(WorkKey), deadline)
+    layouts = likely = undominated(one_of_each, space.layouts)
+    if best_s is not None:  # of others a search takes no closer look
+        likely = layouts.take(rough_bound_s(one_of_each, layouts) < best_s * (1 + NEAR))
+    found = Problem.priced(target, replace(space, layouts=likely), decisions, deadline)
+    return _Fewer(found.at_risk(problem.memory_risk), layouts)
 
 
 def over_devices(plan: Plan, counted: Counted, num_devices: int, target: PricingTarget) -> Plan:
