@@ -81,20 +81,18 @@ class Problem:
 
         ``is_typical``: of the typical layouts alone. OutOfTimeError where the deadline is over before that.
         """
-        limits = limits_of(target, decisions)
-        whole = (training, pins, limits)
-        space = typical_space(*whole) if is_typical else build_space(*whole, deadline)
-        baseline = baseline_space(training, limits)
-        own_cut = None
+        space = space_of(target, training, pins, decisions, None if is_typical else deadline)
+        problem = Problem.priced(target, space, decisions, deadline)
+        return replace(problem, space=replace(space, layouts=undominated(problem.table, space.layouts)))
+
+    @staticmethod
+    def priced(target: PricingTarget, space: SearchSpace, decisions: Decisions, deadline: Deadline) -> Problem:
+        """Every layout of ``space``. OutOfTimeError where the deadline is over before that."""
+        baseline, own_cut = baseline_space(space.training, space.limits), None
         if target.within is not None:
-            space, own_cut = narrowed(space, target.within, may_be_empty=is_typical), target.within.cut
-            baseline = target.within.of(baseline, training)
-        elif target.cluster.mixed is not None:
-            pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
-            space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
+            baseline, own_cut = target.within.of(baseline, space.training), target.within.cut
         deadline.check()
-        table = build_table(target, training, decisions, Columns.joined([space.layouts, baseline]), deadline)
-        space = replace(space, layouts=undominated(table, space.layouts))
+        table = build_table(target, space.training, decisions, Columns.joined([space.layouts, baseline]), deadline)
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver(own_cut))
 
     def at_risk(self, memory_risk: float) -> Problem:
@@ -204,6 +202,20 @@ class Problem:
         if baseline.best is not None:
             return baseline.best
         return None if baseline.closest is None else at_its_smallest(self.table, baseline.closest)
+
+
+def space_of(
+    target: PricingTarget, training: Training, pins: Pins, decisions: Decisions, deadline: Deadline | None
+) -> SearchSpace:
+    """Every layout that the framework can run, over unlike devices also their orders; typical ones without deadline."""
+    whole = (training, pins, limits_of(target, decisions))
+    space = typical_space(*whole) if deadline is None else build_space(*whole, deadline)
+    if target.within is not None:
+        return narrowed(space, target.within, may_be_empty=deadline is None)
+    if target.cluster.mixed is not None:
+        pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
+        space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
+    return space
 
 
 def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:

@@ -23,11 +23,11 @@ and "Efficient large-scale language model training on GPU clusters using Megatro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
-from itertools import chain, zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -334,9 +334,15 @@ def peak_in_flight(
     return peak
 
 
+def _actions_of(kind: Kind, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
+    """Long schedules have a million: made without a call of Python for each."""
+    fields = zip(repeat(kind), stages, microbatches, strict=False)
+    return list(map(partial(tuple.__new__, Action), fields))
+
+
 def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
-    forwards = [Action(FORWARD, stage, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Action(BACKWARD, stage, microbatch) for microbatch in range(num_microbatches)]
+    forwards = _actions_of(FORWARD, repeat(stage), range(num_microbatches))
+    backwards = _actions_of(BACKWARD, repeat(stage), range(num_microbatches))
     in_turn = zip(backwards, forwards[num_warmup:], strict=False)
     return (*forwards[:num_warmup], *chain.from_iterable(in_turn), *backwards[num_microbatches - num_warmup :])
 
@@ -382,7 +388,7 @@ def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[
     def of_kind(kind: Kind) -> list[Action]:
         order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
         stages = (order * num_ranks + rank).tolist()
-        return list(map(partial(Action, kind), stages, microbatches))
+        return _actions_of(kind, stages, microbatches)
 
     forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
     weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
+from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated
+from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.layout import Pins, Training
+from planner.layout.layout import Layout, Pins, Training
 from planner.plan.schema import Plan
 from planner.pricing.ideal import compute_device_s
+from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, Solved, counts_of, decided_for_degrees, placement_solver, solved_by
+from planner.problem import Problem, Solved, counts_of, decided_for_degrees, placement_solver, solved_by, space_of
 from planner.solver.cutting import TOLERANCE
-from planner.solver.search import Progress
+from planner.solver.glance import rough_bound_s
+from planner.solver.search import NEAR, Progress
+from planner.table.keys import WorkKey
 from planner.translate import to_plan
 
 # Smaller numbers of devices that are searched at most.
@@ -49,16 +54,17 @@ def with_fewer(solved: Solved, deadline: Deadline, progress: Progress | None) ->
             best_s = None if best.outcome.best is None else best.outcome.best.step_time_s
             if best_s is not None and floor_s / count >= best_s * (1 - TOLERANCE):
                 continue
-            problem = _over_fewer(solved.problem, count, deadline)
-            if problem is None:
+            try:
+                smaller = _over_fewer(solved.problem, count, deadline, best_s)
+            except InputError:  # the pins allow no layout there
                 continue
-            outcome = problem.solved(deadline, progress, best_s)
+            outcome = smaller.problem.solved(deadline, progress, best_s)
             fewer.append(count)
-            num_candidates += outcome.num_candidates
+            num_candidates += len(smaller.layouts)
             seen += outcome.ranking
             is_proved, bound_s = is_proved and outcome.is_exhausted, min(bound_s, outcome.bound_s)
             if outcome.best is not None:
-                best = Solved(problem, outcome)
+                best = Solved(smaller.whole(deadline), outcome)
                 deadline.promise()
     except OutOfTimeError:
         is_proved = False
@@ -89,7 +95,7 @@ def solved_over_fewer(
     """
     for count in counts_of(target, training, pins, deadline)[:MOST_SEARCHED]:
         try:
-            solved = solved_by(deadline, _with_devices(target, count), training, pins, memory_risk)
+            solved = solved_by(deadline, target.over(count), training, pins, memory_risk)
         except InputError:
             continue
         if solved.outcome.best is not None:
@@ -105,19 +111,38 @@ def _counts(solved: Solved) -> tuple[int, ...]:
     return counts[:MOST_SEARCHED]
 
 
-def _over_fewer(problem: Problem, count: int, deadline: Deadline) -> Problem | None:
-    """The same problem over ``count`` devices; None where the pins allow no layout there."""
-    target, space = _with_devices(problem.target, count), problem.space
-    placed = decided_for_degrees(target, space.pins, placement_solver(deadline), deadline)
-    try:
-        smaller = Problem.of(target, space.training, space.pins, placed, deadline)
-    except InputError:
-        return None
-    return smaller.at_risk(problem.memory_risk)
+@dataclass(frozen=True)
+class _Fewer:
+    """A problem over fewer devices, with those of its layouts that may be faster than a plan that is known.
+
+    ``layouts``: all of them.
+    """
+
+    problem: Problem
+    layouts: Columns[Layout]
+
+    def whole(self, deadline: Deadline) -> Problem:
+        """The same with all layouts."""
+        few = self.problem
+        space = replace(few.space, layouts=self.layouts)
+        return Problem.priced(few.target, space, few.decisions, deadline).at_risk(few.memory_risk)
 
 
-def _with_devices(target: PricingTarget, count: int) -> PricingTarget:
-    return replace(target, cluster=target.cluster.model_copy(update={"num_devices": count}))
+def _over_fewer(problem: Problem, num_devices: int, deadline: Deadline, best_s: float | None) -> _Fewer:
+    """The same problem over ``num_devices``, which are fewer, where a plan of ``best_s`` is known.
+
+    InputError and OutOfTimeError as of ``Problem.of``.
+    """
+    target, pins, training = problem.target.over(num_devices), problem.space.pins, problem.space.training
+    known = problem.decisions if target.prices_as(problem.target) else None
+    decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline, known)
+    space = space_of(target, training, pins, decisions, deadline)
+    one_of_each = build_table(target, training, decisions, space.layouts.one_of_each(WorkKey), deadline)
+    layouts = likely = undominated(one_of_each, space.layouts)
+    if best_s is not None:  # of others a search takes no closer look
+        likely = layouts.take(rough_bound_s(one_of_each, layouts) < best_s * (1 + NEAR))
+    found = Problem.priced(target, replace(space, layouts=likely), decisions, deadline)
+    return _Fewer(found.at_risk(problem.memory_risk), layouts)
 
 
 def over_devices(plan: Plan, counted: Counted, num_devices: int, target: PricingTarget) -> Plan:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -226,11 +226,13 @@ class LayoutUnits:
 
     def times_of_stages(self, rank: int, stages: Sequence[range]) -> StageTimes:
         """Seconds of each of these stages on the devices of ``rank``."""
-        times = self._ranks[rank].times
-        rows = [
-            tuple(sum(self._of_units(seconds, units)) for units in stages)
-            for seconds in (times.forward_s, times.backward_s, times.weight_s)
-        ]
+        times, units = self._ranks[rank].times, list(chain.from_iterable(stages))
+        ends = list(accumulate(map(len, stages)))
+        borders = list(zip([0, *ends], ends, strict=False))
+        rows: list[tuple[float, ...]] = []
+        for of_kinds in (times.forward_s, times.backward_s, times.weight_s):
+            seconds = self._of_units(of_kinds, units)
+            rows.append(tuple([sum(seconds[start:end]) for start, end in borders]))
         return StageTimes(rows[0], rows[1], rows[2])
 
     def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:

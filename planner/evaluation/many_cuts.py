@@ -28,11 +28,7 @@ class _OfRank(NamedTuple):
     weight_s: tuple[float, ...]
     data_s: float  # once a step
     update_s: float
-
-    @property
-    def work_s(self) -> float:
-        """On one micro-batch, in all of its stages."""
-        return sum(self.forward_s) + sum(self.backward_s)
+    work_s: float  # on one micro-batch, in all of its stages
 
 
 class ManyCuts:
@@ -41,7 +37,9 @@ class ManyCuts:
     def __init__(self, evaluator: Evaluator, least: LeastRecompute) -> None:
         self._evaluator, self._least = evaluator, least
         self._kinds = tuple(evaluator.table.units.kinds)
-        self._known: dict[tuple[object, ...], _OfRank | None] = {}
+        self._known: dict[tuple[int, ...], _OfRank | None] = {}
+        self._numbers: dict[range, int] = {}  # of each row of units: the number of its kinds
+        self._number_of_kinds: dict[tuple[bool, tuple[int, ...]], int] = {}
         self._timed: dict[tuple[object, ...], _OfRank] = {}
 
     @staticmethod
@@ -56,8 +54,11 @@ class ManyCuts:
         """
         found = np.full(len(cuts), np.inf)
         most_s = limit_s / self._evaluator.layout.num_microbatches * (1 + 1e-9)
-        works = self._works_s(cuts)[0].max(axis=1).tolist() if limit_s < np.inf else [0.0] * len(cuts)
-        ranks = [self._of_ranks(cut, most_s) if work < most_s else None for cut, work in zip(cuts, works, strict=True)]
+        works = self._works_s(cuts)[0].tolist()
+        ranks = [
+            self._of_ranks(cut, work, most_s) if max(work) < most_s else None
+            for cut, work in zip(cuts, works, strict=True)
+        ]
         fits = [place for place, each in enumerate(ranks) if each is not None]
         priced = [each for each in ranks if each is not None]
         if not priced:
@@ -72,10 +73,12 @@ class ManyCuts:
         ``base`` must fit. A rank that holds no fewer units than under ``base`` recomputes no less. This proves nothing:
         a step may be shorter although its longest rank works longer.
         """
-        now = self._of_ranks(base)
-        if now is None or not cuts:
-            return list(cuts)
+        if not cuts:
+            return []
         work, held = self._works_s([base, *cuts])
+        now = self._of_ranks(base, work[0].tolist())
+        if now is None:
+            return list(cuts)
         now_s = np.array([rank.work_s for rank in now])
         least = work + np.where(held >= held[0], now_s - work[0], 0.0)
         longest = least[1:].max(axis=1)
@@ -99,21 +102,37 @@ class ManyCuts:
         units = np.diff(borders, axis=1)[:, by_rank].reshape(shape).sum(axis=2)
         return work, units
 
-    def _of_ranks(self, starts: Starts, most_s: float = np.inf) -> list[_OfRank] | None:
-        """None where one does not fit, or works ``most_s`` or longer on a micro-batch; those that are known first."""
-        held = list(enumerate(self._evaluator.stages_of_ranks(starts)))
-        keys = [self._key(rank, stages) for rank, stages in held]
-        for (rank, stages), key in sorted(zip(held, keys, strict=True), key=lambda pair: pair[1] not in self._known):
+    def _of_ranks(self, starts: Starts, work: Sequence[float], most_s: float = np.inf) -> list[_OfRank] | None:
+        """None where one does not fit, or works ``most_s`` or longer on a micro-batch.
+
+        ``work``: seconds of each without recomputation. Those that are known come first, then those that work longest.
+        """
+        held = self._evaluator.stages_of_ranks(starts)
+        keys = [self._key(rank, stages) for rank, stages in enumerate(held)]
+        unknown: list[int] = []
+        for rank, key in enumerate(keys):
             if key not in self._known:
-                self._known[key] = self._priced(rank, stages)
-            each = self._known[key]
+                unknown.append(rank)
+            elif (each := self._known[key]) is None or each.work_s >= most_s:
+                return None
+        for rank in sorted(unknown, key=lambda rank: -work[rank]):
+            if keys[rank] not in self._known:
+                self._known[keys[rank]] = self._priced(rank, held[rank])
+            each = self._known[keys[rank]]
             if each is None or each.work_s >= most_s:
                 return None
         return [each for key in keys if (each := self._known[key]) is not None]
 
-    def _key(self, rank: int, stages: Mapping[int, range]) -> tuple[object, ...]:
-        held = [self._kinds[units.start : units.stop] for units in stages.values()]
-        return (rank, min(units.start for units in stages.values()) == 0, *held)
+    def _key(self, rank: int, stages: Mapping[int, range]) -> tuple[int, ...]:
+        """Ranks with the same key hold units of the same kinds."""
+        numbers: list[int] = [rank]
+        for units in stages.values():
+            number = self._numbers.get(units)
+            if number is None:
+                alike = units.start == 0, self._kinds[units.start : units.stop]
+                number = self._numbers[units] = self._number_of_kinds.setdefault(alike, len(self._number_of_kinds))
+            numbers.append(number)
+        return tuple(numbers)
 
     def _priced(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
         choice = self._least.of_rank(rank, stages)
@@ -126,7 +145,8 @@ class ManyCuts:
             evaluator = self._evaluator.with_some(choice.modes)
             forward_s, backward_s, weight_s, _ = evaluator.times_of_stages(rank, list(stages.values()))
             data_s, update_s = evaluator.once_a_step_of(rank, [unit for units in stages.values() for unit in units])
-            self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s)
+            work_s = sum(forward_s) + sum(backward_s)
+            self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s, work_s)
         return self._timed[key]
 
     def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
@@ -151,11 +171,6 @@ class ManyCuts:
         stages, p = evaluator.num_stages, evaluator.layout.mesh.pp
         ranks = [evaluator.layout.schedule.rules.rank_of(stage, p) for stage in range(stages)]
         place = [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
-        of_stage = list(zip(ranks, place, strict=True))
-        parts = [
-            [[(each[rank].forward_s, each[rank].backward_s, each[rank].weight_s)[part][at] for rank, at in of_stage]]
-            for each in priced
-            for part in range(3)
-        ]
-        forward, backward, weight = np.array(parts).reshape(len(priced), 3, stages).transpose(1, 2, 0)
+        parts = np.array([[(each.forward_s, each.backward_s, each.weight_s) for each in of_cut] for of_cut in priced])
+        forward, backward, weight = parts[:, ranks, :, place].transpose(2, 0, 1)
         return np.concatenate([forward, backward, backward - weight, weight])

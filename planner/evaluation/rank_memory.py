@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -59,7 +59,8 @@ class RankMemoryModel:
         self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
         self._state = table.state_bytes[rows.state[0]]
         self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
-        self._elements_of: dict[tuple[tuple[int, ...], ...], tuple[float, float, float]] = {}
+        self._most_of: dict[frozenset[int], Transient] = {}
+        self._elements_of: dict[tuple[tuple[bool, tuple[int, ...]], ...], tuple[float, float, float]] = {}
         self._elements_of_kind: dict[tuple[int, bool], tuple[float, float, float]] = {}
         self._states_of: dict[tuple[float, float, float], StateBytes] = {}
         self._units_at_work: dict[int, UnitAtWork] = {}
@@ -73,7 +74,7 @@ class RankMemoryModel:
             found._variants[unit] = mode * self._num_kinds + kinds[unit]
         return found
 
-    def lasting_bytes(self, stages: Sequence[Sequence[int]]) -> float:
+    def lasting_bytes(self, stages: Sequence[range]) -> float:
         """What is there while activations are, whatever the units keep: states, communicators and the context."""
         states = self._states(*self.elements(stages))
         gradients = states.gradients if self.holds_gradients else 0.0
@@ -95,7 +96,7 @@ class RankMemoryModel:
         """Whether gradients exist while all activations do: in buffers, or left by an earlier micro-batch."""
         return self._table.framework.keeps_gradients or self._layout.num_microbatches > 1
 
-    def rank(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> RankMemory:
+    def rank(self, stages: Sequence[range], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
         states = self._states(*self.elements(stages))
         lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
@@ -110,7 +111,7 @@ class RankMemoryModel:
             )
         )
 
-    def peak_bytes(self, stages: Sequence[Sequence[int]], activation_bytes: float) -> float:
+    def peak_bytes(self, stages: Sequence[range], activation_bytes: float) -> float:
         """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
         software, groups = self.software, self.num_communicators
         return max(
@@ -124,7 +125,7 @@ class RankMemoryModel:
         )
 
     def _step(
-        self, stages: Sequence[Sequence[int]], activation_bytes: float
+        self, stages: Sequence[range], activation_bytes: float
     ) -> tuple[tuple[Phase, MemoryLedger, Transient | None], ...]:
         """The ledgers of the phases of a step without what the software takes, and what besides passes in them."""
         trainable, frozen, experts = self.elements(stages)
@@ -164,19 +165,19 @@ class RankMemoryModel:
             self._states_of[key] = states
         return self._states_of[key]
 
-    def elements(self, stages: Sequence[Sequence[int]]) -> tuple[float, float, float]:
+    def elements(self, stages: Sequence[range]) -> tuple[float, float, float]:
         """Trainable and frozen elements of a rank, before ZeRO divides them, and of the trainable those of experts."""
         kinds, pp = self._table.units.kinds, self._layout.mesh.pp
         # A tied parameter is held twice where owner and user lie in different stages.
-        key = tuple((int(pp > 1 and 0 not in stage), *(kinds[unit] for unit in stage)) for stage in stages)
+        key = tuple([(pp > 1 and 0 not in stage, kinds[stage.start : stage.stop]) for stage in stages])
         if key not in self._elements_of:
-            found = [self._elements(kind, tied_copy=bool(is_apart)) for is_apart, *stage in key for kind in stage]
+            found = [self._elements(kind, tied_copy=is_apart) for is_apart, stage in key for kind in stage]
             trainable, frozen, experts = (sum(of_unit[place] for of_unit in found) for place in range(3))
             self._elements_of[key] = trainable, frozen, experts
         return self._elements_of[key]
 
     def _backward(
-        self, states: StateBytes, stages: Sequence[Sequence[int]], activation_bytes: float, transient: Transient
+        self, states: StateBytes, stages: Sequence[range], activation_bytes: float, transient: Transient
     ) -> MemoryLedger:
         """The fullest moment.
 
@@ -219,31 +220,37 @@ class RankMemoryModel:
         )
         return MemoryLedger((*first, *[(_ROWS[name], num_bytes) for name, num_bytes in rows.items()]))
 
-    def transient(self, stages: Sequence[Sequence[int]]) -> Transient:
+    def transient(self, stages: Sequence[range]) -> Transient:
         """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
         of = self._variants
-        variants = tuple(tuple(of[unit] for unit in stage) for stage in stages)
+        variants = tuple([tuple(of[stage.start : stage.stop]) for stage in stages])
         if variants not in self._transients:
             self._transients[variants] = self._transient_of(variants)
         return self._transients[variants]
 
     def _transient_of(self, stages: Sequence[tuple[int, ...]]) -> Transient:
         variants = [variant for stage in stages for variant in stage]
-        there, collective = set(variants), PLACE[Holding.COLLECTIVE]
-        gathered, loss, last = self._gathered(there), self._most(there, Holding.LOSS), None
+        there, collective = frozenset(variants), PLACE[Holding.COLLECTIVE]
+        if there not in self._most_of:
+            self._most_of[there] = self._most_of_each(there)
+        most, last = self._most_of[there], None
+        if self._table.framework.has_fsdp_moments and not self._sharding.reduces_each:
+            last = self._fullest(stages, None)
+        waiting = min(sum([self._held[variant][collective] for variant in variants]), most.waiting)
+        return replace(most, backward=self._fullest_backward(stages), last=last, waiting=waiting)
+
+    def _most_of_each(self, there: Set[int]) -> Transient:
+        """What does not depend on how many units of each variant there are; ``waiting`` is the most that there is."""
+        gathered, loss = self._gathered(there), self._most(there, Holding.LOSS)
         if self._table.framework.has_fsdp_moments:
-            if not self._sharding.reduces_each:
-                last = self._fullest(stages, None)
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
-            backward=self._fullest_backward(stages),
-            last=last,
+            backward=Moment(0.0, 0.0, 0.0),
+            last=None,
             loss=loss,
             gathered=gathered,
             buffers=self._most(there, Holding.BUFFER),
-            waiting=min(
-                sum([self._held[variant][collective] for variant in variants]), self._most(there, Holding.QUEUED)
-            ),
+            waiting=self._most(there, Holding.QUEUED),
             stranded=self._most(there, Holding.STRANDED),
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
@@ -338,10 +345,10 @@ class RankMemoryModel:
         """Bytes of one holding of one micro-batch in one unit."""
         return self._held[self._variants[unit]][PLACE[holding]]
 
-    def held_of(self, units: Sequence[int], holding: Holding) -> float:
+    def held_of(self, units: range, holding: Holding) -> float:
         """The same of several units together."""
-        held, variants, place = self._held, self._variants, PLACE[holding]
-        return sum([held[variants[unit]][place] for unit in units])
+        held, place = self._held, PLACE[holding]
+        return sum([held[variant][place] for variant in self._variants[units.start : units.stop]])
 
     def _of(self, variant: int, holding: Holding) -> float:
         return self._held[variant][PLACE[holding]]

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from costmodels.overlap import Overlap, exposed_s
 from costmodels.vocabulary.choices import Recompute
-from costmodels.vocabulary.mesh import ZERO_STAGES
+from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Data, Pass, Term, Time
 from planner.evaluation.block_modes import MODES, bytes_on_host, in_table, is_on_host, places_of_modes
+from planner.evaluation.software import num_communicators
 from planner.layout.columns import Array, Columns, Positions, key_of
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -36,6 +37,10 @@ def _mode_of(key: _ModeKey) -> int:
 
 class _ScheduleKey(NamedTuple):
     schedule: ScheduleName
+
+
+class _MeshKey(NamedTuple):
+    mesh: Mesh
 
 
 class _LifetimesKey(NamedTuple):
@@ -84,6 +89,7 @@ class LayoutRows:
     expert_parts: Array
     hides_exchanges: NDArray[np.bool]  # of experts, beside passes of other micro-batches
     mixes_lifetimes: NDArray[np.bool]  # tensors that come and go have several lifetimes: pipeline, splits or gathers
+    num_communicators: Array
 
     @staticmethod
     def of(table: CostTable, layouts: Columns[Layout]) -> LayoutRows:
@@ -105,6 +111,7 @@ class LayoutRows:
             expert_parts=layouts.numbers("expert_parts"),
             hides_exchanges=layouts.each(_BesideKey, partial(_hides_exchanges, table)).astype(bool),
             mixes_lifetimes=layouts.each(_LifetimesKey, _mixes_lifetimes).astype(bool),
+            num_communicators=layouts.each(_MeshKey, lambda key: num_communicators(table, key.mesh)),
         )
 
     @staticmethod
@@ -127,6 +134,7 @@ class LayoutRows:
             expert_parts=np.array([layout.mesh.expert_parts], dtype=np.float64),
             hides_exchanges=np.array([_hides_exchanges(table, key_of(_BesideKey, layout))]),
             mixes_lifetimes=np.array([_mixes_lifetimes(key_of(_LifetimesKey, layout))]),
+            num_communicators=np.array([num_communicators(table, layout.mesh)]),
         )
 
     def take(self, places: Positions) -> LayoutRows:

@@ -137,6 +137,10 @@ class Columns(Sequence[T]):
         first, which = _combinations(columns, len(self))
         return _keys(key, ([c.values[i] for i in c.codes[first].tolist()] for c in columns)), which
 
+    def one_of_each(self, key: type[K]) -> Columns[T]:
+        """For each combination of the fields of ``key`` that there is, one record that has it."""
+        return self.take(_combinations([self._column(name) for name in leaves_of(key)], len(self))[0])
+
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
         keys, which = self.by(key)

@@ -34,6 +34,18 @@ class Machine:
         """Whether the job spans nodes."""
         return self.cluster.num_devices > self.cluster.devices_per_node
 
+    def prices_as(self, other: Machine) -> bool:
+        """Whether kernels and collectives take as long on ``other``: the same devices, links and nodes, if not as many.
+
+        Both must reach beyond every tier that joins a number of devices: what lies within one crosses no other.
+        """
+        one, two = self.cluster, other.cluster
+        if one.mixed is not None or two.mixed is not None or one.profile != two.profile:
+            return False
+        largest = max((tier.num_devices or 0 for tier in one.profile.tiers), default=0)
+        bounds = max(largest, one.profile.node.num_devices)
+        return one.devices_per_node == two.devices_per_node and min(one.num_devices, two.num_devices) > bounds
+
     def straggler_slowdown(self, num_devices: int) -> float:
         """Compute of the slowest device of a job of so many, over that of a job that the profile's rates hold for."""
         device = self.cluster.profile.device

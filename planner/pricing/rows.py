@@ -57,6 +57,32 @@ def work_rows(
     return rows
 
 
+class KnownWork:
+    """Rows of work of one model in one framework, on machines of the same prices: each is priced once.
+
+    Rows are those of the decisions that were given last for their split.
+    """
+
+    def __init__(self, graph: ModelGraph, machine: Machine, framework: Framework) -> None:
+        self._graph, self._machine, self._framework = graph, machine, framework
+        self._decisions: dict[TensorSplit, Decision] = {}
+        self._rows: dict[WorkKey, tuple[Array, Array]] = {}
+
+    def priced(self, decisions: Decisions, keys: Sequence[WorkKey]) -> WorkPrices:
+        """As ``work_rows``."""
+        for split, decision in decisions.items():
+            if self._decisions.setdefault(split, decision) is not decision:
+                self._rows = {key: row for key, row in self._rows.items() if key.tensor != split}
+                self._decisions[split] = decision
+        missing = [key for key in keys if key not in self._rows]
+        found = work_rows(self._graph, decisions, missing, self._machine, self._framework)
+        self._rows.update(zip(missing, zip(found.time_s, found.num_bytes, strict=True), strict=True))
+        if len(missing) == len(keys):
+            return found
+        rows = [self._rows[key] for key in keys]
+        return WorkPrices(np.array([time_s for time_s, _ in rows]), np.array([num_bytes for _, num_bytes in rows]))
+
+
 def element_rows(graph: ModelGraph, decisions: Decisions, splits: Sequence[TensorSplit]) -> Array:
     """[splits, kinds, ``Element``]: parameters on one tensor-parallel rank."""
     whole = whole_states(graph)

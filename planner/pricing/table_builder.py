@@ -110,11 +110,13 @@ def _work(
     for place, cluster in enumerate(clusters):
         needed = keys if place == 0 else over_groups
         machine = target.machine_on(cluster)
-        prices = work_rows(graph, decisions, needed, machine, target.framework)
-        prices.time_s[..., _COMPUTE] *= machine.straggler_slowdown(target.cluster.num_devices)
-        time_s[place, _places(keys, needed)] = prices.time_s
         if place == 0:
+            prices = target.known_work.priced(decisions, keys)
             num_bytes[:] = prices.num_bytes
+        else:
+            prices = work_rows(graph, decisions, needed, machine, target.framework)
+        time_s[place, _places(keys, needed)] = prices.time_s
+        time_s[place, ..., _COMPUTE] *= machine.straggler_slowdown(target.cluster.num_devices)
     return time_s, num_bytes
 
 

@@ -15,6 +15,7 @@ from planner.axes.framework import Framework
 from planner.graph.model_graph import ModelGraph
 from planner.layout.within import Within
 from planner.pricing.machine import Machine
+from planner.pricing.rows import KnownWork
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,30 @@ class PricingTarget:
     @cached_property
     def machine(self) -> Machine:
         """The cluster, as prices ask it."""
-        return self.machine_on(self.cluster)
+        return Machine(self.cluster)
 
     def machine_on(self, cluster: ClusterSpec) -> Machine:
         """The cluster, or a group of unlike devices of it, as prices ask it."""
-        return Machine(cluster)
+        return self.machine if cluster is self.cluster else Machine(cluster)
+
+    @cached_property
+    def known_work(self) -> KnownWork:
+        """The rows of work that were priced on the cluster."""
+        return KnownWork(self.graph, self.machine, self.framework)
+
+    def over(self, num_devices: int) -> PricingTarget:
+        """The same over another number of devices of one kind, with what is priced already where prices are the same.
+
+        So are then the placements.
+        """
+        found = replace(self, cluster=self.cluster.model_copy(update={"num_devices": num_devices}))
+        if found.prices_as(self):
+            vars(found)["known_work"] = self.known_work  # as the property itself would keep it
+        return found
+
+    def prices_as(self, other: PricingTarget) -> bool:
+        """Whether all units cost the same on one device of ``other``, which may have more devices or fewer."""
+        return other == replace(self, cluster=other.cluster) and self.machine.prices_as(other.machine)
 
     @cached_property
     def framework(self) -> Framework:

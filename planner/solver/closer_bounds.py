@@ -292,7 +292,7 @@ class _Pipelines:
         numbers].
         """
         p, passing = self._of.pp, self._passing
-        taken = np.repeat(passing.outside()[:, None], p, axis=1)
+        taken = np.repeat(self._of.outside_bytes[:, None], p, axis=1)
         for kind, stage, rank in self._ends:
             kept = self._held_of_modes[:, :, kind, PLACE[Holding.KEPT]].min(axis=1)
             taken[:, rank] += self._of.static_bytes[:, kind] + self._flying[:, 0, stage] * kept * self._of.reserve

@@ -115,7 +115,7 @@ class AlikeMemory:
     # -- memory -------------------------------------------------------------------------------
 
     def memory_bytes(self) -> Array:
-        """The fullest rank's states and activations, with the allocator's reserve and the context.
+        """The fullest rank's states and activations, with the allocator's reserve and what lies outside it.
 
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
@@ -124,7 +124,14 @@ class AlikeMemory:
     @cached_property
     def _besides(self) -> Array:
         working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
-        return (working * self.reserve + self.table.cluster.software.context_bytes) / self._room.max()
+        return (working * self.reserve + self.outside_bytes) / self._room.max()
+
+    @cached_property
+    def outside_bytes(self) -> Array:
+        """What a rank takes that holds nothing: communicators, the context and the workspace."""
+        software = self.table.cluster.software
+        communicators = self.rows.num_communicators * software.communicator_bytes
+        return communicators + software.context_bytes + software.workspace_bytes
 
     @cached_property
     def reserve(self) -> Array:

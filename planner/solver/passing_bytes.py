@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from costmodels.vocabulary.choices import Offload
-from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
+from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
-from planner.evaluation.software import outside_bytes
 from planner.evaluation.states import held_elements
 from planner.layout.columns import Array
 from planner.solver.bounds import AlikeLayouts
@@ -21,23 +19,12 @@ _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES]
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 
 
-class _MeshKey(NamedTuple):
-    mesh: Mesh
-
-
 class PassingBytes:
     """What ranks of many layouts need besides states and kept activations; one number a layout."""
 
     def __init__(self, of: AlikeLayouts, held: Array) -> None:
         """``held``: of one unit in every mode that blocks may take, [layouts, modes, kinds, Holding]."""
         self._of, self._held = of, held
-
-    def outside(self) -> Array:
-        """The context and communicators."""
-        meshes, which = self._of.layouts.by(_MeshKey)
-        table, first = self._of.table, np.unique(which, return_index=True)[1]
-        mixes = self._of.rows.mixes_lifetimes[first].tolist()
-        return np.array([outside_bytes(table, key.mesh, each) for key, each in zip(meshes, mixes, strict=True)])[which]
 
     def while_at_work(self, ends: tuple[int, ...]) -> tuple[Array, Array]:
         """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.

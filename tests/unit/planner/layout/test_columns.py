@@ -110,6 +110,15 @@ def test_every_record_has_the_combination_that_is_named_for_it(rows: list[Record
 
 
 @given(records)
+def test_one_record_stands_for_each_combination(rows: list[Record]) -> None:
+    found = list(columns(rows).one_of_each(MeshAndName))
+    assert set(found) <= set(rows)
+    named = [(row.mesh, row.name) for row in found]
+    assert len(named) == len(set(named))
+    assert set(named) == {(row.mesh, row.name) for row in rows}
+
+
+@given(records)
 def test_keys_within_keys_are_taken_apart_and_put_together_again(rows: list[Record]) -> None:
     keys, which = columns(rows).by(Nested)
     assert [keys[w] for w in which] == [Nested(WidthAndSize(r.mesh.tp, r.size), r.name) for r in rows]

@@ -1,10 +1,12 @@
 """Bounds of coarse points and of stage programs: never above what a cut really costs."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from costmodels.ledger import SoftwareBytes
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.cuts import is_allowed
@@ -15,6 +17,7 @@ from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
 from planner.solver.glance import pipeline_coefficient, rough_bound_s
+from planner.solver.search import search
 from tests.planning import problem_of
 
 SAMPLE = 25
@@ -51,6 +54,37 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
             assert rough_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
+
+
+def test_a_bound_of_memory_counts_what_lies_outside_tensors() -> None:
+    """Communicators as they are counted by hand, the context and the workspace: none of them is any layout's choice."""
+    table = problem_of("moe-tiny", 8, batch=32, seq_len=64).table
+    layouts = problem_of("moe-tiny", 8, batch=32, seq_len=64).space.layouts
+    nothing = SoftwareBytes(table.cluster.software.reserve_fraction, 0.0, 0.0, 0.0)
+    bare = replace(table, cluster=replace(table.cluster, software=nothing))
+    more = bounds(table, layouts).memory_bytes - bounds(bare, layouts).memory_bytes
+    software = table.cluster.software
+    for layout, found in zip(layouts, more.tolist(), strict=True):
+        mesh = layout.mesh
+        sharded = mesh.dp_shard * mesh.cp  # ranks that states are sharded over
+        groups = sum(degree > 1 for degree in (mesh.pp, mesh.dp_replicate, sharded, mesh.cp, mesh.tp))
+        groups += 0 if mesh.ep == 1 else 1 + (mesh.num_expert_ranks > mesh.ep)
+        groups += table.framework.extra_communicators * (groups > 0)
+        by_hand = groups * software.communicator_bytes + software.context_bytes + software.workspace_bytes
+        assert found == pytest.approx(by_hand, rel=1e-6), layout
+
+
+def test_no_layout_is_visited_where_software_alone_takes_the_device() -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    cluster = problem.table.cluster
+    software = cluster.software
+    too_little = software.context_bytes + software.workspace_bytes + software.communicator_bytes  # of one group alone
+    small = cluster.with_memory_factor(cluster.memory_factor * cluster.devices[0].memory_bytes / too_little)
+    several = [layout for layout in problem.space.layouts if layout.mesh.world_size > 1]
+    outcome = search(replace(problem.table, cluster=small), several, problem.solver)
+    assert outcome.best is None
+    assert outcome.is_exhausted
+    assert outcome.num_visited == 0
 
 
 @pytest.mark.parametrize(
