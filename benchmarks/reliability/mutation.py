@@ -31,7 +31,7 @@ ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"}  # no |, whi
 KINDS = ("ReplaceComparisonOperator", "NumberReplacer", "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue",
          "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak",
          "ReplaceUnaryOperator", "ZeroIterationForLoop")  # fmt: skip
-LATER = ("tests/golden/test_plans.py", "tests/unit/planner/pricing", "tests/unit/planner/evaluation",
+LATER = ("tests/golden/test_plans.py", "tests/golden/test_frozen_prices.py",
          "tests/contracts/test_optimal_equals_the_oracle.py")  # fmt: skip
 TESTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "costmodels": (("tests/unit/costmodels",), LATER),
