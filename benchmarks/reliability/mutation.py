@@ -86,7 +86,7 @@ def drawn(package: str, num: int, seed: int) -> list[Change]:
 
 def seconds_of(tests: Sequence[str], limit_s: float) -> float | None:
     """How long the tests in the current folder take; None where one fails or the limit is reached."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     began_s = time.monotonic()
     try:
         result = subprocess.run(
