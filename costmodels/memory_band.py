@@ -70,10 +70,13 @@ def spreads(ratios_of_sources: Sequence[Sequence[float]]) -> tuple[float, float]
     """
     logs = [log(ratio) for of_source in ratios_of_sources for ratio in evenly_many(of_source)]
     above, below = [x for x in logs if x > 0], [x for x in logs if x < 0]
-    found = [sqrt(sum(x * x for x in side) / len(side)) if side else None for side in (above, below)]
-    if found == [None, None]:
+    if not above and not below:
         raise ValueError("no run differs from its prediction: there is no spread to fit")
-    return found[0] or found[1] or 0.0, found[1] or found[0] or 0.0
+    return _root_mean_square(above or below), _root_mean_square(below or above)
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return sqrt(sum(x * x for x in values) / len(values))
 
 
 def evenly_many(values: Sequence[float]) -> list[float]:

@@ -104,7 +104,7 @@ class _Gain:
         self.rank, (self._p, self._v, self._q) = rank, shape
         self.counts, self.sends = np.zeros((self._p * self._v, 3)), 0
 
-    def fill(self, chunk: int, kinds: slice, *, waits: bool = False) -> _Gain:
+    def fill(self, chunk: int, kinds: slice, *, waits: bool) -> _Gain:
         """Comes to the rank in ``chunk``; ``waits``: stays on rank 0 until then. Or goes so, turned round."""
         first = chunk * self._p
         self.counts[(first if waits else 0) : first + self.rank, kinds] += 1
@@ -139,7 +139,7 @@ def few_paths(schedule: ScheduleName, p: int, v: int, m: int, units: Units) -> P
     shape = (p, v, min(m, rules.microbatches_a_round(p, m)))
     rank_of = [rules.rank_of(stage, p) for stage in range(p * v)]
     if rules.is_v:
-        gains = [_Gain(r, shape).fill(0, _FORWARD) for r in range(p)]
+        gains = [_Gain(r, shape).fill(0, _FORWARD, waits=False) for r in range(p)]
         gains += [_Gain(r, shape).up(min(m, 2 * (p - r) - 1)) for r in range(p)]
     elif rules.splits_backward:
         gains = [_Gain(r, shape).fill(c, _FORWARD, waits=w) for c, w in _ways(p, v, m, shape[2]) for r in range(p)]
@@ -180,7 +180,7 @@ def _one_f_one_b(shape: tuple[int, int, int], m: int) -> list[_Gain]:
     gains: list[_Gain] = []
     for both in (False, True):
         for r in range(p):
-            gain = _Gain(r, shape).fill(0, _ALL).detour(min(p - r, m) - 1, _ALL, _FORWARD)
+            gain = _Gain(r, shape).fill(0, _ALL, waits=False).detour(min(p - r, m) - 1, _ALL, _FORWARD)
             gain.sends += r  # back as well
             if both and m > p - r:
                 gain.detour(p - r - 1, _ALL, _BACKWARD)

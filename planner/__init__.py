@@ -13,8 +13,7 @@ planner.search(module, gpus=8, example_inputs={"input_ids": tokens})  # an nn.Mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # typing's, which takes as long to import as all else here: Ctrl-C meets none of that
 if TYPE_CHECKING:
     from pathlib import Path
 

@@ -134,7 +134,7 @@ def outcome(of: Ended, own_code: int, new: set[str], writes: bool) -> str:
 def _is_whole(path: Path) -> bool:
     content = path.read_bytes()
     try:
-        return content.endswith(b"</html>\n") or bool(json.loads(content))
+        return content.endswith(b"</html>") or bool(json.loads(content))
     except ValueError:
         return False
 

@@ -57,10 +57,25 @@ def cosmic_ray(module: str) -> Any:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether an operator changes what code does; others change types or decorators."""
+    """Whether an operator changes what code does; others change types or decorators, or write `is` for `==`.
+
+    That last is the same for what is compared here, small numbers, words and members of enumerations.
+    """
     kind = name.rpartition("/")[2]
+    if kind.endswith(("_Eq_Is", "_NotEq_IsNot")):
+        return False
     words = kind.split("_")
     return kind.startswith(KINDS) or (words[0] == "ReplaceBinaryOperator" and ARITHMETIC.issuperset(words[1:]))
+
+
+def is_code(node: Any) -> bool:
+    """Whether a node of the syntax tree does anything when the module runs: no decorator does, nor `*` among names."""
+    parent = node.parent
+    if node.type == "operator" and parent is not None and parent.type in ("param", "parameters"):
+        return False
+    while parent is not None and parent.type != "decorator":
+        parent = parent.parent
+    return parent is None
 
 
 def changes_of(path: Path, root: Path) -> list[Change]:
@@ -69,8 +84,8 @@ def changes_of(path: Path, root: Path) -> list[Change]:
     tree, found = trees.get_ast(path.read_text(encoding="utf-8")), list[Change]()
     for name in filter(is_wanted, plugins.operator_names()):
         operator = plugins.get_operator(name)()
-        begins = (begin for node in trees.ast_nodes(tree) for begin, _end in operator.mutation_positions(node))
-        found += [Change(str(path.relative_to(root)), begin, name, n) for n, begin in enumerate(begins)]
+        places = ((is_code(node), at) for node in trees.ast_nodes(tree) for at, _ in operator.mutation_positions(node))
+        found += [Change(str(path.relative_to(root)), at, name, n) for n, (wanted, at) in enumerate(places) if wanted]
     return found
 
 

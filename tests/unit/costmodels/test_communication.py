@@ -9,7 +9,9 @@ from costmodels.communication import (
     collective_lines,
     collective_time_s,
     fraction_at_scale,
+    lines_over,
     num_domains_spanned,
+    tier_at_unit_rates,
     tiers_used,
 )
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
@@ -103,6 +105,23 @@ def test_latency_counts_the_steps_of_the_ring() -> None:
     cluster = make_cluster(32, make_tiers(latency_s=1e-6))  # 1 us inside, 5 us across
     ((latency_s, _),) = collective_lines(CollectiveKind.ALL_GATHER, GroupPlacement(32, 1), cluster)
     assert latency_s == pytest.approx(28 * 1e-6 + 3 * 5e-6)
+
+
+# Steps of a ring or of pairs one after the other, and what a rank sends for each byte of the operand (nccl-tests'
+# factors of bus bandwidth, PERFORMANCE.md).
+STEPS_AND_SHARE = {
+    CollectiveKind.ALL_REDUCE: (2 * 5, 2 * 5 / 6),
+    CollectiveKind.ALL_GATHER: (5, 5 / 6),
+    CollectiveKind.REDUCE_SCATTER: (5, 5 / 6),
+    CollectiveKind.ALL_TO_ALL: (5, 5 / 6),
+    CollectiveKind.SEND_RECV: (1, 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_unit_rates_a_line_is_steps_and_the_share_that_is_sent(kind: CollectiveKind) -> None:
+    found = lines_over(kind, 6, (tier_at_unit_rates(6),), knows_trees=False)
+    assert found == (pytest.approx(STEPS_AND_SHARE[kind]),)
 
 
 def test_a_collective_launches_one_kernel() -> None:

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.compute import op_time_s, peak_flops_per_s, roofline
+from costmodels.compute import Roofline, op_time_s, peak_flops_per_s, roofline
 from costmodels.vocabulary.workload import OpClass, OpWorkload
 from hardware_profiles.schema import DeviceProfile
 from tests.unit.costmodels.toy_cluster import BANDWIDTH, PEAK_BF16, make_device, quantity
@@ -28,6 +29,12 @@ def test_attention_has_its_own_efficiency() -> None:
 def test_every_kernel_is_launched() -> None:
     device = make_device().model_copy(update={"kernel_launch_s": quantity(5e-6)})
     assert op_time_s(OpWorkload(OpClass.MEMORY_BOUND, 0, 0, num_kernels=3), device, "bf16") == pytest.approx(15e-6)
+
+
+def test_work_is_one_kernel_unless_it_says_otherwise() -> None:
+    line = Roofline(launch_s=2.0, seconds_per_flop=1.0, seconds_per_byte=1.0, half_size_flops=3.0)
+    assert line.time_s(10.0, 0.0) == 2.0 + 10.0 + 3.0
+    assert line.times_s(np.array([10.0]), np.zeros(1)).tolist() == [2.0 + 10.0 + 3.0]
 
 
 def test_at_the_half_size_half_of_the_efficiency_is_reached() -> None:

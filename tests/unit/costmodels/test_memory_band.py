@@ -68,3 +68,8 @@ def test_a_recipe_has_a_band_of_its_own_only_where_its_runs_tell_one() -> None:
     assert nanotron is not None
     assert few == ours  # four runs tell no band
     assert nanotron.num_sources == 1 < ours.num_sources
+
+
+def test_a_side_without_runs_has_the_others_spread() -> None:
+    above, below = spreads([[exp(-0.2)], [exp(-0.4)]])
+    assert above == below == pytest.approx(((0.04 + 0.16) / 2) ** 0.5)
