@@ -13,13 +13,15 @@ def main() -> None:
     if listens:
         signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
     gc.disable()  # imports leave nothing to collect
+    from planner.cli.ctrl_c import import_whole, interrupt
     from planner.cli.main import load
     from planner.cli.main import main as run
 
+    import_whole("torch", "ortools")
     load(sys.argv[1:])
     gc.enable()
     if listens:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
     try:
         run()
     except KeyboardInterrupt:  # the second, or one between two steps

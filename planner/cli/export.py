@@ -65,7 +65,7 @@ def exported(target: Target, job: Job) -> Written:
     if target.abilities is None:
         from costmodels.vocabulary.choices import Offload
         from planner.errors import PlanError
-        from planner.executor.mesh import check_executable
+        from planner.executor.executable import check_executable
         from planner.model_file import check_in_a_file
 
         check_in_a_file(job.plan.model)

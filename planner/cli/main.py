@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_group
 
+from planner.cli.ctrl_c import was_interrupted
 from planner.cli.terminal import speak_any_locale, talk_console
 from planner.errors import PlannerError
 
@@ -101,7 +103,15 @@ def main() -> None:
     except Exception as error:  # the last resort: an error of ours, without a traceback unless asked
         if debug:
             traceback.print_exc()
-        talk.print(f"[bold red]internal error:[/] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
-        talk.print("[bold]hint:[/] this is a defect of planner; run again with --debug and report it", soft_wrap=True)
-        code = 1
+        code = _unexpected(error, talk)
     sys.exit(code)
+
+
+def _unexpected(error: Exception, talk: Console) -> int:
+    """Says that an error is ours, unless Ctrl-C came before it, and gives the exit code."""
+    if was_interrupted():
+        talk.print("interrupted")
+        return 130
+    talk.print(f"[bold red]internal error:[/] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
+    talk.print("[bold]hint:[/] this is a defect of planner; run again with --debug and report it", soft_wrap=True)
+    return 1

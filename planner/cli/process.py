@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
+from planner.cli.ctrl_c import interrupt
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.signals import rung_again
 
@@ -55,14 +56,14 @@ def interruptible(deadline: Deadline) -> Generator[None]:
         nonlocal is_ended
         is_ended = not deadline.has_answer or deadline.is_cut
         if is_ended:
-            raise KeyboardInterrupt
+            interrupt()
         deadline.cut()
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def late(_signal: int, _frame: FrameType | None) -> None:
         nonlocal was_warned
         if is_ended:  # the interrupt was lost
-            raise KeyboardInterrupt
+            interrupt()
         if not deadline.has_answer or (was_warned and not deadline.is_settled):
             raise OutOfTimeError
         if not deadline.is_settled:

@@ -42,7 +42,7 @@ def replan(
 
 def _is_executable(plan: Plan) -> bool:
     from planner.errors import PlanError
-    from planner.executor.mesh import check_executable
+    from planner.executor.executable import check_executable
 
     try:
         check_executable(plan)

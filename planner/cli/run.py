@@ -183,6 +183,7 @@ def run(  # over 6 arguments: one for each option of the command line
 
 
 def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
+    from planner.executor.executable import check_executable
     from planner.executor.launch import (
         SAVING_S,
         STOPPED,
@@ -192,7 +193,6 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         launch,
         only_the_cause,
     )
-    from planner.executor.mesh import check_executable
     from planner.executor.ranks import device_type
 
     check_executable(plan)

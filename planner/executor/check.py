@@ -31,8 +31,9 @@ from costmodels.vocabulary.choices import Offload
 from planner.errors import PlanError
 from planner.executor.build import example_batch, loaded_model
 from planner.executor.cuda_kernels import cuda_kernels
+from planner.executor.executable import check_executable
 from planner.executor.live_memory import LiveMemory
-from planner.executor.mesh import build_mesh, check_executable, place_of
+from planner.executor.mesh import build_mesh, place_of
 from planner.executor.optimizer import build_optimizer
 from planner.executor.parallelize import parallelize
 from planner.executor.ranks import quiet_torch

@@ -1,4 +1,4 @@
-"""The device mesh of a plan, each rank's place in it, and what of a plan can be executed at all."""
+"""The device mesh of a plan, and each rank's place in it."""
 
 # pyright: reportPrivateUsage=false
 # DeviceMesh has no public way to take several axes as one.
@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
-from planner.plan.checks import contradictions, degrees_text
+from planner.plan.checks import degrees_text
 from planner.plan.schema import Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
 EP, EXPERT_SHARD = "ep", "expert_shard"  # axes of the ranks of experts: those that divide them, and shard the same ones
 _SHARDS = (MeshAxis.DP_SHARD.value, MeshAxis.CP.value)  # of one state, under ZeRO stages above 0
 _REPLICAS = (*DATA_AXES, MeshAxis.CP.value)  # of all states, under stage 0
-_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}  # all of EXECUTED_PRECISIONS
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -130,35 +130,3 @@ def check_world_size(plan: Plan) -> None:
             f"the plan needs {needed} ranks ({degrees_text(plan)}), but WORLD_SIZE is {world_size}",
             hint=f"start torchrun with {needed} processes, or make a plan for {world_size} devices",
         )
-
-
-def check_executable(plan: Plan) -> None:
-    """PlanError that lists everything in ``plan`` that is contradictory or that no executor exists for yet."""
-    problems = [*contradictions(plan), *_not_executed(plan)]
-    if problems:
-        raise PlanError(
-            "this plan cannot be executed: " + "; ".join(problems), hint="correct the plan, or search again with pins"
-        )
-
-
-def _not_executed(plan: Plan) -> list[str]:
-    problems: list[str] = []
-    if plan.mesh.cp > 1 and plan.training.seq_len % (2 * plan.mesh.cp):
-        problems.append(
-            f"context parallelism (cp = {plan.mesh.cp}) gives each rank two equal chunks of a sequence: "
-            f"2 * cp does not divide the {plan.training.seq_len} tokens"
-        )
-    if plan.mesh.shape().etp is not None:
-        problems.append(
-            f"experts that are whole beside tensor parallelism (etp = {plan.mesh.etp}) are not executed yet"
-        )
-    if plan.mesh.ep > 1 and not plan.placements.experts:
-        problems.append(
-            f"expert parallelism (ep = {plan.mesh.ep}) divides the parameters that placements.experts names, and it "
-            "names none"
-        )
-    if not plan.pipeline.schedule.rules.in_torch:
-        problems.append(f"pipeline.schedule = {plan.pipeline.schedule} is not one of torch's, so it is priced only")
-    if plan.training.precision not in _DTYPES:
-        problems.append(f"precision = {plan.training.precision.value} is not executed yet (bf16 and fp32 are)")
-    return problems

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from planner.executor.executable import check_executable
 from planner.executor.launch import check_machine, die_with_launcher, is_rank, launch, only_the_cause
-from planner.executor.mesh import check_executable
 from planner.plan.schema import Plan
 
 RESULT_HANDLE = "PLANNER_RESULT_HANDLE"  # of the open file in which rank 0 leaves it for the launcher

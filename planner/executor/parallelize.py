@@ -17,9 +17,10 @@ from planner.errors import PlanError
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import DataParallel, ShardingUnits, keeps_whole
+from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
-from planner.executor.mesh import check_executable, compute_dtype, device_of, place_of, replicas
+from planner.executor.mesh import compute_dtype, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute

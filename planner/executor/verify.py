@@ -17,8 +17,9 @@ from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import InputError
 from planner.executor.build import loaded_model
+from planner.executor.executable import check_executable
 from planner.executor.live_memory import LiveMemory
-from planner.executor.mesh import check_executable, check_world_size
+from planner.executor.mesh import check_world_size
 from planner.executor.options import RunOptions
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import process_group, quiet_torch

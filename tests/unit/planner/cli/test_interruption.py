@@ -97,6 +97,52 @@ def test_ctrl_c_while_modules_are_imported() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+LIBRARY = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+for number in range(1000):
+    pass
+print("whole", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("package", "shown"), [("torch", "whole\n"), ("another", "")])
+def test_ctrl_c_waits_while_a_library_in_c_is_imported(package: str, shown: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text(LIBRARY)
+    program = (
+        "import signal, sys\n"
+        "from planner.cli.ctrl_c import import_whole, interrupt\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import_whole('torch', 'ortools')\n"
+        "signal.signal(signal.SIGINT, interrupt)\n"
+        "try:\n"
+        f"    import {package}\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(130)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, shown, "")
+
+
+def test_an_error_that_python_made_of_ctrl_c_is_told_as_such() -> None:
+    """An exception in ``__set_name__`` is raised as a RuntimeError (Python 3.11)."""
+    program = (
+        "import os, signal, sys\n"
+        "from planner.__main__ import main\n"
+        "from planner.cli import main as commands\n"
+        "class Field:\n"
+        "    def __set_name__(self, owner, name):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        for number in range(1000):\n"
+        "            pass\n"
+        "        raise AssertionError('no signal')\n"
+        "commands.app = lambda **options: type('Made', (), {'field': Field()})\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "models"], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_job_in_the_background_stays_deaf(graph_file: Path) -> None:
     program = PROGRAM.replace("signal.default_int_handler", "signal.SIG_IGN")
     options = ("--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16", "--json")

@@ -11,8 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from costmodels.vocabulary.mesh import Group
 from planner.errors import ModelError, PlanError
+from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
-from planner.executor.mesh import EP, EXPERT_SHARD, build_mesh, check_executable, expert_mesh
+from planner.executor.mesh import EP, EXPERT_SHARD, build_mesh, expert_mesh
 from planner.plan.schema import MeshSection, Plan
 from tests.distributed.cases import Case
 from tests.distributed.toy_models import MODELS
