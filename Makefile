@@ -11,11 +11,12 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 setup: $(STAMP)
 
-# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice
+# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice;
+# nothing is compiled ahead, which takes half of the time and is for modules that most runs never import
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet '$(TORCH)' -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf,dev]'
 	touch $@
 
 demo: setup

@@ -1,15 +1,15 @@
 """``python -m planner``, and ``torchrun ... -m planner``: the command line."""
 
+# The module in C below `signal`, without enum, which takes longer to import than all that is before anybody listens.
+import _signal as signal  # pyright: ignore[reportMissingImports]
 import gc
 import os
-import signal
 import sys
-from types import FrameType
 
 
 def main() -> None:
     """Runs the command line, imports included: Ctrl-C ends those as it ends the rest."""
-    listens = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a job in the background does not
+    listens = signal.getsignal(signal.SIGINT) != signal.SIG_IGN  # a job in the background does not
     if listens:
         signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
     gc.disable()  # imports leave nothing to collect
@@ -30,7 +30,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
 
 
-def _leave(_signal: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+def _leave(*_signal_and_frame: object) -> None:
     sys.stderr.write("interrupted\n")
     sys.stderr.flush()
     os._exit(130)
