@@ -6,17 +6,21 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+# Some images forbid Python to keep what it has compiled. The tests start hundreds of processes, each of which would
+# compile all of planner again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint test-of-one-process bench clean
+.PHONY: setup demo test lint test-of-one-process test-of-many-processes bench clean
 
 setup: $(STAMP)
 
-# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice;
-# nothing is compiled ahead, which takes half of the time and is for modules that most runs never import
+# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice; pip
+# compiles on one core, compileall on all, and some packages ship files that are not for this Python
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)' -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf,dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 demo: setup
@@ -28,14 +32,17 @@ lint: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
-# Tests of one process run on every core, with lint, which is one core's work, beside them; those that start processes of
-# their own need all cores, one after the other. pytest comes last: its closing line is the verdict.
+# Tests of one process run on every core. Those that start processes of their own come after them, one by one, and wait
+# now and then: lint runs beside them. It is over long before pytest, whose closing line is the verdict.
 test: setup
-	$(MAKE) --no-print-directory --jobs=2 lint test-of-one-process
-	$(BIN)/python -m pytest tests/distributed
+	$(MAKE) --no-print-directory test-of-one-process
+	$(MAKE) --no-print-directory --jobs=2 lint test-of-many-processes
 
 test-of-one-process: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/distributed -n auto --dist worksteal
+
+test-of-many-processes: setup
+	$(BIN)/python -m pytest tests/distributed
 
 # every file of benchmarks/ is a program of its own
 bench: setup

@@ -66,6 +66,8 @@ def find_fit(request: Request, said: Callable[[str], None] = lambda _: None) -> 
     said("looking for a layout that fits")
     problem = Problem.build(question.target, question.training, request.pins, request.memory_risk)
     found = problem.solved()
+    if found.interrupted:  # there is more to ask than this search
+        raise KeyboardInterrupt
     reason = change = ""
     if found.best is None:
         error = no_plan(problem, found)

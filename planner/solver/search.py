@@ -99,7 +99,7 @@ def search(
     progress: Progress | None = None,
     wanted: Wanted = ALL,
 ) -> Outcome:
-    """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has.
+    """The fastest layout that fits; stops early at the deadline or Ctrl-C with what it has, if it has something.
 
     With a cutoff ``Outcome.is_exhausted`` says that no layout takes less besides what was found.
     OutOfTimeError where there was no time for the bounds and none is known that fits.
@@ -133,8 +133,12 @@ def search(
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
         if wanted.cutoff_s is None and wanted.proof and not wanted.any_will_do:
             walk.probe_others(order, lower, is_over)
-    except (KeyboardInterrupt, OutOfTimeError) as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
+    except OutOfTimeError:
+        pass
+    except KeyboardInterrupt:
+        if best.best is None or wanted.any_will_do:  # that nothing fits is not known
+            raise
+        interrupted = True
     bound_s = walk.bound_s(order)
     is_proved = best.beats(bound_s) and not wanted.any_will_do
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)

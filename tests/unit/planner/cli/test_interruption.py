@@ -80,6 +80,16 @@ def test_ctrl_c_gives_the_best_so_far(
         assert "interrupted" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("planner.solver.search", "best_cut"), ("planner.solver.search", "probe"), ("planner.api.fit", "something_fits")],
+)
+def test_ctrl_c_never_says_that_nothing_fits(module: str, name: str, graph_file: Path) -> None:
+    options = ("--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16", "--json")
+    done = run(module, name, "1", "fit", str(graph_file), *options)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
 def test_ctrl_c_while_modules_are_imported() -> None:
     """The first module of the command line that is imported sends the signal."""
     program = (

@@ -1,6 +1,7 @@
 """The coarse points: all that the rules allow, none besides, and contradicting pins refused by name and all at once."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -140,6 +141,7 @@ def is_allowed(choice: Layout, training: Training, limits: Limits, pins: Pins) -
     return all(rules)
 
 
+@cache
 def all_choices(training: Training, limits: Limits) -> list[Layout]:
     """Every combination of every value that any choice could have, sensible or not."""
     n = limits.num_devices
