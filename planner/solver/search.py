@@ -133,12 +133,8 @@ def search(
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
         if wanted.cutoff_s is None and wanted.proof and not wanted.any_will_do:
             walk.probe_others(order, lower, is_over)
-    except OutOfTimeError:
-        pass
-    except KeyboardInterrupt:
-        if best.best is None or wanted.any_will_do:  # that nothing fits is not known
-            raise
-        interrupted = True
+    except (KeyboardInterrupt, OutOfTimeError) as error:
+        interrupted = _was_interrupted(error, best, wanted)
     bound_s = walk.bound_s(order)
     is_proved = best.beats(bound_s) and not wanted.any_will_do
     reach_s = 0.0 if best.time_s is None else best.time_s * (1 + NEAR)
@@ -154,6 +150,15 @@ def search(
         num_visited=walk.num_visited,
         closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
     )
+
+
+def _was_interrupted(error: KeyboardInterrupt | OutOfTimeError, best: Best, wanted: Wanted) -> bool:
+    """Whether Ctrl-C ended the search; raised again where it has no answer: that nothing fits is not known."""
+    if isinstance(error, OutOfTimeError):
+        return False
+    if best.best is None or wanted.any_will_do:
+        raise error
+    return True
 
 
 class _Walk:
