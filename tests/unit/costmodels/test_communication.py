@@ -8,6 +8,7 @@ from costmodels.communication import (
     TREE_BANDWIDTH_FRACTION,
     collective_lines,
     collective_time_s,
+    dispatch_parts,
     fraction_at_scale,
     lines_over,
     num_domains_spanned,
@@ -238,8 +239,26 @@ def test_a_group_beyond_the_outermost_tier_is_refused() -> None:
 def test_efficiency_falls_with_the_number_of_nodes() -> None:
     points = at_scale({1: 1.0, 4: 0.5, 16: 0.1})
     assert [fraction_at_scale(points, n) for n in (1, 2, 4, 8, 16, 64)] == pytest.approx([1, 0.75, 0.5, 0.3, 0.1, 0.1])
+    assert fraction_at_scale(at_scale({4: 0.5, 16: 0.1}), 2) == 0.5  # nothing is known of fewer nodes
+    assert fraction_at_scale((), 2) == 1.0
     node, fabric = make_tiers()
     fabric = fabric.model_copy(update={"efficiency_at_scale": points})
     collective = Collective(CollectiveKind.ALL_GATHER, ONE_GIB, GroupPlacement(4, 8))
     slower = collective_time_s(collective, make_cluster(32, (node, fabric)))
     assert slower == pytest.approx(2 * seconds(CollectiveKind.ALL_GATHER, 4, 8))
+
+
+def mean_distinct(places: int, choices: int) -> float:
+    """Different places among so many choices, by counting all there are."""
+    drawn = [len(set(each)) for each in product(range(places), repeat=choices)]
+    return sum(drawn) / len(drawn)
+
+
+def test_a_token_is_sent_to_a_rank_once_and_to_a_node_once() -> None:
+    cluster = make_cluster(16, make_tiers())  # nodes of 8
+    one, two = GroupPlacement(8, 1), GroupPlacement(16, 1)
+    assert dispatch_parts(one, (2, None), cluster) == ((one, pytest.approx(mean_distinct(8, 2) / 2)),)
+    inside, between = dispatch_parts(two, (3, None), cluster)
+    assert inside == (GroupPlacement(8, 1), pytest.approx(mean_distinct(16, 3) / 3))
+    assert between == (two, pytest.approx(mean_distinct(2, 3) / 3))
+    assert dispatch_parts(two, (3, 1.2), cluster)[1] == (two, pytest.approx(1.2 / 3))

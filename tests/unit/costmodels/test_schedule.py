@@ -137,3 +137,17 @@ def test_what_schedules_hold_in_closed_form_is_what_their_lists_hold(name: Sched
             assert name.rules.in_flight_by_stage(p, v, m) == _listed_in_flight(name, p, v, m), (p, v, m)
             seen += 1
     assert seen > 20
+
+
+@pytest.mark.parametrize("schedule", ScheduleName)
+def test_only_backward_passes_that_are_split_stand_in_the_way_of_recomputation_and_sharded_gradients(
+    schedule: ScheduleName,
+) -> None:
+    is_split = schedule in {
+        ScheduleName.INTERLEAVED_ZERO_BUBBLE, ScheduleName.ZBV_ZERO_BUBBLE, ScheduleName.DUAL_PIPE_V, ScheduleName.ZB_2P
+    }  # fmt: skip
+    rules = schedule.rules
+    assert bool(rules.conflicts(zero_stage=None, recomputation=["full"])) is is_split
+    assert bool(rules.conflicts(zero_stage=2, recomputation=[])) is is_split
+    assert rules.conflicts(zero_stage=1, recomputation=[]) == ()
+    assert len(rules.conflicts(zero_stage=3, recomputation=["full", "selective"])) == 2 * is_split
