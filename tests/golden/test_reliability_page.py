@@ -77,12 +77,17 @@ def _repeated() -> Iterator[tuple[str, str, str, str, str]]:
                 f"determinism, {search}",
                 str(each["num_runs"]),
                 passed,
-                f'determinism --search "{search}"',
+                f'determinism --search "{search.partition(",")[0]}"{_at_once(each)}',
                 found["commit"],
             )
     yield from _faults()
     for found in results("growth").values():
         yield "growth", f"{found['num']:,} searches", f"{found['growth']:+.1%} of memory", "growth", found["commit"]
+
+
+def _at_once(found: dict[str, int]) -> str:
+    num = found.get("num_at_once", 1)
+    return "" if num == 1 else f" --num {found['num_runs']} --at-once {num}"
 
 
 def _faults() -> Iterator[tuple[str, str, str, str, str]]:
