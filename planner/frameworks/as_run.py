@@ -15,7 +15,7 @@ _LOGITS = ("logit_kept_bytes", "logit_peak_bytes", "logit_reserved_bytes")
 _IN_PLACE = {
     "value": 2.0,
     "tag": "specified",
-    "source": "transformer_engine/pytorch/triton/cross_entropy.py: the backward kernel stores where it loads, in 16 bits",
+    "source": "transformer_engine/pytorch/triton/cross_entropy.py: the backward kernel stores where it loads, 16 bits",
 }
 _REPLAYED = {"value": 0.0, "tag": "specified", "source": "the host replays one CUDA graph a step"}
 _UNFITTED: dict[str, object] = {"fit": None, "date": None}
