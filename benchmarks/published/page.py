@@ -209,8 +209,8 @@ def _unseen(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|",
         *_accuracy_lines(priced, lambda row: row.source),
         "",
-        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran; few of these sources say",
-        "what they recompute.",
+        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran; few of these sources",
+        "say what they recompute.",
     ]
     if reasons:
         skipped = "; ".join(f"{number} × {reason}" for reason, number in sorted(reasons.items()))
