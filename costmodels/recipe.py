@@ -184,6 +184,11 @@ class Recipe(_Value):
     # The activation of gated layers is one kernel, and so is the product that makes queries, keys and values: that
     # changes what autograd keeps (planner/axes/fused_kernels.py).
     fuses_kernels: bool = False
+    # The products of gated experts and what lies between them are one kernel, which also makes its inner 8-bit copies.
+    fuses_experts: bool = False
+    # Moved per element of what products in 8 bits take, to make the 8-bit copies: of inputs forward, of outputs'
+    # gradients backward. None: not known.
+    eight_bit_copy_bytes: Quantity | None = None
     gathers_inputs_again: bool  # under sequence parallelism products keep their input split and gather it in backward
     # Where a schedule splits backward passes: whether all that autograd kept waits for the weight gradients, or only
     # what these need.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -23,9 +24,9 @@ from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
-from planner.frameworks.as_run import effective_zero_stage, with_overlap
+from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import KERNEL_WORDS, attention_name_for, dispatches_once_a_node
-from planner.frameworks.registry import OUR_FRAMEWORK, framework_of, kernels_of, recipe_for, year_of
+from planner.frameworks.registry import OUR_FRAMEWORK, Where, framework_of, kernels_of, recipe_for, year_of
 from planner.graph.alignment import alignment_warnings
 from planner.graph.graph_cache import (
     Known,
@@ -121,9 +122,13 @@ class Software:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the framework's generation, with the overlaps that were chosen."""
+        return self.recipe_with(())
+
+    def recipe_with(self, kernels: Collection[str]) -> Recipe:
+        """The same with what ``kernels`` say of it; overlaps that were chosen come before those."""
         told = dict(self.overlap)
         found = recipe_for(self.framework, self.version, self.kernels, told)
-        return with_overlap(found, framework_of(self.framework).overlap_of(told))
+        return with_overlap(with_kernels(found, kernels), framework_of(self.framework).overlap_of(told))
 
     def zero_stage(self, zero_stage: int, *, num_ranks: int, pp: int) -> int:
         """What a ZeRO stage amounts to in that framework."""
@@ -341,10 +346,10 @@ def target_of(
 def target_as_run(graph: ModelGraph, cluster: ClusterSpec, precision: Precision, software: Software) -> PricingTarget:
     """The same by ``software``; InputError where no framework goes by its name."""
     calibration, device = cluster.profile.calibration, cluster.profile.device.name
-    recipe = with_bands(calibrated_recipe(software.recipe, calibration), device, calibration, software.framework)
+    framework, where = software.framework, Where(cluster.profile.node.num_devices, device, precision.value)
+    kernels = kernels_of(framework, software.version, software.kernels, where)
+    recipe = with_bands(calibrated_recipe(software.recipe_with(kernels), calibration), device, calibration, framework)
     name = attention_name_for(recipe, software.kernels, device, uses_flash=software.uses_flash)
-    framework = software.framework
-    kernels = kernels_of(framework, software.version, software.kernels, cluster.profile.node.num_devices)
     once_a_node = dispatches_once_a_node(kernels)
     kernel = attention_kernel(name)
     return PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node, framework_name=framework)

@@ -14,7 +14,7 @@ from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
 from planner.formats.run_table import Run
 from planner.frameworks.kernels import attention_name_for
-from planner.frameworks.registry import framework_of, kernels_of, recipe_for
+from planner.frameworks.registry import Where, framework_of, kernels_of, recipe_for
 
 STUDY_RECIPES = Path(__file__).resolve().parents[1] / "data" / "recipes"
 # A row that names no framework, or one that nobody has calibrated, is priced as Megatron-LM of its version's year: most
@@ -79,12 +79,12 @@ def overlap_of(run: Run) -> Mapping[str, bool]:
     return told if name in (UNKNOWN, LAYOUT_STUDY_FRAMEWORK) else framework_of(name).overlap_of(told)
 
 
-def kernel_words_of(run: Run, node_devices: int) -> tuple[str, ...]:
-    """Words for the run's kernels: the row's, and those that its framework chooses by itself on such nodes."""
+def kernel_words_of(run: Run, where: Where) -> tuple[str, ...]:
+    """Words for the run's kernels: the row's, and those that its framework chooses by itself there."""
     software, name = run.software, framework_name_of(run)
     told = software.kernels
     is_known = name not in (UNKNOWN, LAYOUT_STUDY_FRAMEWORK)
-    return kernels_of(name, software.version, told, node_devices) if is_known else told
+    return kernels_of(name, software.version, told, where) if is_known else told
 
 
 def attention_name_of(run: Run, recipe: Recipe) -> str:

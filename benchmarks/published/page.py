@@ -46,8 +46,8 @@ NOT_MODELLED = """## What is not modelled
   median over nine sources, between 0 and 0.29; a cluster whose slow hosts were taken out lost nothing with scale.
 - Offload: such rows are skipped.
 - Routing that is not balanced, also where a row says that it was natural.
-- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP, where a row names them, send a
-  token once a node; that they also permute rows while these travel is left out.
+- All-to-alls of experts' rows that are hidden behind products. HybridEP and DeepEP send a token once a node; that they
+  may also permute rows while these travel is left out.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
 - The host: each kernel takes the same time to issue, whatever the machine's processor.
@@ -194,19 +194,23 @@ def _unseen(rows: Sequence[Row]) -> str:
     lines = [
         "## Rows of 8-bit precision, which no parameter was fitted to\n",
         f"`{UNSEEN}`: {len(rows)} rows, {len(priced)} priced. What their frameworks overlap their documents say.",
-        "They are not blind. When they had been priced without, it was looked up that NeMo's gradients have 16 bits",
-        "and its products' inputs 8; that logits are made in 16 bits; that Megatron-Core fuses activations of gated",
-        "layers, and keeps less then; that some dispatchers send a token once a node and once a rank, and that",
-        "Megatron-Bridge chooses one of these on racks. What its releases since June 2026 do besides, in a quarter to",
-        "a third less time on Blackwell, is not known.",
+        "They are not blind. When they had been priced without, it was looked up that NeMo's gradients have 16",
+        "bits and its products' inputs 8; that logits are made in 16 bits; that Megatron-Core fuses activations",
+        "of gated layers, and keeps less then; that some dispatchers send a token once a node and once a rank;",
+        "how many bytes Transformer Engine and torchao move to make 8-bit copies; how fast cuDNN's attention was",
+        "measured on GB200 and GB300; and what Megatron-Bridge chooses by release, in the files of its",
+        "repository: HybridEP on Blackwell, and since June 2026, for MXFP8 there, exchanges that overlap, a step",
+        "as one CUDA graph and fused experts. On Hopper its files choose HybridEP for some models and plain",
+        "all-to-alls for others: rows that name neither have these. Not known: why context parallelism of",
+        "torchtitan over 4 and 8 ranks takes half as long again as its share of attention; torchao's products",
+        "scaled by rows; what the host needs for the 8-bit products of experts on small micro-batches.",
         "",
         "| source | rows | MAPE | median | bias |",
         "|---|---|---|---|---|",
         *_accuracy_lines(priced, lambda row: row.source),
         "",
-        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran, nearly all of",
-        "experts: what is kept of an expert layer is counted as in our own model, and few of these sources say what",
-        "they recompute.",
+        f"{sum(row.fits is False for row in rows)} of them are called infeasible though they ran; few of these sources",
+        "say what they recompute.",
     ]
     if reasons:
         skipped = "; ".join(f"{number} × {reason}" for reason, number in sorted(reasons.items()))

@@ -31,6 +31,7 @@ from planner.formats.run_table import Architecture, Run, Software, UnpriceableRu
 from planner.formats.table_run import check_split, precision_of, schedule_of, shape_of
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
+from planner.frameworks.registry import Where
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.layout import Layout, Training
@@ -91,13 +92,14 @@ class RunPricer:
         cluster = self.cluster(run)
         layout = layout_of(run)
         precision = precision_of(run.precision)
-        recipe = with_kernels(with_dropout(self.recipe(recipe_name_of(run)), run), run.software.kernels)
+        where = Where(cluster.profile.node.num_devices, cluster.profile.device.name, precision.value)
+        words = kernel_words_of(run, where)
+        recipe = with_kernels(with_dropout(self.recipe(recipe_name_of(run)), run), words)
         recipe = with_overlap(recipe, overlap_of(run))
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
-        once_a_node = dispatches_once_a_node(kernel_words_of(run, cluster.profile.node.num_devices))
-        target = PricingTarget(graph, cluster, precision.value, recipe, kernel, once_a_node)
+        target = PricingTarget(graph, cluster, precision.value, recipe, kernel, dispatches_once_a_node(words))
         decision = self._decision(target, run)
         target = self._calibrated(target, run, factors)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)

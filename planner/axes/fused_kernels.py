@@ -39,13 +39,16 @@ def with_fused_projections(work: RankWork) -> RankWork:
     return replace(work, unit=replace(unit, tensors=tensors))
 
 
-def with_fused_activations(work: RankWork) -> RankWork:
-    """``work``, with the elementwise kernels between the products of gated layers as one kernel each."""
+def with_fused_activations(work: RankWork, *, in_experts: bool = False) -> RankWork:
+    """``work``, with the elementwise kernels between the products of gated layers as one kernel each.
+
+    ``in_experts``: those of experts are part of the products themselves.
+    """
     unit = work.unit
     fused: dict[int, Kernel] = {}
     gone: set[int] = set()
     for chain in _chains(unit):
-        one = _as_one(unit, chain)
+        one = _as_one(unit, chain, in_experts=in_experts)
         if one is not None:
             fused[one.id] = one
             gone.update(kernel.id for kernel in chain if kernel.id != one.id)
@@ -80,22 +83,29 @@ def _is_elementwise(kernel: Kernel) -> bool:
     return kernel.op_class is OpClass.MEMORY_BOUND and not kernel.is_view and not kernel.norm_elements
 
 
-def _as_one(unit: RankUnit, chain: Sequence[Kernel]) -> Kernel | None:
-    """The kernels of ``chain`` as one, by the name of the last; None where they are no gated activation."""
+def _as_one(unit: RankUnit, chain: Sequence[Kernel], *, in_experts: bool) -> Kernel | None:
+    """The kernels of ``chain`` as one, by the name of the last; None where they are no gated activation.
+
+    As part of experts' products it moves nothing forward, and reads its inputs again backward.
+    """
     inside = {kernel.id for kernel in chain}
     entering = tuple(dict.fromkeys(i for kernel in chain for i in kernel.inputs if i not in inside))
     storages = {kernel.id: kernel.storage for kernel in unit.kernels}
-    made_by = {kernel.id for kernel in unit.kernels if kernel.op_class in PRODUCTS}
-    if len(chain) < GATED or len(made_by.intersection(entering)) < GATED:
+    made_by = {kernel.id: kernel.op_class for kernel in unit.kernels if kernel.op_class in PRODUCTS}
+    classes = [made_by[i] for i in entering if i in made_by]
+    if len(chain) < GATED or len(classes) < GATED:
         return None
     last = chain[-1]
     read = sum(unit.tensors[i].bytes for i in entering)
     written = unit.tensors[last.id].bytes
+    # Its inputs and its output's gradient are read, and its inputs' gradients written.
+    moved = read + written, 2 * read + written
+    if is_inside := in_experts and OpClass.GEMM not in classes:
+        moved = 0.0, read
     return replace(
         last,
-        forward=Work(sum(kernel.forward.flops for kernel in chain), read + written, 0.0, 1),
-        # Its inputs and its output's gradient are read, and its inputs' gradients written.
-        backward=Work(sum(kernel.backward.flops for kernel in chain), 2 * read + written, 0.0, 1),
+        forward=Work(sum(kernel.forward.flops for kernel in chain), moved[0], 0.0, 0 if is_inside else 1),
+        backward=Work(sum(kernel.backward.flops for kernel in chain), moved[1], 0.0, 0 if is_inside else 1),
         inputs=entering,
         saves=tuple(dict.fromkeys(storages.get(i, i) for i in entering)),
         saved_extra_bytes=sum(kernel.saved_extra_bytes for kernel in chain),

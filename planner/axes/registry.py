@@ -52,7 +52,7 @@ class WorkLowering:
 
     def __init__(self, whole: RankWork, framework: Framework) -> None:
         if framework.recipe.fuses_kernels:
-            whole = with_fused_projections(with_fused_activations(whole))
+            whole = with_fused_projections(with_fused_activations(whole, in_experts=framework.recipe.fuses_experts))
         self._whole, self._framework = whole, framework
         self._lowered: dict[tuple[int, int, Hashable], RankWork] = {}
 

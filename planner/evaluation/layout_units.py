@@ -324,22 +324,38 @@ class LayoutUnits:
         if not self.layout.offloads_activations:
             return 0.0
         on_host = self.memory_model.on_host
+        if self._passes_cross:
+            return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
         return self._most_in_flight(rank, kept, {})
 
     def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
         """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
         held_of = self.memory_model.held_of
+        if self._passes_cross:
+            held = self.memory_model.held
+            return self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units])
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}
         waiting = {stage: held_of(units, Holding.WAITING) for stage, units in halves.items()}
         return self._most_in_flight(rank, kept, waiting)
 
+    @property
+    def _passes_cross(self) -> bool:
+        """Whether a forward pass goes up through the units while a backward pass comes down."""
+        return self.layout.mesh.pp == 1 and self.hides_exchanges and self.layout.num_microbatches > 1
+
+    def _across(self, kept: Sequence[float]) -> float:
+        """The most that two such passes keep, from what units do: one is filled at the moment that another is emptied.
+
+        ``TransformerModelChunkSchedulePlan.run`` of Megatron-Core (megatron/core/models/common).
+        """
+        filled = np.cumsum(kept)
+        return float(np.max(filled + filled[::-1]))
+
     def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> float:
         """The most bytes of all micro-batches in flight; ``kept``, ``waiting``: of one, in each stage."""
-        if self.layout.mesh.pp == 1 and self.hides_exchanges:  # the next forward pass runs beside a backward pass
-            return min(self.layout.num_microbatches, 2) * sum(kept.values())
         if self.layout.schedule.rules.has_one_stage:
             return self._in_flight[rank] * sum(kept.values())
         # More, or less, from the first to the second half of a split backward pass.

@@ -7,9 +7,22 @@ from collections.abc import Collection, Mapping
 from costmodels.recipe import Recipe, load_recipe
 
 EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who overlap them as Megatron-Core does
+# A whole step is one CUDA graph; exchanges of experts overlap; their products and what lies between are one kernel.
+WHOLE_STEP_GRAPHS, EXCHANGES_OVERLAPPED, FUSED_EXPERTS = "whole-step-graphs", "exchanges-overlapped", "fused-experts"
+FUSED_LOSS = "te-cross-entropy"  # of Transformer Engine: gradients of 16-bit logits are made where these lie
 STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
+_LOGITS = ("logit_kept_bytes", "logit_peak_bytes", "logit_reserved_bytes")
+_IN_PLACE = {
+    "value": 2.0,
+    "tag": "specified",
+    "source": "transformer_engine/pytorch/triton/cross_entropy.py: the backward kernel stores where it loads, 16 bits",
+}
+_REPLAYED = {"value": 0.0, "tag": "specified", "source": "the host replays one CUDA graph a step"}
+_UNFITTED: dict[str, object] = {"fit": None, "date": None}
 # CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): 8
-# buffers of 4 MiB for each handle, and the threads of the forward pass and of autograd have one each.
+# buffers of 4 MiB for each handle. A handle is a thread's own (aten/src/ATen/cuda/CublasHandlePool.cpp:
+# ``myPoolWindow`` is thread_local, and workspaces are kept by handle and stream), and autograd runs backward passes in
+# a thread of its own for each device (torch/csrc/autograd/engine.cpp).
 DETERMINISTIC_WORKSPACE_BYTES = 2 * 8 * 4096 * 1024.0
 
 
@@ -24,16 +37,14 @@ def with_overlap(recipe: Recipe, overlap: Mapping[str, bool]) -> Recipe:
     if "param-gather" in overlap:
         update["overlaps_gather"] = overlap["param-gather"]
     if "ep-comm" in overlap:
-        overlapped = load_recipe(EXCHANGES_OVERLAP)
-        update["exchanges_hide_under"] = overlapped.exchanges_hide_under if overlap["ep-comm"] else ()
-        update["exchanges_hide_without_pipeline"] = overlap["ep-comm"]
+        update |= _exchanges(overlaps=overlap["ep-comm"])
     if overlap.get("tp-comm") is False:
         update["tensor_overlap"] = recipe.tensor_overlap.model_copy(update={"value": 0.0})
     return recipe.model_copy(update=update)
 
 
 def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
-    """``recipe`` with what words of a run's kernels say of recomputation, dropout and workspaces; otherwise its own."""
+    """``recipe`` with what words of a run's kernels say of it; otherwise its own."""
     update: dict[str, object] = {}
     if STOPS_EARLY in kernels:
         update["stops_recomputation_early"] = True
@@ -41,7 +52,23 @@ def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
         update["dropout"] = 0.0
     if DETERMINISTIC in kernels:
         update["workspace_bytes"] = DETERMINISTIC_WORKSPACE_BYTES
+    if EXCHANGES_OVERLAPPED in kernels:
+        update |= _exchanges(overlaps=True)
+    if FUSED_EXPERTS in kernels:
+        update["fuses_experts"] = True
+    if FUSED_LOSS in kernels:
+        logits = recipe.memory.logit_kept_bytes.model_copy(update=_UNFITTED | _IN_PLACE)
+        update["memory"] = recipe.memory.model_copy(update=dict.fromkeys(_LOGITS, logits))
+    if WHOLE_STEP_GRAPHS in kernels:
+        issued = recipe.host_s_per_kernel.model_copy(update=_UNFITTED | _REPLAYED)
+        update |= {"host_s_per_kernel": issued, "host_s_per_collective": issued, "host_s_per_sharded_kernel": None}
     return recipe.model_copy(update=update)
+
+
+def _exchanges(*, overlaps: bool) -> dict[str, object]:
+    """Facts of a recipe whose experts' exchanges overlap as Megatron-Core does it, or do not."""
+    under = load_recipe(EXCHANGES_OVERLAP).exchanges_hide_under if overlaps else ()
+    return {"exchanges_hide_under": under, "exchanges_hide_without_pipeline": overlaps}
 
 
 def effective_zero_stage(recipe: Recipe, zero_stage: int, *, num_ranks: int, pp: int) -> int:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
+from planner.frameworks.as_run import EXCHANGES_OVERLAPPED, FUSED_EXPERTS, FUSED_LOSS, WHOLE_STEP_GRAPHS
+from planner.frameworks.kernels import ONCE_A_NODE
 
 OUR_FRAMEWORK = "planner"  # what `planner run` trains with
 DEVICES_OF_A_NODE = 8  # at most; where NVLink connects more, the profile's node is a rack
+MONTHS = 12
 FIRST_CONTAINER_YEAR, LAST_CONTAINER_YEAR = 17, 49  # of releases such as 24.07; other pairs of numbers say no year
 
 
@@ -38,6 +42,35 @@ class Generation:
         )
 
 
+class Where(NamedTuple):
+    """What a run ran on, as far as frameworks choose by it."""
+
+    node_devices: int  # that NVLink connects
+    device: str = ""  # its name
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Words for kernels that a framework chooses by itself, and on which runs."""
+
+    words: tuple[str, ...]
+    since: tuple[int, int]  # year and month of the release
+    on_racks: bool = False  # where NVLink connects more than one node alone
+    devices: tuple[str, ...] = ()  # whose names begin so; none named: all
+    precision: str = ""  # alone in this one; none named: in all
+    unless: tuple[str, ...] = ()  # the run names one of these, and so says itself what it chose
+
+    def is_of(self, release: tuple[int, int] | None, where: Where) -> bool:
+        """Whether a run of that release is meant; one that says none is of the newest."""
+        return (
+            (release is None or release >= self.since)
+            and (not self.on_racks or where.node_devices > DEVICES_OF_A_NODE)
+            and (not self.devices or where.device.upper().startswith(self.devices))
+            and self.precision in ("", where.precision)
+        )
+
+
 @dataclass(frozen=True)
 class Framework:
     """A training framework: the names that it goes by, and its generations, the most special first."""
@@ -45,8 +78,7 @@ class Framework:
     names: tuple[str, ...]
     generations: tuple[Generation, ...]
     borrows: str = ""  # why its recipe is another framework's
-    # Words for kernels that it chooses by itself since some year, on machines whose NVLink connects more than one node.
-    on_racks: tuple[int, tuple[str, ...]] | None = None
+    chosen: tuple[Chosen, ...] = ()  # kernels that nobody asked for
     # Overlaps that are options of its command line, off unless given: a run that names some has not given the others.
     overlap_options: tuple[str, ...] = ()
 
@@ -59,6 +91,24 @@ class Framework:
 _MEGATRON_OPTIONS = ("grad-reduce", "param-gather", "tp-comm")
 _MEGATRON_CORE = (Generation("megatron-core", overlaps_nothing=True), Generation("megatron-core-overlap"))
 _FSDP = (Generation("fsdp-compiled", with_kernel="compile"), Generation("fsdp-llm-foundry"))
+
+BLACKWELL = ("B200", "B300", "GB200", "GB300")
+# Megatron-Bridge, scripts/performance: cross_entropy_fusion_impl="te". Of Qwen3 and DeepSeek-V3: on GB200 and GB300
+# moe_flex_dispatcher_backend="hybridep" in v0.2.0 (container 25.11), on others in v0.4.0 (26.04); for MXFP8 in v0.5.0
+# (26.06) and v0.5.1 moe_a2a_overlap, cuda_graph_impl="full_iteration", cutedsl_fused_grouped_mlp. That attention runs
+# in MXFP8 there as well is left out: at 4096 positions it is no faster (cudnn-frontend, sdpa_benchmark_training).
+_BRIDGE = (
+    Chosen((FUSED_LOSS,), (2025, 9)),
+    Chosen(("hybridep",), (2025, 11), on_racks=True, unless=ONCE_A_NODE),
+    Chosen(("hybridep",), (2026, 4), devices=BLACKWELL, unless=ONCE_A_NODE),
+    Chosen(
+        (WHOLE_STEP_GRAPHS, EXCHANGES_OVERLAPPED, FUSED_EXPERTS),
+        (2026, 6),
+        devices=BLACKWELL,
+        precision="fp8",
+        unless=ONCE_A_NODE,
+    ),
+)
 
 FRAMEWORKS = (
     Framework((OUR_FRAMEWORK,), (Generation("planner"),)),
@@ -76,8 +126,7 @@ FRAMEWORKS = (
     # Options of single runs that change much: named as frameworks, so that --framework takes them.
     Framework(("megatron-core-expert-overlap",), (Generation("megatron-core-expert-overlap"),)),
     Framework(("dualpipe",), (Generation("dualpipe"),), borrows="of DeepSeek's trainer no kernel was ever calibrated"),
-    # scripts/performance/configs of Megatron-Bridge 26.02, moe_flex_dispatcher_backend of GB200 and GB300.
-    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),), on_racks=(2026, ("hybridep",))),
+    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),), chosen=_BRIDGE),
     # Under DeepSpeed's engine of 2021 and 2022 ranks wait at every collective of tensor parallelism.
     Framework(
         ("megatron-deepspeed", "gpt-neox"),
@@ -140,14 +189,26 @@ def recipe_for(
     return load_recipe(next(of_run).recipe)
 
 
-def kernels_of(framework: str, version: str, kernels: Collection[str], node_devices: int) -> tuple[str, ...]:
-    """``kernels`` and those that ``framework`` chooses by itself on nodes of so many devices.
+def kernels_of(framework: str, version: str, kernels: Collection[str], where: Where) -> tuple[str, ...]:
+    """``kernels`` and those that ``framework`` chooses by itself there.
 
     InputError where no framework goes by that name.
     """
-    chosen, year = framework_of(framework).on_racks, year_of(version)
-    is_meant = chosen is not None and node_devices > DEVICES_OF_A_NODE and (year is None or year >= chosen[0])
-    return (*kernels, *(chosen[1] if chosen is not None and is_meant else ()))
+    release = release_of(version)
+    found = dict.fromkeys(kernels)
+    for chosen in framework_of(framework).chosen:
+        if chosen.is_of(release, where) and not any(word in chosen.unless for word in kernels):
+            found |= dict.fromkeys(chosen.words)
+    return tuple(found)
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """The year and month that a version says, of a year alone the last month; None where it says none."""
+    year = year_of(version)
+    if year is None:
+        return None
+    month = re.search(r"(?<!\d)(?:20)?\d\d[.-](0[1-9]|1[0-2])(?!\d)", version)
+    return year, int(month.group(1)) if month else MONTHS
 
 
 def year_of(version: str) -> int | None:

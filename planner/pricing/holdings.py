@@ -120,8 +120,14 @@ class _Held:
         for kernel in self._unit.kernels:
             if not kernel.is_view and kernel.id not in counted and _has_gradient(tensors[kernel.id]):
                 made_from = sum(tensors[i].bytes for i in kernel.inputs if _has_gradient(tensors[i]))
-                largest = max(largest, tensors[kernel.id].bytes + made_from)
+                largest = max(largest, self._own_gradient(kernel.id) + made_from)
         return largest
+
+    def _own_gradient(self, kernel_id: int) -> float:
+        """Bytes of the gradient of a kernel's output; none more where logits become their gradient in place."""
+        tensor, loss = self._unit.tensors[kernel_id], self._unit.loss
+        is_in_place = self._facts.logit_peak_bytes.value <= tensor.item_bytes
+        return 0.0 if is_in_place and loss is not None and kernel_id == loss.head else tensor.bytes
 
     @cached_property
     def _waiting(self) -> Array:

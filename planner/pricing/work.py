@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodels.vocabulary.terms import PLACE, Holding, Pass, Time
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Hides, RankUnit, RankWork, Recomputation, Role
 from planner.layout.columns import Array, Positions
 from planner.pricing.blocks import BlockTimes, beside_blocks, block_times, more_kernels
+from planner.pricing.eight_bit_copies import with_copies
 from planner.pricing.holdings import holdings, kept_results
 from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
@@ -54,9 +54,9 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
         at = place[rows]
         time_s[rows] = priced.times(exchanged)[at]
         num_bytes[rows, :, PLACE[Holding.WORKING]] += _buffered_bytes(work) * on_rank[rows, None]
-        is_ahead = priced.is_host_ahead(exchanged)[at, None]
+        lead = priced.host_lead(exchanged)[at, None]
         for holding in (Holding.COLLECTIVE, Holding.QUEUED):  # where the device is ahead, no collective is waited for
-            num_bytes[rows, :, PLACE[holding]] *= is_ahead
+            num_bytes[rows, :, PLACE[holding]] *= lead if holding is Holding.COLLECTIVE else lead > 0
         for mode, recomputation in enumerate(unit.recomputations):
             kept, saved = kept_results(work, recomputation)
             num_bytes[rows, mode, PLACE[Holding.KEPT]] += kept * on_rank[rows]
@@ -125,7 +125,8 @@ class _PricedUnit:
     def __init__(self, unit: RankUnit, sizes: Array, machine: Machine, framework: Framework) -> None:
         self._unit, self._sizes, self._machine, self._framework = unit, sizes, machine, framework
         self._zero = np.zeros(len(sizes))
-        self._kernels: KernelTimes = kernel_times(unit.kernels, sizes, machine, framework)
+        times = kernel_times(unit.kernels, sizes, machine, framework)
+        self._kernels: KernelTimes = with_copies(times, unit, sizes, machine, framework)
         self._compute_s = tuple(each.sum(axis=1) for each in self._kernels)
         self._weights: WeightGradients = weight_gradients(unit.kernels, self._kernels.backward_s, framework)
         self._num_launches = {run: sum(kernels_issued(k, framework, run) for k in unit.kernels) for run in Pass}
@@ -146,10 +147,14 @@ class _PricedUnit:
             (host_s[0], host_s[1]),
         )
 
-    def is_host_ahead(self, exchanges: _Exchanges) -> NDArray[np.bool]:
-        """At each size whether the host issues the forward pass faster than the device runs it."""
+    def host_lead(self, exchanges: _Exchanges) -> Array:
+        """At each size, of the units that the host has issued forward, the share that the device has not run by then.
+
+        Each unit takes the host h seconds and the device d: when the host has issued n, the device has run n · h / d.
+        """
         device_s = self._compute_s[0] + exchanges.blocks.forward_s + exchanges.summed(Pass.FORWARD, self._zero)
-        return device_s >= exchanges.host_s[0]
+        behind = np.maximum(0.0, device_s - exchanges.host_s[0])
+        return np.divide(behind, device_s, where=device_s > 0, out=np.zeros_like(device_s))
 
     def times(self, exchanges: _Exchanges) -> Array:
         """[sizes, modes, ``Time``]: modes differ in what is repeated alone."""

@@ -11,7 +11,7 @@ from costmodels.recipe import load_recipe
 from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import MemoryTerm, Term
+from costmodels.vocabulary.terms import Holding, MemoryTerm, Term
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.exchanges import StageExchanges, unhidden_s, without_pipeline
 from planner.layout.layout import Pins
@@ -105,12 +105,22 @@ def test_other_schedules_expose_them() -> None:
     assert step(one, ScheduleName.ONE_F_ONE_B, 1) == step(other, ScheduleName.ONE_F_ONE_B, 1)
 
 
-def test_without_a_pipeline_one_micro_batch_more_is_held() -> None:
+def test_without_a_pipeline_one_pass_fills_what_another_empties() -> None:
+    """Unit by unit: the next micro-batch goes forward through one more unit, then the last one back through one."""
     posed = [problem(without_a_pipeline=flag, pp=1) for flag in (False, True)]
-    exposed, hidden = (Evaluator(each.table, each.space.layouts[0]).evaluate((0,)) for each in posed)
-    assert hidden.step_time_s < exposed.step_time_s
-    held = [each.ledgers[0].bytes_of(MemoryTerm.ACTIVATIONS) for each in (exposed, hidden)]
-    assert held[1] == pytest.approx(2 * held[0])
+    exposed, hidden = (Evaluator(each.table, each.space.layouts[0]) for each in posed)
+    units = range(len(exposed.table.units.kinds))
+    kept = [exposed.memory_model.held(unit, Holding.KEPT) for unit in units]
+    now = most = sum(kept)
+    for filled, emptied in zip(units, reversed(units), strict=True):
+        now += kept[filled]
+        most = max(most, now)
+        now -= kept[emptied]
+    steps = [each.evaluate((0,)) for each in (exposed, hidden)]
+    held = [each.ledgers[0].bytes_of(MemoryTerm.ACTIVATIONS) for each in steps]
+    assert steps[1].step_time_s < steps[0].step_time_s
+    assert held == pytest.approx([sum(kept), most])
+    assert held[0] < held[1] < 1.2 * held[0]
 
 
 def test_bounds_hold_where_exchanges_hide() -> None:

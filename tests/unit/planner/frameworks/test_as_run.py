@@ -25,6 +25,19 @@ def test_words_of_kernels_say_how_blocks_run_again_and_that_nothing_is_dropped()
     assert (whole.stops_recomputation_early, whole.dropout) == (False, 0.0)
 
 
+def test_words_of_kernels_say_what_a_release_chose() -> None:
+    base = load_recipe("nemo")
+    whole, crossing, fused, lossy = (
+        with_kernels(base, (word,))
+        for word in ("whole-step-graphs", "exchanges-overlapped", "fused-experts", "te-cross-entropy")
+    )
+    assert (whole.issue_s(is_sharded=False), whole.issue_s(is_sharded=True)) == (0.0, 0.0)
+    assert whole.host_s_per_collective.value == 0.0
+    assert crossing == with_overlap(base, {"ep-comm": True})
+    assert (base.fuses_experts, fused.fuses_experts) == (False, True)
+    assert lossy.memory.logit_kept_bytes.value == lossy.memory.logit_peak_bytes.value == 2
+
+
 @pytest.mark.parametrize(("hardware", "plain", "deterministic"), [("dgx-a100-80gb", 16.25, 64), ("dgx-b200", 64, 64)])
 def test_deterministic_products_have_workspaces_of_their_own_size(
     hardware: str, plain: float, deterministic: float

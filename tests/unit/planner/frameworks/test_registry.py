@@ -4,7 +4,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.frameworks.kernels import attention_name_for, dispatches_once_a_node
-from planner.frameworks.registry import FRAMEWORKS, framework_of, kernels_of, recipe_for, year_of
+from planner.frameworks.registry import FRAMEWORKS, Where, framework_of, kernels_of, recipe_for, release_of, year_of
 from planner.request import Software
 
 # The names that the command line takes.
@@ -129,17 +129,37 @@ def test_dispatchers_are_told_by_their_names() -> None:
     assert not dispatches_once_a_node(("te",))
 
 
+LOSS, WHOLE = "te-cross-entropy", "whole-step-graphs exchanges-overlapped fused-experts"
+
+
 @pytest.mark.parametrize(
-    ("framework", "version", "node_devices", "words"),
+    ("version", "kernels", "where", "more"),
     [
-        ("megatron-bridge", "26.02", 72, ("te", "hybridep")),
-        ("megatron-bridge", "", 72, ("te", "hybridep")),
-        ("megatron-bridge", "25.09", 72, ("te",)),
-        ("megatron-bridge", "26.02", 8, ("te",)),
-        ("torchtitan", "2026", 72, ("te",)),
+        ("24.07", "te", Where(8, "H100", "fp8"), ""),
+        ("25.09", "te", Where(72, "GB200", "fp8"), LOSS),
+        ("25.11", "te", Where(72, "GB200", "fp8"), f"{LOSS} hybridep"),
+        ("26.02.01", "te", Where(8, "B300", "fp8"), LOSS),
+        ("26.04.01", "te", Where(8, "B300", "fp8"), f"{LOSS} hybridep"),
+        ("26.04", "te", Where(8, "H100", "fp8"), LOSS),
+        ("26.06", "te", Where(8, "H100", "fp8"), LOSS),
+        ("26.06", "te", Where(8, "B300-SXM", "bf16"), f"{LOSS} hybridep"),
+        ("26.06", "te", Where(8, "B300-SXM", "fp8"), f"{LOSS} hybridep {WHOLE}"),
+        ("2026", "te", Where(72, "GB300", "fp8"), f"{LOSS} hybridep {WHOLE}"),
+        ("", "te", Where(72, "GB300", "fp8"), f"{LOSS} hybridep {WHOLE}"),
+        ("2026", "te hybridep", Where(72, "GB300", "fp8"), LOSS),
     ],
 )
-def test_some_frameworks_choose_other_kernels_on_racks(
-    framework: str, version: str, node_devices: int, words: tuple[str, ...]
+def test_some_frameworks_choose_kernels_by_release_and_machine(
+    version: str, kernels: str, where: Where, more: str
 ) -> None:
-    assert kernels_of(framework, version, ("te",), node_devices) == words
+    assert kernels_of("megatron-bridge", version, kernels.split(), where) == (*kernels.split(), *more.split())
+    assert kernels_of("torchtitan", version, kernels.split(), where) == tuple(kernels.split())
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("26.04.01", (2026, 4)), ("24.07", (2024, 7)), ("2022-02", (2022, 2)), ("2025", (2025, 12)),
+     ("dev-2025", (2025, 12)), ("core-0.9", None)],
+)  # fmt: skip
+def test_versions_say_months(version: str, release: tuple[int, int] | None) -> None:
+    assert release_of(version) == release

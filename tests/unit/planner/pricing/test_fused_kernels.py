@@ -4,6 +4,7 @@ import pytest
 
 from costmodels.recipe import load_recipe
 from costmodels.vocabulary.terms import Holding, Time
+from hardware_profiles.schema import Quantity
 from planner.pricing.target import PricingTarget
 from planner.table.keys import WorkKey
 from tests.planning import A100, cluster_of, graph_of
@@ -58,3 +59,65 @@ def test_experts_fuse_the_weights_of_rows_as_well() -> None:
     apart, fused = (prices(model, fuses=fuses)[BLOCK] for fuses in (False, True))
     more = SEQ_LEN * BF16 * (4096 + 512 - 2 * top_k * width)
     assert fused[Holding.KEPT] - apart[Holding.KEPT] == pytest.approx(more)
+
+
+# -- copies for products in 8 bits --------------------------------------------------------------------
+
+
+COPYING = OURS.model_copy(
+    update={"eight_bit_copy_bytes": Quantity(value=5.0, tag="specified", source="a test"), "fuses_kernels": True}
+)
+
+
+def eight_bit_times(model: str, update: dict[str, object], precision: str = "fp8") -> tuple[float, float]:
+    """Forward and backward compute of a block on one H100, one sequence."""
+    recipe = COPYING.model_copy(update=update)
+    target = PricingTarget(graph_of(model, SEQ_LEN), cluster_of(H100, 8), precision, recipe)
+    block = unit_prices(target, decision_of(target), WorkKey(WHOLE, 1, 1, 1))[BLOCK]
+    return block[Time.COMPUTE_FORWARD], block[Time.COMPUTE_BACKWARD]
+
+
+def copy_s(elements: float) -> float:
+    device = cluster_of(H100, 8).profile.device
+    rate = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
+    return 5.0 * SEQ_LEN * elements / rate
+
+
+def test_products_in_8_bits_copy_each_input_once_and_the_gradient_of_each_output() -> None:
+    """Llama-3 8B, per position: inputs 4096 (queries, keys, values), 4096, 4096 (gate, up), 14336; outputs 4096 +
+    2 * 1024, 4096, 2 * 14336, 4096. Forward 4 kernels, backward 7."""
+    plain, copying = (eight_bit_times("llama3-8b", update) for update in ({"eight_bit_copy_bytes": None}, {}))
+    launch_s = cluster_of(H100, 8).profile.device.kernel_launch_s.value
+    assert copying[0] - plain[0] == pytest.approx(copy_s(3 * 4096 + 14336) + 4 * launch_s, rel=1e-6)
+    assert copying[1] - plain[1] == pytest.approx(copy_s(3 * 4096 + 2 * 1024 + 2 * 14336) + 7 * launch_s, rel=1e-6)
+
+
+def test_products_in_16_bits_copy_nothing() -> None:
+    plain, copying = (eight_bit_times("llama3-8b", update, "bf16") for update in ({"eight_bit_copy_bytes": None}, {}))
+    assert copying == plain
+
+
+def test_fused_experts_copy_and_move_nothing_between_their_products() -> None:
+    """Qwen3-30B-A3B, 8 experts of width 768 a token. Forward neither the activation's three tensors in 16 bits nor the
+    copy of its output; backward the activation's two inputs are read alone, and their gradients are not copied."""
+    apart, fused = (eight_bit_times("qwen3-30b-a3b", {"fuses_experts": fuses}) for fuses in (False, True))
+    launch_s = cluster_of(H100, 8).profile.device.kernel_launch_s.value
+    row, weights = 8 * 768, 8
+    moved = COPYING.memory_traffic.value * BF16 / 5.0
+    forward = copy_s(row) + copy_s((3 * row + weights) * moved) + 2 * launch_s
+    backward = copy_s(2 * row) + copy_s((3 * row + weights) * moved) + 2 * launch_s
+    assert apart[0] - fused[0] == pytest.approx(forward, rel=0.02)
+    assert apart[1] - fused[1] == pytest.approx(backward, rel=0.02)
+
+
+# -- logits that become their gradient in place -------------------------------------------------------
+
+
+def test_logits_whose_gradient_is_made_in_place_need_nothing_more_backward() -> None:
+    held = OURS.memory.logit_kept_bytes.model_copy(update={"value": 2.0})
+    names = ("logit_kept_bytes", "logit_peak_bytes", "logit_reserved_bytes")
+    recipe = OURS.model_copy(update={"memory": OURS.memory.model_copy(update=dict.fromkeys(names, held))})
+    target = PricingTarget(graph_of("llama3-8b", SEQ_LEN), cluster_of(A100, 8), "bf16", recipe)
+    head = unit_prices(target, decision_of(target), WorkKey(WHOLE, 1, 1, 1))[HEAD]
+    assert head[Holding.LOSS] == 0.0
+    assert head[Holding.WORKING] < SEQ_LEN * BF16 * 128256

@@ -52,8 +52,10 @@ def quantity(value: float) -> Quantity:
     return Quantity(value=value, tag="specified", source="a test")
 
 
-def block_prices(recipe: Recipe, tp: int, mode: Recompute = Recompute.NONE) -> Prices:
-    target, decision = target_of(recipe), split_decision(tp)
+def block_prices(
+    recipe: Recipe, tp: int, mode: Recompute = Recompute.NONE, *, sequence_parallel: bool = False
+) -> Prices:
+    target, decision = target_of(recipe), split_decision(tp, sequence_parallel)
     prices = unit_prices(target, decision, WorkKey(decision[0].split, 1, 1, 1), mode)
     units = zip(representatives(target.graph), prices, strict=True)
     return next(each for unit, each in units if unit.is_block)
@@ -82,6 +84,28 @@ def test_every_collective_of_tensor_parallelism_waits(stops_early: bool, mode: s
     times = (Time.TENSOR_FORWARD, Time.TENSOR_BACKWARD, Time.RECOMPUTE)
     after, before = (sum(block_prices(each, 4, Recompute(mode))[time] for time in times) for each in (late, recipe))
     assert after - before == pytest.approx(waits * expected_wait_s(4, 2e-3))
+
+
+def test_collectives_wait_for_as_much_as_the_host_is_ahead() -> None:
+    """A host that needs a share of the device's time has issued all of a pass when that share of it has run."""
+
+    def prices(host_s: float) -> Prices:
+        host = {"host_s_per_kernel": quantity(host_s), "host_s_per_collective": quantity(0.0)}
+        memory = OURS.memory.model_copy(update={"waiting_tensors": quantity(2.0)})
+        update = {**host, "host_s_per_sharded_kernel": None, "memory": memory}
+        return block_prices(OURS.model_copy(update=update), 4, sequence_parallel=True)
+
+    def forward_s(found: Prices) -> float:
+        return found[Time.COMPUTE_FORWARD] + found[Time.TENSOR_FORWARD]
+
+    at_once, slow = prices(0.0), prices(1.0)
+    num_kernels = forward_s(slow)  # all that it waits for
+    whole = at_once[Holding.COLLECTIVE]
+    assert whole > 0
+    for share in (0.25, 0.9):
+        host_s = share * forward_s(at_once) / num_kernels
+        assert prices(host_s)[Holding.COLLECTIVE] == pytest.approx((1 - share) * whole)
+    assert slow[Holding.COLLECTIVE] == slow[Holding.QUEUED] == 0.0
 
 
 # -- what autograd runs again -------------------------------------------------------------------------
