@@ -99,13 +99,12 @@ def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -
     way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
     start = 0
     for stop in levels.ends:
-        begins = end[levels.producer[start:stop]]
+        begins = end.take(levels.producer[start:stop], axis=0)
         begins += way_to[start:stop]
-        np.maximum(begins, free[levels.before[start:stop]], out=begins)
-        begins += seconds[levels.seconds[start:stop]]
-        end[start + 1 : stop + 1] = begins
+        np.maximum(begins, free.take(levels.before[start:stop], axis=0), out=begins)
+        np.add(begins, seconds.take(levels.seconds[start:stop], axis=0), out=end[start + 1 : stop + 1])
         if sends_block:
-            np.add(begins, held[start:stop], out=free[start + 1 : stop + 1])
+            np.add(end[start + 1 : stop + 1], held[start:stop], out=free[start + 1 : stop + 1])
         start = stop
     began = end[levels.first] - seconds[levels.seconds[levels.first - 1]]
     return end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0)

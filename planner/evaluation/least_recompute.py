@@ -80,7 +80,9 @@ class LeastRecompute:
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
         self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
-        self._most_that_fits: dict[tuple[object, ...], float] = {}  # bytes of activations, of alike ranks
+        # Of alike ranks the most bytes of activations that are known to fit, and the least that are known not to.
+        self._most_that_fits: dict[tuple[object, ...], float] = {}
+        self._least_that_does_not: dict[tuple[object, ...], float] = {}
 
     def modes(self, starts: Sequence[int]) -> tuple[BlockMode, ...] | None:
         """The mode of every unit under this cut; None where some rank fits with no choice."""
@@ -138,11 +140,13 @@ class LeastRecompute:
         kinds = [(0 in held, *(self._units.kinds[unit] for unit in held)) for held in stages.values()]
         alike = self._evaluator.place_of(rank), *kinds
         activations = self._evaluator.activation_bytes(rank, stages)
-        if activations > self._most_that_fits.get(alike, -1.0):
-            if self._evaluator.excess_with(rank, stages, activations) > 0:
-                return False
-            self._most_that_fits[alike] = activations
-        return True
+        if activations <= self._most_that_fits.get(alike, -1.0):
+            return True
+        if activations >= self._least_that_does_not.get(alike, np.inf):
+            return False
+        fits = self._evaluator.excess_with(rank, stages, activations) <= 0
+        (self._most_that_fits if fits else self._least_that_does_not)[alike] = activations
+        return fits
 
     def _mixes(self, units: Iterable[int]) -> list[Mix]:
         """Without the host, and with each way to the host that is not slower and larger than another."""

@@ -78,8 +78,11 @@ class RankMemoryModel:
         """What is there while activations are, whatever the units keep: states, communicators and the context."""
         states = self._states(*self.elements(stages))
         gradients = states.gradients if self.holds_gradients else 0.0
-        outside = outside_bytes(self._table, self._layout.mesh, bool(self._rows.mixes_lifetimes[0]))
-        return states.parameters + states.optimizer + gradients + outside
+        return states.parameters + states.optimizer + gradients + self._outside_bytes
+
+    @cached_property
+    def _outside_bytes(self) -> float:
+        return outside_bytes(self._table, self._layout.mesh, bool(self._rows.mixes_lifetimes[0]))
 
     @cached_property
     def num_communicators(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from operator import attrgetter
 from typing import NamedTuple, TypeVar, get_type_hints, overload
 
@@ -28,11 +29,10 @@ class _Column:
     _attributes: dict[str, _Column] = field(default_factory=dict[str, "_Column"])
 
     def attribute(self, name: str) -> _Column:
-        """The attribute ``name`` of every record's value."""
+        """The attribute ``name`` of every one of the values."""
         if name not in self._attributes:
             self._attributes[name] = _Column.of(map(attrgetter(name), self.values))
-        of_values = self._attributes[name]
-        return _Column(of_values.values, of_values.codes[self.codes])
+        return self._attributes[name]
 
     def take(self, positions: NDArray[np.integer | np.bool]) -> _Column:
         """Of the records at these positions, or where the mask is set."""
@@ -49,9 +49,34 @@ class _Column:
     @staticmethod
     def joined(parts: Sequence[_Column]) -> _Column:
         """All columns, one below the other."""
-        starts = np.cumsum([0, *(len(part.values) for part in parts)], dtype=np.int32)
-        codes = [part.codes.astype(np.int32) + start for part, start in zip(parts, starts[:-1], strict=True)]
-        return _Column.of((value for part in parts for value in part.values), np.concatenate(codes))
+        known: dict[object, int] = {}
+        places = [[known.setdefault(value, len(known)) for value in part.values] for part in parts]
+        smallest = np.min_scalar_type(len(known))
+        codes = [
+            part.codes.astype(smallest, copy=False)
+            if own == list(range(len(own)))
+            else np.array(own, dtype=smallest)[part.codes]
+            for part, own in zip(parts, places, strict=True)
+        ]
+        return _Column(tuple(known), np.concatenate(codes))
+
+
+class _Leaf(NamedTuple):
+    """A field of a key: the values of a column, or an attribute of them."""
+
+    home: str
+    column: _Column  # that is called ``home``
+    of_values: _Column | None  # the attribute of each value; None: the values themselves
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """The distinct ones."""
+        return self.column.values if self.of_values is None else self.of_values.values
+
+    def codes(self, records: Positions | slice) -> NDArray[np.integer]:
+        """Which of ``values`` some records have."""
+        codes = self.column.codes[records]
+        return codes if self.of_values is None else self.of_values.codes[codes]
 
 
 class Columns(Sequence[T]):
@@ -124,8 +149,8 @@ class Columns(Sequence[T]):
 
     def numbers(self, name: str) -> Array:
         """A field of numbers, or an attribute of one field's values."""
-        column = self._column(name)
-        return np.array(column.values, dtype=np.float64)[column.codes]
+        leaf = self._leaf(name)
+        return np.array(leaf.values, dtype=np.float64)[leaf.codes(slice(None))]
 
     def by(self, key: type[K]) -> tuple[list[K], Positions]:
         """The combinations of the fields of ``key`` that there are, and which of them every record has.
@@ -133,13 +158,13 @@ class Columns(Sequence[T]):
         A field is one of the records', or an attribute of one of their fields' values: ``tp`` of a mesh. Fields that
         are keys themselves are taken apart.
         """
-        columns = [self._column(name) for name in leaves_of(key)]
-        first, which = _combinations(columns, len(self))
-        return _keys(key, ([c.values[i] for i in c.codes[first].tolist()] for c in columns)), which
+        leaves = self._leaves(key)
+        first, which = _combinations(leaves)
+        return _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves)), which
 
     def one_of_each(self, key: type[K]) -> Columns[T]:
         """For each combination of the fields of ``key`` that there is, one record that has it."""
-        return self.take(_combinations([self._column(name) for name in leaves_of(key)], len(self))[0])
+        return self.take(_combinations(self._leaves(key))[0])
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
@@ -150,46 +175,81 @@ class Columns(Sequence[T]):
         """The records whose ``key`` meets a condition."""
         return self.take(self.each(key, condition).astype(bool))
 
-    def _column(self, name: str) -> _Column:
+    def _leaves(self, key: type[K]) -> list[_Leaf]:
+        return [self._leaf(name) for name in leaves_of(key)]
+
+    def _leaf(self, name: str) -> _Leaf:
         """The field ``name``, or the attribute of that name of the one field whose values have it."""
         if name in self._columns:
-            return self._columns[name]
+            return _Leaf(name, self._columns[name], None)
         home = next((own for own, hint in _hints(self._kind).items() if hasattr(hint, name)), None)
         if home is None:
             raise AttributeError(f"neither {self._kind.__name__} nor the values of its fields have {name}")
-        return self._columns[home].attribute(name)
+        return _Leaf(home, self._columns[home], self._columns[home].attribute(name))
 
 
 # Up to so many combinations are marked in an array; more are sorted.
 MOST_MARKED = 2**24
 
 
-def _combinations(columns: Sequence[_Column], num_records: int) -> tuple[Positions, Positions]:
+def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
     """Of each combination of values that occurs a record that has it, and which of them every record has.
 
-    Combinations are in order, with the last column fastest.
+    Combinations are in order, with the last leaf fastest.
     """
-    combined, total = np.zeros(num_records, dtype=np.int64), 1
-    for column in columns:
-        size = max(1, len(column.values))
+    combined, total = np.zeros(len(leaves[0].column.codes), dtype=np.int64), 1
+    for at, part in enumerate(_parts(leaves)):
+        size = _num_combinations(part)
         if total * size > MOST_MARKED:
-            combined, total = _numbered(combined, total)
-        combined, total = combined * size + column.codes, total * size
-    combined, total = _numbered(combined, total)
-    records = np.zeros(total, dtype=np.intp)
-    records[combined] = np.arange(num_records)
-    return records, combined
+            records, combined = _numbered(combined, total)
+            total = len(records)
+        combined, total = combined * size + _places(part) if at else _places(part), total * size
+    return _numbered(combined, total)
 
 
-def _numbered(combined: Positions, total: int) -> tuple[Positions, int]:
-    """Numbers below ``total`` in the same order without those that do not occur, and how many there are."""
+def _num_combinations(leaves: Sequence[_Leaf]) -> int:
+    return prod(max(1, len(leaf.values)) for leaf in leaves)
+
+
+def _parts(leaves: Sequence[_Leaf]) -> list[list[_Leaf]]:
+    """``leaves`` in order, each part of at most ``MOST_MARKED`` combinations or of a single leaf."""
+    parts = [[leaves[0]]]
+    for leaf in leaves[1:]:
+        if _num_combinations([*parts[-1], leaf]) > MOST_MARKED:
+            parts.append([])
+        parts[-1].append(leaf)
+    return parts
+
+
+def _places(leaves: Sequence[_Leaf]) -> NDArray[np.int32]:
+    """Place of every record's combination among all that there may be.
+
+    What the attributes of one column add to it is summed up for each of its values first.
+    """
+    found = np.zeros(len(leaves[0].column.codes), dtype=np.int32)
+    of_values: dict[str, NDArray[np.int32]] = {}
+    for at, leaf in enumerate(leaves):
+        step = _num_combinations(leaves[at + 1 :])
+        if leaf.of_values is not None:
+            added = np.multiply(leaf.of_values.codes, step, dtype=np.int32, casting="unsafe")
+            of_values[leaf.home] = of_values[leaf.home] + added if leaf.home in of_values else added
+        elif len(leaf.values) > 1:
+            found += np.multiply(leaf.column.codes, step, dtype=np.int32, casting="unsafe")
+    columns = {leaf.home: leaf.column for leaf in leaves}
+    for home, each in of_values.items():
+        found += each[columns[home].codes]
+    return found
+
+
+def _numbered(combined: NDArray[np.integer], total: int) -> tuple[Positions, Positions]:
+    """Of each number below ``total`` that occurs the last record with it, and which of these every record has."""
     if total > MOST_MARKED:
-        numbers, which = np.unique(combined, return_inverse=True)
-        return which, len(numbers)
-    occurs = np.zeros(total, dtype=bool)
-    occurs[combined] = True
-    places = np.cumsum(occurs)
-    return (places - 1)[combined], int(places[-1])
+        numbers, combined = np.unique(combined, return_inverse=True)
+        total = len(numbers)
+    last = np.full(total, -1, dtype=np.int32)
+    last[combined] = np.arange(len(combined), dtype=np.int32)
+    occurs = last >= 0
+    return last[occurs].astype(np.intp), (np.cumsum(occurs) - 1)[combined]
 
 
 @lru_cache(maxsize=64)

@@ -188,7 +188,11 @@ def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[t
     first, last = np.triu_indices(len(starts) + 1, 1)
     near = (first > 0) & (first < len(starts)) & (last - first <= num_ranks)
     first, last = np.repeat(first[near], 2), np.repeat(last[near], 2)
+    way = np.tile((-1, 1), len(first) // 2)
+    sizes = np.diff([*starts, len(units.kinds)])
+    leaves_some = sizes[np.where(way < 0, first, last) - 1] > 1
+    first, last, way = first[leaves_some], last[leaves_some], way[leaves_some]
     stage = np.arange(len(starts))
     moves = (stage >= first[:, None]) & (stage < last[:, None])
-    moved = np.array(starts) + moves * np.tile((-1, 1), len(first) // 2)[:, None]
+    moved = np.array(starts) + moves * way[:, None]
     return [tuple(cut) for cut in moved[are_allowed(moved, units.is_block)].tolist()]

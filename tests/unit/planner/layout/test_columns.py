@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.layout import columns as module
 from planner.layout.columns import Columns, leaves_of
 
 
@@ -128,3 +129,32 @@ def test_keys_within_keys_are_taken_apart_and_put_together_again(rows: list[Reco
 def test_a_field_that_records_have_not_is_an_error() -> None:
     with pytest.raises(AttributeError, match="neither Record nor the values of its fields have height"):
         columns([Record(Mesh(1, 1), 0, "a")]).by(Unknown)
+
+
+@given(records, st.integers(1, 40))
+def test_so_many_combinations_that_they_are_sorted_are_the_same(rows: list[Record], most: int) -> None:
+    held = columns(rows)
+    keys, which = held.by(Nested)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "MOST_MARKED", most)
+        few_keys, few_which = held.by(Nested)
+        alone = list(held.one_of_each(MeshAndName))
+    assert few_keys == keys
+    assert few_which.tolist() == which.tolist()
+    assert alone == list(held.one_of_each(MeshAndName))
+
+
+@given(records)
+def test_combinations_are_in_order_with_the_last_leaf_fastest(rows: list[Record]) -> None:
+    def first_seen(values: list[object]) -> dict[object, int]:
+        return {value: place for place, value in enumerate(dict.fromkeys(values))}
+
+    meshes = list(dict.fromkeys(row.mesh for row in rows))
+    seen = (
+        first_seen([mesh.tp for mesh in meshes]),
+        first_seen([r.size for r in rows]),
+        first_seen([r.name for r in rows]),
+    )
+    keys, _ = columns(rows).by(Nested)
+    places = [(seen[0][key.inner.tp], seen[1][key.inner.size], seen[2][key.name]) for key in keys]
+    assert places == sorted(places)
