@@ -181,8 +181,8 @@ class RankMemoryModel:
     ) -> MemoryLedger:
         """The fullest moment.
 
-        Where the only micro-batch allocates the gradients, that is its beginning, with all activations, or its end,
-        with all gradients.
+        Where the only micro-batch allocates the gradients, and nothing says how they grow, that is its beginning, with
+        all activations, or its end, with all gradients.
         """
 
         def ledger(gradients: float, activations: float, moment: Moment) -> MemoryLedger:
@@ -197,8 +197,9 @@ class RankMemoryModel:
                 offload_buffers=transient.offloaded,
             )
 
-        if self.holds_gradients:
-            moments = [ledger(states.gradients, activation_bytes, transient.backward)]
+        if self.holds_gradients or (self._table.framework.has_fsdp_moments and len(stages) == 1):
+            gradients = states.gradients if self.holds_gradients else transient.backward.gradients
+            moments = [ledger(gradients, activation_bytes, transient.backward)]
             if transient.last is not None:
                 once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
                 moments.append(ledger(states.gradients, min(activation_bytes, once), transient.last))
@@ -243,6 +244,8 @@ class RankMemoryModel:
         """What does not depend on how many units of each variant there are; ``waiting`` is the most that there is."""
         gathered, loss = self._gathered(there), self._most(there, Holding.LOSS)
         if self._table.framework.has_fsdp_moments:
+            sharding = self._sharding
+            gathered += sharding.shared_elements * sharding.compute_bytes * sharding.gathers_units
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
             backward=Moment(0.0, 0.0, 0.0),
@@ -299,7 +302,15 @@ class RankMemoryModel:
             num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
             compute_bytes=0.0 if self._leaves_whole else framework.item_bytes,
             buffer_bytes=0.0 if self._leaves_whole else framework.reduction_bytes,
+            shared_elements=self._shared_elements,
         )
+
+    @cached_property
+    def _shared_elements(self) -> float:
+        """Parameters that several units of a stage use, where no pipeline parts them."""
+        if self._layout.mesh.pp > 1:
+            return 0.0
+        return sum(self._count(kind, Element.TIED) for kind in self._table.units.kinds)
 
     @cached_property
     def _leaves_whole(self) -> bool:
@@ -309,11 +320,14 @@ class RankMemoryModel:
 
     def _unit_at_work(self, variant: int) -> UnitAtWork:
         if variant not in self._units_at_work:
+            kind = variant % self._num_kinds
             self._units_at_work[variant] = UnitAtWork(
                 working=self._of(variant, Holding.WORKING),
                 loss=self._of(variant, Holding.LOSS),
                 kept=self._of(variant, Holding.KEPT),
-                elements=self._sizes[variant % self._num_kinds],
+                elements=self._sizes[kind] - self._shared_elements * (kind == self._table.units.kinds[0]),
+                with_gradients=self._of(variant, Holding.GRADIENTS),
+                left=0.0 if self.holds_gradients else self._states(*self._elements(kind, tied_copy=False)).gradients,
             )
         return self._units_at_work[variant]
 

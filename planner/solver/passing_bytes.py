@@ -70,7 +70,9 @@ class PassingBytes:
             return held[..., PLACE[holding]].reshape(shape)
 
         elements = self._sizes[:, kind].reshape(-1, *[1] * number)
-        unit = UnitAtWork(of(Holding.WORKING), of(Holding.LOSS), of(Holding.KEPT), elements)
+        unit = UnitAtWork(
+            of(Holding.WORKING), of(Holding.LOSS), of(Holding.KEPT), elements, with_gradients=of(Holding.GRADIENTS)
+        )
         return unit, of(Holding.BUFFER), of(Holding.STRANDED)
 
     @cached_property
