@@ -41,7 +41,7 @@ class UnitAtWork(NamedTuple):
     kept: Number
     elements: Number
     with_gradients: Number = 0.0  # at the fullest moment at which it has made gradients, which these bytes contain
-    left: Number = 0.0  # shards of its gradients, where they are new
+    shards: Number = 0.0  # elements of its gradients that stay on the rank once they are reduced
 
     @property
     def besides_loss(self) -> Number:
@@ -55,10 +55,10 @@ class Sharding:
 
     gathers_units: Number  # whether: ZeRO 3
     reduces_each: Number  # whether: the gradients of every micro-batch, not those of the last alone
-    num_shards: int
     compute_bytes: Number  # of its gradient, or of the copy that is kept of its parameter, in the dtype of compute
     buffer_bytes: Number  # where it is reduced, and added up
     shared_elements: Number = 0.0  # that several units use
+    leaves_shards: bool = False  # whether gradients that are reduced are not there yet: of the step's only micro-batch
 
     @property
     def gradient_bytes(self) -> Number:
@@ -114,9 +114,10 @@ def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment
     buffer, gradient = sharding.buffer_bytes * sharding.reduces_each, sharding.gradient_bytes
     copy_bytes = sharding.compute_bytes * sharding.gathers_units
     shared, of_shared = copy_bytes * sharding.shared_elements, gradient * sharding.shared_elements
+    shard_bytes = sharding.buffer_bytes * sharding.leaves_shards
     yield Moment(0.0, 0.0, buffer * before)
     for turn in _from_the_end(stage, before):
-        unit, freed, left, waits = turn.unit, turn.freed, turn.left, buffer * turn.behind
+        unit, freed, left, waits = turn.unit, turn.freed, shard_bytes * turn.shards, buffer * turn.behind
         own, both = copy_bytes * unit.elements, copy_bytes * (unit.elements + turn.next_elements) + shared
         made = of_shared * (not turn.is_first)
         yield Moment(unit.loss - freed, shared * (not turn.is_first), made + waits, left)
@@ -125,24 +126,26 @@ def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment
         # All gradients are there before the unit's parameters are freed.
         yield Moment(-freed - unit.kept, both, of_shared + gradient * unit.elements + waits, left)
         reduced = of_shared + (gradient + buffer) * unit.elements
-        yield Moment(-freed - unit.kept, both - own, reduced, left + unit.left)
-    yield Moment(-freed - unit.kept, 0.0, of_shared + buffer * sharding.shared_elements, left + unit.left)
+        yield Moment(-freed - unit.kept, both - own, reduced, left + shard_bytes * unit.shards)
+    reduced = of_shared + buffer * sharding.shared_elements
+    yield Moment(-freed - unit.kept, 0.0, reduced, left + shard_bytes * unit.shards)
 
 
 def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
     """Beside whole gradients, and whole copies of parameters; of units that are done only shards are left."""
-    gone_bytes = sharding.buffer_bytes * (1 - 1 / sharding.num_shards) + sharding.compute_bytes
+    whole_bytes = sharding.buffer_bytes + sharding.compute_bytes
     gradient, copied = sharding.gradient_bytes, sharding.buffer_bytes - sharding.compute_bytes
     of_shared = gradient * sharding.shared_elements
     yield Moment(0.0, 0.0, 0.0)
     for turn in _from_the_end(stage):
-        unit, freed, reduced = turn.unit, turn.freed, gone_bytes * turn.done
+        unit, freed = turn.unit, turn.freed
+        reduced = whole_bytes * turn.done - sharding.buffer_bytes * turn.shards
         made = of_shared * (not turn.is_first) + sharding.buffer_bytes * turn.behind
         if unit.loss:
             yield Moment(unit.loss - freed, 0.0, 0.0)
         yield Moment(_working(unit, gradient) - freed, 0.0, made - reduced)
         yield Moment(-freed - unit.kept, 0.0, of_shared + copied * unit.elements - reduced)
-    reduced += gone_bytes * unit.elements
+    reduced += whole_bytes * unit.elements - sharding.buffer_bytes * unit.shards
     yield Moment(-freed - unit.kept, 0.0, max(of_shared, copied * sharding.shared_elements) - reduced)
 
 
@@ -161,7 +164,7 @@ class _Turn(NamedTuple):
     next_elements: Number  # and of the one that comes next
     freed: Number  # bytes that the units behind kept
     done: Number  # their elements
-    left: Number  # bytes that are left of their gradients
+    shards: Number  # and those that stay of their gradients
 
 
 def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[_Turn]:
@@ -170,7 +173,7 @@ def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[_Turn]:
     Of equal units in a row only the first two and the last two are looked at: in between nothing changes but that each
     frees as much and leaves as much. ``before``: elements behind the last unit.
     """
-    behind, freed, done, left = before, 0.0, 0.0, 0.0
+    behind, freed, done, shards = before, 0.0, 0.0, 0.0
     for place in reversed(range(len(stage))):
         unit, count = stage[place]
         following = stage[place - 1][0].elements if place else 0.0
@@ -178,10 +181,10 @@ def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[_Turn]:
             next_elements = following if turn == count - 1 else unit.elements
             behind = unit.elements if turn else behind
             is_first = turn == 0 and place == len(stage) - 1
-            passed = freed + turn * unit.kept, done + turn * unit.elements, left + turn * unit.left
+            passed = freed + turn * unit.kept, done + turn * unit.elements, shards + turn * unit.shards
             yield _Turn(unit, is_first, behind, next_elements, *passed)
         behind = unit.elements
-        freed, done, left = freed + count * unit.kept, done + count * unit.elements, left + count * unit.left
+        freed, done, shards = freed + count * unit.kept, done + count * unit.elements, shards + count * unit.shards
 
 
 def _needed(moment: Moment) -> float:

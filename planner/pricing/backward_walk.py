@@ -18,7 +18,9 @@ from planner.layout.columns import Array
 BytesOf = Callable[[Kernel], Array]  # fixed bytes, and bytes for each sequence
 
 
-def held_in_backward(unit: RankUnit, saved_of: Callable[[int], Array], extras_of: BytesOf, passing_of: BytesOf) -> Array:
+def held_in_backward(
+    unit: RankUnit, saved_of: Callable[[int], Array], extras_of: BytesOf, passing_of: BytesOf
+) -> Array:
     """[operators, 2]: bytes when each operator's backward pass ends, the last operator's first.
 
     ``saved_of``: of a tensor that autograd keeps; ``extras_of``: kept besides by an operator; ``passing_of``: needed
