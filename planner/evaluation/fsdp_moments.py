@@ -13,8 +13,8 @@ runs that code and counts the same. The pass goes over the units of a stage from
   what the operators before still need, at last with what the unit kept freed. After its parameters are freed as well
   they are copied into the next buffer. Of the step's only micro-batch shards of what was reduced are added one by one.
 - Parameters that several units use, such as tied ones, are the root's: they stay gathered from the loss to the pass's
-  end, and so do their gradients from the last unit that uses them (``planner/translate/to_plan.py`` shards no such
-  module by itself).
+  end, and so do their gradients from the last unit that uses them. At the end autograd adds the first unit's gradient
+  to that, out of place. (``planner/translate/to_plan.py`` shards no such module by itself.)
 - Where gradients stay whole until the last micro-batch (ZeRO 0 and 1) buffers are needed only there. Each unit frees
   its copy of the parameters before its gradients are reduced, and of these leaves nothing but its shard.
 """
@@ -127,6 +127,7 @@ def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment
         yield Moment(-freed - unit.kept, both, of_shared + gradient * unit.elements + waits, left)
         reduced = of_shared + (gradient + buffer) * unit.elements
         yield Moment(-freed - unit.kept, both - own, reduced, left + shard_bytes * unit.shards)
+    yield Moment(-freed - unit.kept, shared, _summed(sharding) + waits, left)
     reduced = of_shared + buffer * sharding.shared_elements
     yield Moment(-freed - unit.kept, 0.0, reduced, left + shard_bytes * unit.shards)
 
@@ -145,8 +146,14 @@ def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
             yield Moment(unit.loss - freed, 0.0, 0.0)
         yield Moment(_working(unit, gradient) - freed, 0.0, made - reduced)
         yield Moment(-freed - unit.kept, 0.0, of_shared + copied * unit.elements - reduced)
+    yield Moment(-freed - unit.kept, 0.0, _summed(sharding) + sharding.buffer_bytes * turn.behind - reduced)
     reduced += whole_bytes * unit.elements - sharding.buffer_bytes * unit.shards
-    yield Moment(-freed - unit.kept, 0.0, max(of_shared, copied * sharding.shared_elements) - reduced)
+    yield Moment(-freed - unit.kept, 0.0, copied * sharding.shared_elements - reduced)
+
+
+def _summed(sharding: Sharding) -> Number:
+    """Gradients of shared parameters from two units, beside the sum that autograd makes of them."""
+    return 3 * sharding.compute_bytes * sharding.shared_elements
 
 
 def _working(unit: UnitAtWork, gradient_bytes: Number) -> Number:

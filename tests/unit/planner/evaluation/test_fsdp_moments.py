@@ -81,8 +81,8 @@ def test_shared_parameters_and_their_gradients_stay_from_the_last_unit_to_the_en
     assert fullest_moment(stage, replace(ZERO_2, shared_elements=70.0)).total == (
         fullest_moment(stage, ZERO_2).total + 2 * 70
     )
-    much = replace(ZERO_3, shared_elements=1e6)  # at the end its gradient is copied into the buffer
-    assert fullest_moment(stage, much).total == (2 + 4) * 1e6 - 3 * small.kept - head.kept
+    much = replace(ZERO_3, shared_elements=1e6)  # at the end two gradients are added up, while one unit's is reduced
+    assert fullest_moment(stage, much).total == (2 + 3 * 2) * 1e6 + 4 * 1000 - 3 * small.kept - head.kept
 
 
 def test_shards_grow_where_they_are_new() -> None:
