@@ -116,7 +116,8 @@ def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment
     shared, of_shared = copy_bytes * sharding.shared_elements, gradient * sharding.shared_elements
     shard_bytes = sharding.buffer_bytes * sharding.leaves_shards
     yield Moment(0.0, 0.0, buffer * before)
-    for turn in _from_the_end(stage, before):
+    turns = _from_the_end(stage, before)
+    for turn in turns:
         unit, freed, left, waits = turn.unit, turn.freed, shard_bytes * turn.shards, buffer * turn.behind
         own, both = copy_bytes * unit.elements, copy_bytes * (unit.elements + turn.next_elements) + shared
         made = of_shared * (not turn.is_first)
@@ -127,9 +128,10 @@ def _moments(stage: Runs, sharding: Sharding, before: Number) -> Iterator[Moment
         yield Moment(-freed - unit.kept, both, of_shared + gradient * unit.elements + waits, left)
         reduced = of_shared + (gradient + buffer) * unit.elements
         yield Moment(-freed - unit.kept, both - own, reduced, left + shard_bytes * unit.shards)
-    yield Moment(-freed - unit.kept, shared, _summed(sharding) + waits, left)
-    reduced = of_shared + buffer * sharding.shared_elements
-    yield Moment(-freed - unit.kept, 0.0, reduced, left + shard_bytes * unit.shards)
+    end = turns[-1]
+    freed, left = end.freed + end.unit.kept, shard_bytes * (end.shards + end.unit.shards)
+    yield Moment(-freed, shared, _summed(sharding) + buffer * end.behind, shard_bytes * end.shards)
+    yield Moment(-freed, 0.0, of_shared + buffer * sharding.shared_elements, left)
 
 
 def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
@@ -138,7 +140,8 @@ def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
     gradient, copied = sharding.gradient_bytes, sharding.buffer_bytes - sharding.compute_bytes
     of_shared = gradient * sharding.shared_elements
     yield Moment(0.0, 0.0, 0.0)
-    for turn in _from_the_end(stage):
+    turns = _from_the_end(stage)
+    for turn in turns:
         unit, freed = turn.unit, turn.freed
         reduced = whole_bytes * turn.done - sharding.buffer_bytes * turn.shards
         made = of_shared * (not turn.is_first) + sharding.buffer_bytes * turn.behind
@@ -146,9 +149,11 @@ def _last_moments(stage: Runs, sharding: Sharding) -> Iterator[Moment]:
             yield Moment(unit.loss - freed, 0.0, 0.0)
         yield Moment(_working(unit, gradient) - freed, 0.0, made - reduced)
         yield Moment(-freed - unit.kept, 0.0, of_shared + copied * unit.elements - reduced)
-    yield Moment(-freed - unit.kept, 0.0, _summed(sharding) + sharding.buffer_bytes * turn.behind - reduced)
-    reduced += whole_bytes * unit.elements - sharding.buffer_bytes * unit.shards
-    yield Moment(-freed - unit.kept, 0.0, copied * sharding.shared_elements - reduced)
+    end = turns[-1]
+    freed, reduced = end.freed + end.unit.kept, whole_bytes * end.done - sharding.buffer_bytes * end.shards
+    yield Moment(-freed, 0.0, _summed(sharding) + sharding.buffer_bytes * end.behind - reduced)
+    reduced += whole_bytes * end.unit.elements - sharding.buffer_bytes * end.unit.shards
+    yield Moment(-freed, 0.0, copied * sharding.shared_elements - reduced)
 
 
 def _summed(sharding: Sharding) -> Number:
@@ -174,12 +179,13 @@ class _Turn(NamedTuple):
     shards: Number  # and those that stay of their gradients
 
 
-def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[_Turn]:
+def _from_the_end(stage: Runs, before: Number = 0.0) -> list[_Turn]:
     """Units whose turn may be the fullest moment.
 
     Of equal units in a row only the first two and the last two are looked at: in between nothing changes but that each
     frees as much and leaves as much. ``before``: elements behind the last unit.
     """
+    found: list[_Turn] = []
     behind, freed, done, shards = before, 0.0, 0.0, 0.0
     for place in reversed(range(len(stage))):
         unit, count = stage[place]
@@ -189,9 +195,10 @@ def _from_the_end(stage: Runs, before: Number = 0.0) -> Iterator[_Turn]:
             behind = unit.elements if turn else behind
             is_first = turn == 0 and place == len(stage) - 1
             passed = freed + turn * unit.kept, done + turn * unit.elements, shards + turn * unit.shards
-            yield _Turn(unit, is_first, behind, next_elements, *passed)
+            found.append(_Turn(unit, is_first, behind, next_elements, *passed))
         behind = unit.elements
         freed, done, shards = freed + count * unit.kept, done + count * unit.elements, shards + count * unit.shards
+    return found
 
 
 def _needed(moment: Moment) -> float:
