@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.check_memory [NAME ...]`` asks the planner for plans, with choices pinned one at a time, and runs
 every pipeline rank of each on tensors without values. The ledger is the planner's; what is counted comes out of torch.
-Cases whose names begin with a NAME are run, or all of them, and then the table is written under ``results``.
+Cases whose names begin with a NAME are run, or all of them, and then the table is written under ``results``;
+``--output FILE`` writes it of some.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ def main() -> int:
     """Prints a row for every rank as it is there; exit code 1 where one is further off than it may be."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="beginnings of names of cases; none: all, and the table is written")
-    names: list[str] = parser.parse_args().names
+    parser.add_argument("--output", type=Path, help="the Markdown file of the table, also where NAMEs are given")
+    options = parser.parse_args()
+    names: list[str] = options.names
     cases = [
         case
         for case in (*published(), *variants(), *in_full_precision())
@@ -207,8 +210,8 @@ def main() -> int:
             rows += found
             for row in found:
                 print(_line(row), flush=True)
-    if not names:
-        path = RESULTS / f"check_memory_cpu_{datetime.datetime.now(datetime.UTC).date()}.md"
+    if options.output or not names:
+        path = options.output or RESULTS / f"check_memory_cpu_{datetime.datetime.now(datetime.UTC).date()}.md"
         path.write_text(_page(rows, problems, time.perf_counter() - start_s))
         print(f"wrote {path}")
     return int(bool(problems) or any(abs(row.ratio - 1) > WITHIN for row in rows))

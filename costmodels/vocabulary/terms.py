@@ -76,6 +76,7 @@ class Holding(Enum):
 
     KEPT = "from its forward to its backward, for every micro-batch in flight"
     WORKING = "besides, while this unit's backward runs, or its loss forward"
+    GRADIENTS = "as WORKING, but when gradients of this unit's parameters are there as well"
     LOSS = "part of WORKING that the loss needs in forward already"
     BUFFER = "for good, in buffers that all units share"
     COLLECTIVE = "freed, but not reusable before asynchronous collectives are done with it"

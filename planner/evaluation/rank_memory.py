@@ -16,7 +16,7 @@ from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Pha
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.software import num_communicators, outside_bytes, software_bytes
-from planner.evaluation.states import held_elements, state_bytes
+from planner.evaluation.states import held_elements, num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -98,6 +98,12 @@ class RankMemoryModel:
     def holds_gradients(self) -> bool:
         """Whether gradients exist while all activations do: in buffers, or left by an earlier micro-batch."""
         return self._table.framework.keeps_gradients or self._layout.num_microbatches > 1
+
+    @cached_property
+    def _leaves_shards(self) -> bool:
+        """Whether it is known how gradients grow in the only micro-batch: unit by unit of a rank's only stage."""
+        is_known = self._table.framework.has_fsdp_moments and self._layout.virtual_stages == 1
+        return is_known and not self.holds_gradients
 
     def rank(self, stages: Sequence[range], activation_bytes: float) -> RankMemory:
         """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
@@ -184,8 +190,8 @@ class RankMemoryModel:
     ) -> MemoryLedger:
         """The fullest moment.
 
-        Where the only micro-batch allocates the gradients, that is its beginning, with all activations, or its end,
-        with all gradients.
+        Where the only micro-batch allocates the gradients, and nothing says how they grow, that is its beginning, with
+        all activations, or its end, with all gradients.
         """
 
         def ledger(gradients: float, activations: float, moment: Moment) -> MemoryLedger:
@@ -200,8 +206,9 @@ class RankMemoryModel:
                 offload_buffers=transient.offloaded,
             )
 
-        if self.holds_gradients:
-            moments = [ledger(states.gradients, activation_bytes, transient.backward)]
+        if self.holds_gradients or self._leaves_shards:
+            gradients = transient.backward.gradients if self._leaves_shards else states.gradients
+            moments = [ledger(gradients, activation_bytes, transient.backward)]
             if transient.last is not None:
                 once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
                 moments.append(ledger(states.gradients, min(activation_bytes, once), transient.last))
@@ -246,6 +253,7 @@ class RankMemoryModel:
         """What does not depend on how many units of each variant there are; ``waiting`` is the most that there is."""
         gathered, loss = self._gathered(there), self._most(there, Holding.LOSS)
         if self._table.framework.has_fsdp_moments:
+            gathered += self._shared_elements * self._sharding.compute_bytes * self._sharding.gathers_units
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
             backward=Moment(0.0, 0.0, 0.0),
@@ -299,10 +307,16 @@ class RankMemoryModel:
         return Sharding(
             gathers_units=zero.shards_parameters,
             reduces_each=zero.shards_gradients or layout.num_microbatches == 1,
-            num_shards=layout.mesh.num_shards if zero.shards_optimizer else 1,
             compute_bytes=0.0 if self._leaves_whole else framework.item_bytes,
             buffer_bytes=0.0 if self._leaves_whole else framework.reduction_bytes,
+            shared_elements=self._shared_elements,
+            leaves_shards=self._leaves_shards,
         )
+
+    @cached_property
+    def _shared_elements(self) -> float:
+        """Parameters that several units of a stage use, where no pipeline parts them."""
+        return sum(self._count(kind, Element.TIED) for kind in self._table.units.kinds) * (self._layout.mesh.pp == 1)
 
     @cached_property
     def _leaves_whole(self) -> bool:
@@ -312,11 +326,16 @@ class RankMemoryModel:
 
     def _unit_at_work(self, variant: int) -> UnitAtWork:
         if variant not in self._units_at_work:
+            kind = variant % self._num_kinds
+            shared = self._shared_elements * (kind == self._table.units.kinds[0])
+            trainable, _, experts = self._elements(kind, tied_copy=False)
             self._units_at_work[variant] = UnitAtWork(
                 working=self._of(variant, Holding.WORKING),
                 loss=self._of(variant, Holding.LOSS),
                 kept=self._of(variant, Holding.KEPT),
-                elements=self._sizes[variant % self._num_kinds],
+                elements=self._sizes[kind] - shared,
+                with_gradients=self._of(variant, Holding.GRADIENTS),
+                shards=num_updated(self._layout, trainable - shared, experts),
             )
         return self._units_at_work[variant]
 

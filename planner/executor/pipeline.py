@@ -53,9 +53,10 @@ LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 class _Stage(PipelineStage):
     """A stage whose gradients are reduced as the plan's ZeRO stage says, with a pipeline as without.
 
-    torch's own stage would keep all gradients whole until the last micro-batch, and for good a buffer for what it
-    receives of each micro-batch, in both directions. Here a buffer is there from when it is received into until the
-    pass that takes it has run; autograd keeps it longer where it needs it.
+    torch's own stage would keep all gradients whole until the last micro-batch, for good a buffer for what it receives
+    of each micro-batch, in both directions, and what it sends until the backward pass. Here a buffer is there from when
+    it is received into until the pass that takes it has run, and what is sent until it is sent; autograd keeps either
+    longer where it needs it.
     """
 
     def __init__(self, module: StageModule, index: int, plan: Plan, mesh: DeviceMesh, reductions: list[object]) -> None:
@@ -90,6 +91,14 @@ class _Stage(PipelineStage):
         """Receives of a micro-batch's forward pass."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of a micro-batch's forward pass, after which only they hold what is sent."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.is_last:
+            outputs, inputs = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = tuple(map(_without_memory, outputs)), inputs
+        return operations
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's backward pass."""
@@ -151,6 +160,21 @@ class _Stage(PipelineStage):
 def _release(infos: Iterable[_RecvInfo]) -> None:
     for info in infos:
         info.buffer = None
+
+
+def _without_memory(output: torch.Tensor) -> torch.Tensor:
+    """Stands in for ``output`` in a backward pass, which takes gradients of its shape and not its values."""
+    return _Shape.apply(output) if output.requires_grad else output  # pyright: ignore[reportReturnType]
+
+
+class _Shape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, output: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.empty_strided(output.shape, (0,) * output.ndim, dtype=output.dtype, device=output.device)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
 
 
 def build_schedule(stages: Sequence[StageModule], indices: Sequence[int], plan: Plan, mesh: DeviceMesh) -> Schedule:

@@ -5,7 +5,8 @@ things make that large. Inputs of asynchronous collectives are not reusable befo
 and the host is ahead of the device by as many launches as the driver queues. And the loss frees copies of its logits
 that are too small for the wider copies that follow.
 
-Each holding is a fixed number of bytes and a number of bytes for each sequence that the rank works on.
+Each holding is a fixed number of bytes and a number of bytes for each sequence that the rank works on, but for the
+fullest moment of a backward pass, which is another one the more sequences there are.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.vocabulary.terms import Holding, Pass
+from costmodels.vocabulary.terms import PLACE, Holding, Pass
 from costmodels.vocabulary.workload import CollectiveKind
 from planner.axes.framework import Framework
 from planner.axes.lowered import Kernel, RankUnit, RankWork, Recomputation, Role, Tensor
 from planner.layout.columns import Array
+from planner.pricing.backward_walk import held_in_backward
 from planner.pricing.kernels import is_plain_attention, kernels_issued
 from planner.pricing.split_work import is_deferred
 
@@ -27,14 +29,20 @@ from planner.pricing.split_work import is_deferred
 EIGHT_BIT = {"fp8"}
 
 
-def holdings(unit: RankUnit, framework: Framework, launch_queue: float) -> Array:
-    """[modes, holdings, 2] of ``unit``: bytes of any micro-batch, and bytes for each sequence on the rank.
+def holdings(unit: RankUnit, framework: Framework, launch_queue: float, on_rank: Array) -> Array:
+    """Bytes [sizes, modes, ``Holding``] of ``unit`` where a rank works on each of ``on_rank`` sequences.
 
     ``launch_queue``: kernels that the driver queues before a launch blocks, so the host is ahead by no more.
     """
     held = _Held(unit, framework, launch_queue)
     modes = [held.under(mode) for mode in unit.recomputations]
-    return np.array([[mode[holding] for holding in Holding] for mode in modes])
+    lines = np.array([[mode[holding] for holding in Holding] for mode in modes])
+    found = lines[:, :, 0] + lines[:, :, 1] * on_rank[:, None, None]
+    if framework.recipe.memory.has_fsdp_moments:
+        whole = held.in_backward
+        fullest = (whole[:, 0] + whole[:, 1] * on_rank[:, None]).max(axis=1)
+        found[..., PLACE[Holding.GRADIENTS]] = fullest[:, None] - found[..., PLACE[Holding.KEPT]]
+    return found
 
 
 def kept_results(work: RankWork, mode: Recomputation) -> tuple[float, float]:
@@ -70,6 +78,19 @@ class _Held:
         again = self._kept_without_recomputation - kept
         return {Holding.KEPT: kept, Holding.WORKING: again + self._at_work, **self._others}
 
+    @cached_property
+    def in_backward(self) -> Array:
+        """[operators, 2]: all that the unit holds when each operator's backward pass ends; nothing said of a loss."""
+        if self._unit.loss is not None:
+            return np.zeros((1, 2))
+        per_score = self._framework.attention.gradient_score_bytes.value
+        return held_in_backward(
+            self._unit,
+            saved_of=lambda tensor: self._storages([tensor]),
+            extras_of=lambda kernel: self._extras([kernel]),
+            passing_of=lambda kernel: _per_sequence(per_score * kernel.scores),
+        )
+
     def _kept(self, mode: Recomputation) -> Array:
         kept = self._storages(mode.kept) + self._extras(self._kernels[i] for i in mode.kept_extras_of)
         if mode.keeps_logits:
@@ -89,6 +110,7 @@ class _Held:
         waiting = facts.waiting_tensors.value * whole
         stranded = max(0.0, facts.logit_reserved_bytes.value - facts.logit_peak_bytes.value)
         return {
+            Holding.GRADIENTS: _per_sequence(0.0),
             Holding.LOSS: self._loss,
             Holding.BUFFER: facts.gather_buffers.value * whole,
             Holding.COLLECTIVE: waiting,

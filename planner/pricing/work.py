@@ -24,6 +24,8 @@ from planner.pricing.kernels import KernelTimes, kernel_times, kernels_issued
 from planner.pricing.machine import Machine
 from planner.pricing.split_work import WeightGradients, weight_gradients
 
+_AT_WORK = (Holding.WORKING, Holding.GRADIENTS)
+
 
 class Case(NamedTuple):
     """A unit on one rank, and the sequences in a micro-batch."""
@@ -46,21 +48,22 @@ def price_work(cases: Sequence[Case], machine: Machine, framework: Framework) ->
     on_rank = np.array([case.micro_batch_size * case.work.part_of_sequence for case in cases])
     sizes, place = np.unique(on_rank, return_inverse=True)
     priced = _PricedUnit(unit, sizes, machine, framework)
-    held = holdings(unit, framework, machine.launch_queue)
-    num_bytes = held[:, :, 0] + held[:, :, 1] * on_rank[:, None, None]
+    num_bytes = holdings(unit, framework, machine.launch_queue, on_rank)
     time_s = np.empty((len(cases), len(unit.recomputations), len(Time)))
     for work, rows in _by_work(cases):
         exchanged = priced.exchanges(work)
         at = place[rows]
         time_s[rows] = priced.times(exchanged)[at]
-        num_bytes[rows, :, PLACE[Holding.WORKING]] += _buffered_bytes(work) * on_rank[rows, None]
+        for holding in _AT_WORK:
+            num_bytes[rows, :, PLACE[holding]] += _buffered_bytes(work) * on_rank[rows, None]
         lead = priced.host_lead(exchanged)[at, None]
         for holding in (Holding.COLLECTIVE, Holding.QUEUED):  # where the device is ahead, no collective is waited for
             num_bytes[rows, :, PLACE[holding]] *= lead if holding is Holding.COLLECTIVE else lead > 0
         for mode, recomputation in enumerate(unit.recomputations):
             kept, saved = kept_results(work, recomputation)
             num_bytes[rows, mode, PLACE[Holding.KEPT]] += kept * on_rank[rows]
-            num_bytes[rows, mode, PLACE[Holding.WORKING]] -= saved * on_rank[rows]
+            for holding in _AT_WORK:
+                num_bytes[rows, mode, PLACE[holding]] -= saved * on_rank[rows]
     return WorkPrices(time_s, num_bytes)
 
 

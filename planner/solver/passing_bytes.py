@@ -70,7 +70,9 @@ class PassingBytes:
             return held[..., PLACE[holding]].reshape(shape)
 
         elements = self._sizes[:, kind].reshape(-1, *[1] * number)
-        unit = UnitAtWork(of(Holding.WORKING), of(Holding.LOSS), of(Holding.KEPT), elements)
+        unit = UnitAtWork(
+            of(Holding.WORKING), of(Holding.LOSS), of(Holding.KEPT), elements, with_gradients=of(Holding.GRADIENTS)
+        )
         return unit, of(Holding.BUFFER), of(Holding.STRANDED)
 
     @cached_property
@@ -88,7 +90,6 @@ class PassingBytes:
         sharding = Sharding(
             gathers_units=_SHARDS_PARAMETERS[zero][whole],
             reduces_each=(_SHARDS_GRADIENTS[zero] | (self._of.num_microbatches == 1))[whole],
-            num_shards=1,  # matters where gradients are reduced once a step
             compute_bytes=np.where(is_left, 0.0, framework.item_bytes)[whole],
             buffer_bytes=np.where(is_left, 0.0, framework.reduction_bytes)[whole],
         )

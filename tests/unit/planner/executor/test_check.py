@@ -11,6 +11,7 @@ from torch import nn
 
 from costmodels.vocabulary.choices import Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import MemoryTerm
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
 from planner.executor.build import loaded_model
@@ -103,6 +104,55 @@ def test_tensors_take_what_the_ledger_says_where_parameters_are_left_as_they_are
     found = _check_rank(plan, loaded_model(plan), 0)
     assert found.problem is None
     assert found.allocated_bytes == pytest.approx(allocated_bytes(plan, 0), rel=WITHIN)
+
+
+OF_ALL_KINDS = """
+from planner.models.config import FamilyConfig
+from planner.models.family import build_family
+
+def tied():
+    return build_family(FamilyConfig(family="gpt", layers=4, hidden=1024, heads=8, ffn=4096, vocab=16384, tied=True,
+                                     seq_len=256))
+
+def experts():
+    return build_family(FamilyConfig(family="moe", layers=4, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=1024,
+                                     mlp="swiglu", experts=32, top_k=2, expert_ffn=1024, seq_len=128))
+
+def deep():
+    return build_family(FamilyConfig(family="llama", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=1024,
+                                     mlp="swiglu", seq_len=256))
+"""
+IN_PARTS = Pins(tp=1, cp=1, dp_replicate=1, micro_batch=2, recompute=Recompute.FULL)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "pins"),
+    [
+        # The weight that embedding and head share stays gathered; shards of gradients grow in the only micro-batch.
+        ("tied", 8, replace(IN_PARTS, zero=3, pp=1, dp=4)),
+        ("tied", 16, replace(IN_PARTS, zero=3, pp=1, dp=4)),
+        # Gradients of experts are there while attention runs again; shards of experts are not those of the others.
+        ("experts", 32, replace(IN_PARTS, zero=1, pp=2, dp=2, ep=2, schedule=ScheduleName.ONE_F_ONE_B)),
+        # What stages have sent is theirs no more.
+        ("deep", 128, replace(IN_PARTS, zero=1, pp=2, dp=2, micro_batch=8, schedule=ScheduleName.INTERLEAVED_1F1B,
+                              virtual_stages=2)),
+    ],
+    ids=["tied weight, one micro-batch", "tied weight", "experts", "sent"],
+)  # fmt: skip
+def test_tensors_take_what_the_ledger_says_of_every_kind_of_model(
+    model: str, batch: int, pins: Pins, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(OF_ALL_KINDS)
+    request = Request(f"{path}:{model}", 4, "dgx-a100-80gb", global_batch_size=batch, pins=pins, may_idle=False,
+                      seq_len=128 if model == "experts" else 256)  # fmt: skip
+    plan = find_plan(request).plan
+    found, predicted = _check_rank(plan, loaded_model(plan), 0), allocated_bytes(plan, 0)
+    assert found.problem is None
+    assert plan.prediction is not None
+    assert predicted is not None
+    workspace = plan.prediction.memory_breakdown_bytes[0][MemoryTerm.WORKSPACE]  # of cuBLAS, on real devices alone
+    assert found.allocated_bytes == pytest.approx(predicted - workspace, rel=0.01)
 
 
 def test_a_pipeline_holds_no_more_for_more_micro_batches() -> None:
