@@ -12,13 +12,15 @@ from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.cuts import is_allowed
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
+from planner.pricing.target import PricingTarget
+from planner.problem import Problem
 from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
 from planner.solver.glance import pipeline_coefficient, rough_bound_s
 from planner.solver.search import search
-from tests.planning import problem_of
+from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 
 SAMPLE = 25
 ROUNDING = 1 + 1e-9
@@ -119,6 +121,26 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
                 tried += 1
                 assert bound_s <= priced.step_time_s * ROUNDING, (layout, starts)
     assert tried >= 40
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE, ScheduleName.INTERLEAVED_1F1B, ScheduleName.ZBV_ZERO_BUBBLE],
+)
+def test_bounds_hold_and_are_of_use_where_sends_take_most_of_a_step(schedule: ScheduleName) -> None:
+    slow = {"network_inside": 1e-4, "network_between": 1e-4}
+    target = PricingTarget(graph_of("llama-tiny", 64), cluster_of(A100, 8), "bf16").scaled(slow)
+    problem = Problem.build(target, training_of(16, 64), Pins(schedule=schedule, tp=1, cp=1))
+    several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
+    ratios: list[float] = []
+    for layout, bound_s in zip(several, bounds(problem.table, several).step_time_s, strict=True):
+        pricer = Pricer(problem.table, layout)
+        best = pricer.fastest(pricer.first_cuts())
+        if best is not None:
+            ratios.append(float(bound_s) / best.step_time_s)
+    assert len(ratios) >= 9
+    assert max(ratios) <= ROUNDING
+    assert np.median(ratios) > 0.7
 
 
 def test_bounds_are_of_use() -> None:
