@@ -9,6 +9,7 @@ import pytest
 from costmodels.ledger import SoftwareBytes
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from hardware_profiles.schema import FactorName
 from planner.evaluation.cuts import is_allowed
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
@@ -128,7 +129,7 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
     [ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE, ScheduleName.INTERLEAVED_1F1B, ScheduleName.ZBV_ZERO_BUBBLE],
 )
 def test_bounds_hold_and_are_of_use_where_sends_take_most_of_a_step(schedule: ScheduleName) -> None:
-    slow = {"network_inside": 1e-4, "network_between": 1e-4}
+    slow: dict[FactorName, float] = {"network_inside": 1e-4, "network_between": 1e-4}
     target = PricingTarget(graph_of("llama-tiny", 64), cluster_of(A100, 8), "bf16").scaled(slow)
     problem = Problem.build(target, training_of(16, 64), Pins(schedule=schedule, tp=1, cp=1))
     several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
