@@ -1,5 +1,7 @@
 """Operators that a framework runs as one, and products that stay in 16 bits, against closed forms."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from costmodels.recipe import load_recipe
@@ -69,7 +71,7 @@ COPYING = OURS.model_copy(
 )
 
 
-def eight_bit_times(model: str, update: dict[str, object], precision: str = "fp8") -> tuple[float, float]:
+def eight_bit_times(model: str, update: Mapping[str, object], precision: str = "fp8") -> tuple[float, float]:
     """Forward and backward compute of a block on one H100, one sequence."""
     recipe = COPYING.model_copy(update=update)
     target = PricingTarget(graph_of(model, SEQ_LEN), cluster_of(H100, 8), precision, recipe)
