@@ -1,12 +1,13 @@
 """Mutation testing: the code is made wrong at random places, one at a time, and tests must notice.
 
-    python -m benchmarks.reliability.mutation [--num N] [--seed S] [--package costmodels ...] [--output FILE.json]
+    python -m benchmarks.reliability.mutation [--num N] [--seed S] [--package costmodels ...] [--again] [--output FILE]
 
 cosmic-ray (`pip install -c constraints.txt -e '.[drills]'`) says where a module can be changed and how: another
 operator, comparison or number, a condition turned round, a loop that never runs. Of all places some are drawn, each as
 likely as any other, and at each one of its changes. Tests run on a copy of the packages, the package's own first, then
 those of what rests on it. A change that ends them, or that takes them ten times as long as without, is noticed. One
-that no test notices survives: it is printed, and somebody has to say whether it changes anything at all.
+that no test notices survives: it is printed, and somebody has to say whether it changes anything at all. ``--again``
+tries those that survived once more, on today's code and tests, where their line is still the same.
 """
 
 from __future__ import annotations
@@ -117,25 +118,57 @@ def survives(change: Change, stages: Sequence[tuple[Sequence[str], float]]) -> s
     """The difference that no test noticed, in the current folder; None where one did."""
     path = Path(change.path)
     before = path.read_text(encoding="utf-8")
-    operator = cosmic_ray("plugins").get_operator(change.operator)()
-    after: str = cosmic_ray("mutating").mutate_code(before, operator, change.occurrence)
+    after, difference = changed(change, before)
     path.write_text(after, encoding="utf-8")
     try:
         if any(seconds_of(tests, max(LEAST_S, SLOWER * usual_s)) is None for tests, usual_s in stages):
             return None
     finally:
         path.write_text(before, encoding="utf-8")
+    return difference
+
+
+def changed(change: Change, before: str) -> tuple[str, str]:
+    """The text of a module after the change, and the difference, which begins with the number of its line."""
+    operator = cosmic_ray("plugins").get_operator(change.operator)()
+    after: str = cosmic_ray("mutating").mutate_code(before, operator, change.occurrence) or before
     lines = unified_diff(before.splitlines(), after.splitlines(), change.path, change.path, lineterm="", n=0)
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++")))
+    return after, "\n".join(line for line in lines if not line.startswith(("---", "+++")))
+
+
+def usual_times(package: str) -> list[tuple[Sequence[str], float]]:
+    """The tests of a package, and how long they take without a change, in the current folder."""
+    found: list[tuple[Sequence[str], float]] = []
+    for tests in TESTS[package]:
+        usual_s = seconds_of(tests, 3600.0)
+        assert usual_s is not None, f"{tests} fail without any change"
+        found.append((tests, usual_s))
+    return found
+
+
+def tried_again(package: str, record: Record, output: Path) -> Record:
+    """Tries those that survived in ``record``, saving after each; a line that is another by now stays a survivor."""
+    stages, left = usual_times(package), list[dict[str, Any]]()
+    for number, each in enumerate(survivors := record["survivors"]):
+        change = Change(each["path"], (each["position"][0], each["position"][1]), each["operator"], each["occurrence"])
+        difference = each["difference"] if has_moved(change, each["difference"]) else survives(change, stages)
+        if difference is not None:
+            left.append(each)
+        num_noticed = record["num_noticed"] + number + 1 - len(left)
+        again = {"commit_again": commit(), "num_noticed": num_noticed, "survivors": left + survivors[number + 1 :]}
+        save(output, {package: record | again})
+    return read_results(output)[package]
+
+
+def has_moved(change: Change, difference: str) -> bool:
+    """Whether the change is another one in today's code."""
+    before = Path(change.path).read_text(encoding="utf-8")
+    return changed(change, before)[1].partition("\n")[2] != difference.partition("\n")[2]
 
 
 def tried(package: str, num: int, seed: int, output: Path) -> Record:
     """Tries ``num`` changes of a package in the current folder, a copy, saving after each."""
-    stages: list[tuple[Sequence[str], float]] = []
-    for tests in TESTS[package]:
-        usual_s = seconds_of(tests, 3600.0)
-        assert usual_s is not None, f"{tests} fail without any change"
-        stages.append((tests, usual_s))
+    stages = usual_times(package)
     record: Record = {"commit": commit(), "seed": seed, "num": 0, "num_noticed": 0, "survivors": []}
     for change in drawn(package, num, seed):
         difference = survives(change, stages)
@@ -152,6 +185,7 @@ def main() -> int:
     """Tries the changes and prints the survivors; 1 where fewer than four fifths were noticed."""
     parser = options_of(__doc__, 100, "changes of each package", "mutation")
     parser.add_argument("--package", nargs="+", choices=list(TESTS), default=list(TESTS))
+    parser.add_argument("--again", action="store_true", help="those of the file of results that survived")
     options = parser.parse_args()
     output = options.output.absolute()
     with working_folder() as folder:
@@ -159,7 +193,12 @@ def main() -> int:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
         for package in options.package:
-            record = tried(package, options.num, options.seed, output)
+            before = read_results(output).get(package)
+            record = (
+                tried_again(package, before, output)
+                if options.again and before
+                else tried(package, options.num, options.seed, output)
+            )
             print(f"{package}: {record['num_noticed']} of {record['num']} noticed", flush=True)
     found = read_results(output)
     return int(any(5 * found[package]["num_noticed"] < 4 * found[package]["num"] for package in options.package))

@@ -149,11 +149,9 @@ class RankMemoryModel:
             gather_buffers=transient.buffers,
             offload_buffers=transient.offloaded,
         )
+        gathered_update = self._gathered_update(trainable, experts)
         update = self._ledger(
-            states,
-            states.gradients,
-            gathered_update=self._gathered_update(trainable, experts),
-            gather_buffers=transient.buffers,
+            states, states.gradients, gathered_update=gathered_update, gather_buffers=transient.buffers
         )
         backward = self._backward(states, stages, activation_bytes, transient)
         return (

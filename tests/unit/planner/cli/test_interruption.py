@@ -138,6 +138,7 @@ def test_an_error_that_python_made_of_ctrl_c_is_told_as_such() -> None:
     """An exception in ``__set_name__`` is raised as a RuntimeError (Python 3.11)."""
     program = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
         "from planner.__main__ import main\n"
         "from planner.cli import main as commands\n"
         "class Field:\n"
