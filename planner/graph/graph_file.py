@@ -9,6 +9,7 @@ from costmodels.vocabulary.shown import ascii_json
 from planner.errors import ModelError
 from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
 from planner.json_file import FileFormat
+from planner.operators.call import ITEM_BYTES
 from planner.output_file import write_text
 
 
@@ -55,6 +56,8 @@ def _inconsistencies(graph: ModelGraph) -> list[str]:
     """What the schema cannot say: ids, references and the partition into units."""
     count = len(graph.nodes)
     problems = [f"nodes.{i}: id is {node.id}" for i, node in enumerate(graph.nodes) if node.id != i]
+    unknown = {graph.dtype, *(node.dtype for node in graph.nodes)} - ITEM_BYTES.keys()
+    problems += [f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}" for dtype in sorted(unknown)]
     for node in graph.nodes:
         for operand in node.operands:
             if isinstance(operand, str) and operand not in graph.parameter_of:

@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from costmodels.vocabulary.bounds import MOST_BYTES, MOST_FLOPS, MOST_SEQ_LEN
+from costmodels.vocabulary.bounds import MOST_BYTES, MOST_FLOPS, MOST_SEQ_LEN, MOST_TEXT
 from hardware_profiles.vocabulary import OpClass
 from planner.operators.call import AttributeValue
 
 SCHEMA_VERSION = 1
 
 Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]  # of bytes, elements, nodes
+Text = Annotated[str, Field(max_length=MOST_TEXT)]  # that a plan says as well
 Positive = Annotated[int, Field(ge=1, le=MOST_SEQ_LEN)]
 Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
 Sizes = Annotated[tuple[Size, ...], FailFast()]
@@ -120,8 +121,8 @@ class ModelGraph(_Value):
     """The operator DAG of a model with its loss. Key names are the contract of graph.json."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    source: str  # MODEL as the user named it
-    digest: str
+    source: Text  # MODEL as the user named it
+    digest: Text
     files: dict[str, str] = Field(default_factory=dict)  # of a Python model, as ``model.files`` of a plan
     tier: Literal["export", "modules", "config"]
     num_params: Size

@@ -55,11 +55,20 @@ def change(file: Path, **changes: object) -> None:
         ({"num_params": "many"}, "num_params"),
         ({"edges": [[3, 1]]}, "edge 3 -> 1 does not lead forward"),
         ({"units": []}, "each node exactly once"),
+        ({"digest": "a" * 5000}, "digest: String should have at most 4096 characters"),
+        ({"dtype": "flo!t32"}, "dtype 'flo!t32' is none of bool,"),
     ],
 )
 def test_foreign_files_are_refused_by_name(file: Path, changes: dict[str, object], message: str) -> None:
     change(file, **changes)
     with pytest.raises(ModelError, match=message):
+        read_graph(file)
+
+
+def test_an_output_of_unknown_dtype_is_refused(file: Path) -> None:
+    nodes = json.loads(file.read_text())["nodes"]
+    change(file, nodes=[*nodes[:-1], {**nodes[-1], "dtype": "bfloat17"}])
+    with pytest.raises(ModelError, match="dtype 'bfloat17' is none of"):
         read_graph(file)
 
 
