@@ -56,6 +56,7 @@ def change(file: Path, **changes: object) -> None:
         ({"edges": [[3, 1]]}, "edge 3 -> 1 does not lead forward"),
         ({"units": []}, "each node exactly once"),
         ({"digest": "a" * 5000}, "digest: String should have at most 4096 characters"),
+        ({"source": "\ud800"}, "source: Input should be a valid string"),
         ({"dtype": "flo!t32"}, "dtype 'flo!t32' is none of bool,"),
     ],
 )
