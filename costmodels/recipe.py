@@ -262,7 +262,10 @@ OWN_FACTS = ("name", "description", "error_band", "memory_band")
 @lru_cache(maxsize=32)
 def load_recipe(name_or_path: str = OUR_RECIPE) -> Recipe:
     """The shipped recipe of that name, or the one in a JSON file; ValueError where there is none or it is not sound."""
-    return Recipe.model_validate(resolved_content(name_or_path))
+    recipe = Recipe.model_validate(resolved_content(name_or_path))
+    for name in (recipe.flash_kernel, recipe.plain_kernel):
+        attention_kernel(name)  # which says so where there is none
+    return recipe
 
 
 def resolved_content(name_or_path: str) -> dict[str, object]:

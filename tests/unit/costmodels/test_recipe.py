@@ -51,6 +51,12 @@ def test_unknown_names_are_refused_with_what_there_is() -> None:
         attention_kernel("linear")
 
 
+@pytest.mark.parametrize("key", ["flash_kernel", "plain_kernel"])
+def test_a_recipe_with_an_unknown_attention_kernel_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no attention kernel 'linear'; known are"):
+        load_recipe(write(tmp_path, "mine", extends="nanotron", **{key: "linear"}))
+
+
 def test_our_recipe_keeps_the_bytes_of_fsdp2() -> None:
     ours = states_of(
         1e9,
