@@ -125,6 +125,11 @@ class Tensor:
     is_floating: bool
     follows_batch: bool
 
+    @property
+    def is_activation(self) -> bool:
+        """Whether it comes from the model's inputs and may have a gradient."""
+        return self.is_floating and self.follows_batch
+
     def times(self, share: float, kept_share: float) -> Tensor:
         """One rank's part: ``share`` of it, of which, or of the whole where it is gathered, ``kept_share`` is kept."""
         kept, whole = self.kept_bytes * kept_share, self.whole_bytes

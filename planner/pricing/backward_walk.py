@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.axes.lowered import Kernel, RankUnit, Tensor
+from planner.axes.lowered import Kernel, RankUnit
 from planner.layout.columns import Array
 
 BytesOf = Callable[[Kernel], Array]  # fixed bytes, and bytes for each sequence
@@ -53,10 +53,10 @@ def _gradients_in_flight(unit: RankUnit) -> Iterator[Array]:
     storage_of: Mapping[int, int] = {kernel.id: kernel.storage for kernel in unit.kernels}
     there: dict[int, float] = {}
     for kernel in reversed(unit.kernels):
-        if kernel.id in there or _has_gradient(unit.tensors[kernel.id]):
+        if kernel.id in there or unit.tensors[kernel.id].is_activation:
             there.setdefault(kernel.storage, _bytes(unit, kernel.storage))
             for tensor in kernel.inputs:
-                if _has_gradient(unit.tensors[tensor]):
+                if unit.tensors[tensor].is_activation:
                     storage = storage_of.get(tensor, tensor)
                     there.setdefault(storage, _bytes(unit, storage))
         yield np.array([0.0, sum(there.values())])
@@ -65,8 +65,4 @@ def _gradients_in_flight(unit: RankUnit) -> Iterator[Array]:
 
 
 def _bytes(unit: RankUnit, tensor: int) -> float:
-    return unit.tensors[tensor].bytes if _has_gradient(unit.tensors[tensor]) else 0.0
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating and tensor.follows_batch
+    return unit.tensors[tensor].bytes if unit.tensors[tensor].is_activation else 0.0

@@ -58,7 +58,7 @@ def _inside_experts(unit: RankUnit) -> set[int]:
 
 
 def _is_copied(unit: RankUnit, tensor: int) -> bool:
-    return tensor in unit.tensors and unit.tensors[tensor].is_floating and unit.tensors[tensor].follows_batch
+    return tensor in unit.tensors and unit.tensors[tensor].is_activation
 
 
 def _elements(unit: RankUnit, tensor: int) -> float:

@@ -140,8 +140,8 @@ class _Held:
         counted = self._unit.loss.copies if self._unit.loss else frozenset[int]()
         tensors = self._unit.tensors
         for kernel in self._unit.kernels:
-            if not kernel.is_view and kernel.id not in counted and _has_gradient(tensors[kernel.id]):
-                made_from = sum(tensors[i].bytes for i in kernel.inputs if _has_gradient(tensors[i]))
+            if not kernel.is_view and kernel.id not in counted and tensors[kernel.id].is_activation:
+                made_from = sum(tensors[i].bytes for i in kernel.inputs if tensors[i].is_activation)
                 largest = max(largest, self._own_gradient(kernel.id) + made_from)
         return largest
 
@@ -216,10 +216,6 @@ class _Held:
 
 def _saved_by(kernels: Iterable[Kernel]) -> set[int]:
     return {tensor for kernel in kernels for tensor in kernel.saves}
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating and tensor.follows_batch
 
 
 _FIXED, _GROWING = np.array([1.0, 0.0]), np.array([0.0, 1.0])
