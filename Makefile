@@ -14,13 +14,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice; pip
-# compiles on one core, compileall on all, and some packages ship files that are not for this Python
+# torch goes first and pinned, so that pip takes the build at hand for it and no other requirement widens the choice. pip
+# uses one core and compiles what it installs one by one: the rest is installed while torch is compiled. What is left
+# out is compiled by whoever imports it; some packages ship files that are not for this Python
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|models|pip|setuptools|_vendor)/' $(VENV)/lib || true
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)' -c constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf,dev]'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	($(COMPILE)) & $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf,dev]' && wait
+	$(COMPILE)
 	touch $@
 
 demo: setup

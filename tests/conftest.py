@@ -7,6 +7,8 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from planner.graph import tracing
+
 # The same examples on every run and machine, so that a red test stays red; shared cores make deadlines meaningless.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -16,9 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage is to look through all of torch."""
+    """What is imported by now stays: no collection of garbage is to look through all of torch.
+
+    Garbage is looked for less often than Python does by itself; planner's commands do not look for it at all.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +37,16 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"))
         yield
+
+
+@pytest.fixture
+def traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of model files is traced in this process: one of its own spends 2 s of CPU on importing torch.
+
+    For harmless files, where a test asks about something else than the trace. What the code read is not recorded.
+    """
+
+    def here(request: tracing.TraceRequest, _time_limit_s: float) -> tracing.TracedModel:
+        return tracing.TracedModel(graph=tracing._trace_here(request))
+
+    monkeypatch.setattr(tracing, "_trace_in_child", here)

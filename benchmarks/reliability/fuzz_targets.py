@@ -281,14 +281,22 @@ def _text_of(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+@lru_cache(maxsize=64)
+def _arrays_of(content: bytes) -> dict[str, Any]:
+    """None where it was damaged before: of no interest here why."""
+    try:
+        with np.load(io.BytesIO(content)) as stored:
+            return {name: stored[name] for name in stored.files}
+    except Exception:
+        return {}
+
+
 def changed_search(content: bytes, draw: random.Random) -> bytes:
     """A saved search whose header or one of whose arrays is another, or whose bytes are."""
     if draw.random() < 0.25:
         return changed_bytes(content, draw)
-    try:
-        with np.load(io.BytesIO(content)) as stored:
-            arrays: dict[str, Any] = {name: stored[name] for name in stored.files}
-    except Exception:  # damaged before: of no interest here why
+    arrays = dict(_arrays_of(content))
+    if not arrays:
         return changed_bytes(content, draw)
     name = draw.choice(list(arrays))
     if "header" in arrays and draw.random() < 0.5:

@@ -152,7 +152,7 @@ def test_outcomes_of_ctrl_c_have_names(code: int, shown: str, is_late: bool, new
 
 
 def test_memory_does_not_grow_with_searches() -> None:
-    found = growth.measured(60)
+    found = growth.measured(40)
     assert len(found) == 10
     assert found[-1] <= found[4] * (1 + growth.MOST_GROWTH)
 

@@ -9,6 +9,8 @@ from planner.errors import InputError
 from planner.layout.layout import Pins
 from planner.request import Request
 
+pytestmark = pytest.mark.usefixtures("traced_here")
+
 MODEL = """
 from torch import nn
 

@@ -22,6 +22,8 @@ from planner.model_file import HELD, held_model
 from planner.plan.plan_file import write_plan
 from planner.request import Request, graph_of, traced_anew
 
+pytestmark = pytest.mark.usefixtures("traced_here")
+
 Batch = dict[str, torch.Tensor]
 
 SOURCE = """

@@ -136,8 +136,7 @@ def test_wrong_words_are_refused(call: Callable[[], object], said: str) -> None:
         call()
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist, planner
+PLAIN_SCRIPT = """
 from torch.nn import functional as F
 class Model(torch.nn.Module):
     def __init__(self):
@@ -148,25 +147,21 @@ class Model(torch.nn.Module):
 def made():
     torch.manual_seed(0)
     return Model()
-dist.init_process_group("gloo")
-plan, rank = planner.load_plan(sys.argv[1], trust=True), dist.get_rank()
-torch.manual_seed(1)
-ids = torch.randint(256, (plan.training.global_batch_size, plan.training.seq_len))
-labels = torch.randint(256, ids.shape)
-own = made()
-F.cross_entropy(own(ids).flatten(0, 1), labels.flatten()).backward()
-wanted = {name: p.grad for name, p in own.named_parameters()}
-part = planner.parallelize(made(), plan)
-part.forward_backward({"ids": ids[rank::2], "labels": labels[rank::2]})
-for root in part.roots:
-    for name, p in root.named_parameters():
-        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        torch.testing.assert_close(grad, wanted.pop(name), rtol=1e-4, atol=1e-6)
-assert not wanted
-if rank == 0:
-    print("equal")
-dist.barrier()  # gloo may abort a rank whose peers are gone
-dist.destroy_process_group()
+for path in folder.glob("plain-*.json"):
+    plan = planner.load_plan(path, trust=True)
+    torch.manual_seed(1)
+    ids = torch.randint(256, (plan.training.global_batch_size, plan.training.seq_len))
+    labels = torch.randint(256, ids.shape)
+    own = made()
+    F.cross_entropy(own(ids).flatten(0, 1), labels.flatten()).backward()
+    wanted = {name: p.grad for name, p in own.named_parameters()}
+    part = planner.parallelize(made(), plan)
+    part.forward_backward({"ids": ids[rank::2], "labels": labels[rank::2]})
+    for root in part.roots:
+        for name, p in root.named_parameters():
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, wanted.pop(name), rtol=1e-4, atol=1e-6)
+    assert not wanted
 """
 
 
@@ -180,33 +175,6 @@ class Model(torch.nn.Module):
     def forward(self, input_ids):
         return self.head(torch.tanh(self.embed(input_ids)))
 """
-
-
-def launched(script: Path, *plans: Path) -> None:
-    """Runs a script on two ranks, which says that all was equal."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *map(str, plans)],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr[-9000:]
-
-
-@pytest.mark.parametrize("is_held", [False, True], ids=["of a file", "held in Python"])
-def test_parallelize_trains_as_one_process_does(tmp_path: Path, *, is_held: bool) -> None:
-    """Two ranks of a script of one's own, against torch in one process: every gradient of a step."""
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    names: dict[str, type[nn.Module]] = {}
-    exec(MODEL, names)
-    model = names["Model"]() if is_held else path
-    options = {"global_batch_size": 8, "seq_len": 16, "precision": "fp32", "dp": 2, "zero": 3, "micro_batch": 2}
-    plan = planner.search(model, gpus=2, hardware="cpu-gloo", **options)  # pyright: ignore[reportArgumentType]
-    write_plan(plan, tmp_path / "plan.json")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    launched(script, tmp_path / "plan.json")
 
 
 NESTED = """
@@ -246,11 +214,8 @@ def loss_fn(output, batch):
 """
 
 NESTED_SCRIPT = """
-import sys, torch, torch.distributed as dist, planner
 from torch.utils._pytree import tree_map
 from nested import Model, example_inputs, loss_fn
-dist.init_process_group("gloo")
-rank = dist.get_rank()
 torch.manual_seed(1)
 whole = example_inputs(8, 1)
 def made():
@@ -259,7 +224,7 @@ def made():
 own = made()
 expected = loss_fn(own(whole["batch"], whole["scale"]), whole)
 expected.backward()
-for path in sys.argv[1:]:
+for path in folder.glob("nested-*.json"):
     plan = planner.load_plan(path, trust=True)
     dp = plan.mesh.dp_shard * plan.mesh.dp_replicate
     mine = tree_map(lambda t: t[rank % dp :: dp] if isinstance(t, torch.Tensor) else t, whole)
@@ -275,26 +240,51 @@ for path in sys.argv[1:]:
             checked += 1 / dp
     dist.all_reduce(checked)
     assert round(float(checked)) == len(list(own.parameters()))
-dist.barrier()
+"""
+BEFORE = """
+import pathlib, sys, torch, torch.distributed as dist, planner
+dist.init_process_group("gloo")
+folder, rank = pathlib.Path(sys.argv[1]), dist.get_rank()
+"""
+AFTER = """
+dist.barrier()  # gloo may abort a rank whose peers are gone
 if rank == 0:
-    print("equal")
+    print(*sorted(path.name for path in folder.glob("*-*.json")))
 dist.destroy_process_group()
 """
 
 
-def test_parallelize_takes_nested_inputs(tmp_path: Path) -> None:
-    """Data parallelism and a pipeline of a model whose inputs are a nest, against torch in one process."""
-    path = tmp_path / "nested.py"
-    path.write_text(NESTED)
-    common = {"global_batch_size": 8, "precision": "fp32", "micro_batch": 2}
-    pins: list[dict[str, int]] = [{"dp": 2, "zero": 3}, {"pp": 2}]
-    for index, pin in enumerate(pins):
-        plan = planner.search(path, gpus=2, hardware="cpu-gloo", **common, **pin)  # pyright: ignore[reportArgumentType]
-        assert plan.training.seq_len == 1
-        write_plan(plan, tmp_path / f"plan-{index}.json")
-    script = tmp_path / "train.py"
-    script.write_text(NESTED_SCRIPT)
-    launched(script, *(tmp_path / f"plan-{index}.json" for index in range(len(pins))))
+def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
+    """Two ranks of a script of one's own, against torch in one process: every gradient of a step.
+
+    The plan of a file; that of the same module held in Python; data parallelism and a pipeline of a model whose inputs
+    are a nest.
+    """
+    plain, nested, script = tmp_path / "model.py", tmp_path / "nested.py", tmp_path / "train.py"
+    plain.write_text(MODEL)
+    nested.write_text(NESTED)
+    script.write_text(BEFORE + PLAIN_SCRIPT + NESTED_SCRIPT + AFTER)
+    names: dict[str, type[nn.Module]] = {}
+    exec(MODEL, names)
+    common = {"gpus": 2, "hardware": "cpu-gloo", "global_batch_size": 8, "precision": "fp32", "micro_batch": 2}
+    of_plain = {**common, "seq_len": 16, "dp": 2, "zero": 3}
+    plans = {
+        "plain-of-a-file": planner.search(plain, **of_plain),  # pyright: ignore[reportArgumentType]
+        "plain-held": planner.search(names["Model"](), **of_plain),  # pyright: ignore[reportArgumentType]
+        "nested-dp": planner.search(nested, **common, dp=2, zero=3),  # pyright: ignore[reportArgumentType]
+        "nested-pp": planner.search(nested, **common, pp=2),  # pyright: ignore[reportArgumentType]
+    }
+    assert plans["nested-pp"].training.seq_len == 1
+    for name, plan in plans.items():
+        write_plan(plan, tmp_path / f"{name}.json")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-9000:]
+    assert done.stdout.split() == sorted(f"{name}.json" for name in plans)
 
 
 def test_parallelize_needs_ranks(graph: Path) -> None:

@@ -21,6 +21,8 @@ from planner.layout.layout import Pins
 from planner.plan.plan_file import read_plan
 from planner.request import Request
 
+pytestmark = pytest.mark.usefixtures("traced_here")
+
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
 
 

@@ -9,6 +9,8 @@ from planner.api import Question
 from planner.graph.alignment import alignment_warnings
 from planner.request import Request, load_graph
 
+pytestmark = pytest.mark.usefixtures("traced_here")
+
 SOURCE = """
 import torch
 from torch import nn
