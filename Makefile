@@ -10,7 +10,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 # compile all of planner again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint test-of-one-process test-of-many-processes bench clean
+.PHONY: setup demo test lint test-of-one-process test-of-many-processes bench sbom clean
 
 setup: $(STAMP)
 
@@ -52,5 +52,11 @@ bench: setup
 		echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); \
 	done
 
+# sbom.json: every package that `make setup` installs, with versions and licences, as CycloneDX. Its own tool is no part
+sbom: setup
+	test -x $(VENV)-sbom/bin/cyclonedx-py || $(PYTHON) -m venv $(VENV)-sbom
+	$(VENV)-sbom/bin/python -m pip install --quiet '$(shell grep '^cyclonedx-bom==' constraints.txt)' -c constraints.txt
+	$(VENV)-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-sbom sbom.json .pytest_cache .ruff_cache .hypothesis .import_linter_cache
