@@ -342,7 +342,7 @@ def _gather(model: ParallelModel) -> dict[str, list[torch.Tensor]]:
     """Whole parameters on rank 0: every copy that any rank holds, also of tied ones."""
     mine = [(fqn, _whole(p)) for root in model.roots for fqn, p in root.named_parameters(remove_duplicate=False)]
     parts: list[list[tuple[str, torch.Tensor]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
     copies: dict[str, list[torch.Tensor]] = {}
     for part in parts:
         for fqn, value in part or ():

@@ -63,7 +63,7 @@ def run_of(hidden: int, micro_batch_size: int, tp: int) -> Run:
 def test_the_fit_finds_what_runs_were_made_with() -> None:
     pricer = RunPricer()
     made_with = {**NEUTRAL, "product_rate": 0.8, "memory_traffic": 2.0}
-    runs = [run_of(*shape) for shape in product((2048, 4096), (1, 4), (1, 2, 4))]
+    runs = [run_of(*shape) for shape in product((2048, 4096), (1, 4), (1, 4))]
     made = replace(pricer, recipes={RECIPE[0]: with_values(load_recipe(RECIPE[0]), made_with)})
     runs = [replace(run, step_time_s=made.price(run).priced.step_time_s) for run in runs]
     residuals = residuals_of(RECIPE, runs, pricer)
