@@ -19,12 +19,12 @@ from planner.operators.call import AttributeValue
 SCHEMA_VERSION = 1
 
 Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]  # of bytes, elements, nodes
-Text = Annotated[str, Field(max_length=MOST_TEXT)]  # that a plan says as well
+Text = Annotated[str, Field(max_length=MOST_TEXT)]  # as a plan has them, which says many of them as well
 Positive = Annotated[int, Field(ge=1, le=MOST_SEQ_LEN)]
 Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
 Sizes = Annotated[tuple[Size, ...], FailFast()]
-Operands = Annotated[tuple[Size | str | None, ...], FailFast()]
-Names = Annotated[tuple[str, ...], FailFast()]
+Operands = Annotated[tuple[Size | Text | None, ...], FailFast()]
+Names = Annotated[tuple[Text, ...], FailFast()]
 
 
 class _Value(BaseModel):
@@ -34,9 +34,9 @@ class _Value(BaseModel):
 class Parameter(_Value):
     """One trainable or frozen parameter, listed once under its first FQN."""
 
-    fqn: str
+    fqn: Text
     shape: Sizes
-    dtype: str
+    dtype: Text
     trainable: bool = True
     aliases: Names = ()  # further FQNs of the same (tied) tensor
 
@@ -58,14 +58,14 @@ class Node(_Value):
     """One forward operator, with what its backward costs and keeps."""
 
     id: Size  # position in ``nodes``; a node's operands have smaller ids
-    op: str  # ATen name such as ``aten.linear.default``; ``input`` for an input of the model
+    op: Text  # ATen name such as ``aten.linear.default``; ``input`` for an input of the model
     op_class: OpClass
-    module: str  # FQN of the innermost owning module, "" for the root
-    source: str = ""  # file:line of the user's code, where known
+    module: Text  # FQN of the innermost owning module, "" for the root
+    source: Text = ""  # file:line of the user's code, where known
     operands: Operands = ()  # tensors in order: node id, parameter FQN, None = buffer or constant
     attributes: dict[str, AttributeValue] = Field(default_factory=dict)  # non-tensor arguments by schema name
     shape: Sizes
-    dtype: str
+    dtype: Text
     flops: Flops = 0
     bytes_read: Size = 0
     bytes_written: Size = 0
@@ -98,7 +98,7 @@ class Unit(_Value):
     ``modules`` (maximal modules that lie wholly in this unit) in exactly one.
     """
 
-    name: str  # FQN of the block, or "pre", "post", "glue.N"
+    name: Text  # FQN of the block, or "pre", "post", "glue.N"
     kind: Size  # units of equal kind have the same operators and shapes
     modules: Names
     nodes: Sizes
@@ -111,7 +111,7 @@ class Unit(_Value):
 class CutPoint(_Value):
     """A place where a pipeline may cut, and what must be sent there forward for the traced micro-batch."""
 
-    after: str  # name of the unit
+    after: Text  # name of the unit
     node: Size  # the last before the cut
     tensors: Sizes  # node ids
     num_bytes: Size
@@ -123,13 +123,13 @@ class ModelGraph(_Value):
     schema_version: Literal[1] = SCHEMA_VERSION
     source: Text  # MODEL as the user named it
     digest: Text
-    files: dict[str, str] = Field(default_factory=dict)  # of a Python model, as ``model.files`` of a plan
+    files: dict[Text, Text] = Field(default_factory=dict)  # of a Python model, as ``model.files`` of a plan
     tier: Literal["export", "modules", "config"]
     num_params: Size
     num_trainable_params: Size
     batch_size: Positive
     seq_len: Positive
-    dtype: str  # parameters and activations were traced in this dtype, e.g. "bfloat16"
+    dtype: Text  # parameters and activations were traced in this dtype, e.g. "bfloat16"
     forward_flops: Flops
     backward_flops: Flops
     saved_activation_bytes: Size

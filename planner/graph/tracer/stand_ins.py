@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from costmodels.vocabulary.bounds import MOST_TEXT
+from costmodels.vocabulary.shown import shown
+from planner.errors import ModelError
 from planner.model_file import LoadedModel, token_inputs
 from planner.models.inputs import call_model, training_batch
 from planner.models.weightless import build_weightless, build_with_values
@@ -126,13 +130,24 @@ def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Paramet
 
 
 def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
-    """In training mode, floating parameters in the dtype of the precision."""
+    """In training mode, floating parameters in the dtype of the precision. ModelError where no file takes a name."""
     model.train()
+    _check_names(model)
     target = getattr(torch, sizes.dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(device="meta", dtype=target)
     return model
+
+
+def _check_names(model: nn.Module) -> None:
+    """A graph and a plan say these names: they are text, and no longer than texts there may be."""
+    for name in chain(dict(model.named_modules()), dict(model.named_parameters())):
+        if len(name) > MOST_TEXT or name != name.encode("utf-8", "ignore").decode():
+            raise ModelError(
+                f"a module or parameter is called {shown(name[:40])}, {len(name):,} characters",
+                hint=f"give it a name of valid Unicode, with its modules' names no longer than {MOST_TEXT:,} characters",
+            )
 
 
 def _with_inputs(

@@ -73,6 +73,16 @@ def test_an_output_of_unknown_dtype_is_refused(file: Path) -> None:
         read_graph(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("a" * 5000, "String should have at most 4096"), ("\udcff", "should be a valid string")]
+)
+def test_a_name_of_a_module_that_no_plan_could_say_is_refused(file: Path, name: str, message: str) -> None:
+    units = json.loads(file.read_text())["units"]
+    change(file, units=[{**units[0], "modules": [name]}, *units[1:]])
+    with pytest.raises(ModelError, match=f"modules.0: .*{message}"):
+        read_graph(file)
+
+
 def test_all_violations_at_once(file: Path) -> None:
     change(file, units=[], edges=[[3, 1]])
     with pytest.raises(ModelError, match="does not lead forward.*exactly once"):

@@ -184,3 +184,21 @@ def test_a_parameter_without_a_shape_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"Net: the parameter other.weight has no shape yet"):
         loaded_from_code(code, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "\udcff"])
+def test_a_name_that_no_file_takes_is_refused(name: str, tmp_path: Path) -> None:
+    code = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.add_module(NAME, nn.Linear(16, 256))
+    def forward(self, input_ids):
+        return getattr(self, NAME)(self.embed(input_ids))
+def build_model():
+    return Model()
+"""
+    loaded = loaded_from_code(f"from torch import nn\nNAME = {name!r}\n{code}", tmp_path)
+    with pytest.raises(ModelError, match=f"is called .*, {len(name):,} characters"):
+        trace_model(loaded, 1, 16)
