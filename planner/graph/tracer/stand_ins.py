@@ -146,7 +146,7 @@ def _check_names(model: nn.Module) -> None:
         if len(name) > MOST_TEXT or name != name.encode("utf-8", "ignore").decode():
             raise ModelError(
                 f"a module or parameter is called {shown(name[:40])}, {len(name):,} characters",
-                hint=f"give it a name of valid Unicode, with its modules' names no longer than {MOST_TEXT:,} characters",
+                hint=f"give it a name of valid Unicode, which with its modules' has at most {MOST_TEXT:,} characters",
             )
 
 
