@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     ExampleInputs = Callable[[int, int], object] | Batch | torch.Tensor
 
 HELD = "module:"
+MOST_CONFIG_BYTES = 2**20  # of a model's config; those of public models have a few thousand
 SEARCH_AGAIN = "put the file back, or search again: planner search MODEL -o plan.json"
 
 
@@ -238,6 +239,11 @@ def _kind_of_json(path: Path) -> ModelKind:
     keys = read_object(path, ModelError).keys()
     if {"nodes", "units"} & keys:
         return ModelKind.GRAPH
+    if path.stat().st_size > MOST_CONFIG_BYTES:
+        raise ModelError(
+            f"{path} is larger than the {MOST_CONFIG_BYTES:,} bytes that a model's config may have",
+            hint="is it the right file?",
+        )
     if {"model_type", "architectures"} & keys:
         return ModelKind.HUGGINGFACE
     if "family" in keys:

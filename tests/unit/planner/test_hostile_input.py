@@ -4,15 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.cli.main import main
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, ModelError, PlanError
 from planner.graph.graph_file import read_graph
 from planner.json_file import MAX_JSON_BYTES
+from planner.model_file import resolve_model
 from planner.plan.plan_file import PLAN_FILE, read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -133,6 +135,18 @@ def test_a_file_is_no_larger_than_a_plan(tmp_path: Path) -> None:
         file.truncate(MAX_JSON_BYTES + 1)
     with pytest.raises(InputError, match="larger than"):
         read_graph(tmp_path / "graph.json")
+
+
+def test_a_config_of_a_model_is_no_larger_than_configs_are(tmp_path: Path) -> None:
+    """One of 4 MB, nested as deep as JSON may be, is refused at once, also where garbage is collected."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"family": "gpt"})[:-1] + ', "layers": [' + ", ".join(["[" * 900 + "]" * 900] * 2500) + "]}"
+    )
+    began_s = time.process_time()
+    with pytest.raises(ModelError, match=r"larger than the 1,048,576 bytes that a model's config may have"):
+        resolve_model(str(path))
+    assert time.process_time() - began_s < 2
 
 
 @pytest.mark.parametrize(
