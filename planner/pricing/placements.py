@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -68,8 +69,7 @@ def decide(
     splits_fused = framework.recipe.splits_fused_gates or in_pieces
     found: list[UnitPlacement] = []
     for unit in reversed(representatives(graph)):
-        rules = UnitRules(graph, unit, split, splits_fused=splits_fused)
-        ways = alternatives(graph, unit, split, decided, rules)
+        ways = _ways(_SameGraph(graph), unit.kind, split, frozenset(decided.items()), splits_fused)
         solution = solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
         if solution is None:
             return None
@@ -80,6 +80,36 @@ def decide(
             if parameter.aliases:
                 decided.update(dict.fromkeys(parameter.names, own))
     return tuple(reversed(found))
+
+
+class _SameGraph:
+    """A graph that is looked up by what it is, not by what is in it: it has thousands of operators."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph.nodes)
+
+    def __eq__(self, other: object) -> bool:
+        """A copy under another name of its source has the same operators."""
+        return (
+            isinstance(other, _SameGraph)
+            and other.graph.nodes is self.graph.nodes
+            and other.graph.units is self.graph.units
+            and other.graph.parameters is self.graph.parameters
+        )
+
+
+@lru_cache(maxsize=128)  # a few models in every split: who compares frameworks asks for each again and again
+def _ways(
+    same: _SameGraph, kind: int, split: TensorSplit, fixed: frozenset[tuple[str, Placement]], splits_fused: bool
+) -> Alternatives:
+    """The ways to place a unit of that kind, whatever the machine."""
+    graph = same.graph
+    unit = next(each for each in representatives(graph) if each.kind == kind)
+    rules = UnitRules(graph, unit, split, splits_fused=splits_fused)
+    return alternatives(graph, unit, split, dict(fixed), rules)
 
 
 class _Prices:

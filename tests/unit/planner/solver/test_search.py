@@ -152,12 +152,9 @@ def _network(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
 
 
 CHANGES = [
-    Change("memory x 1.1", lambda c: _device(c, memory_bytes=1.1)),
     Change("memory x 2", lambda c: _device(c, memory_bytes=2.0)),
     Change("memory bandwidth x 1.5", lambda c: _device(c, memory_bandwidth_bytes_per_s=1.5)),
-    Change("FLOP/s x 1.3", lambda c: _peak(c, 1.3)),
     Change("FLOP/s x 4", lambda c: _peak(c, 4.0)),
-    Change("network bandwidth x 1.5", lambda c: _network(c, "bandwidth_bytes_per_s", 1.5)),
     Change("network bandwidth x 10", lambda c: _network(c, "bandwidth_bytes_per_s", 10.0)),
     Change("network latency / 2", lambda c: _network(c, "latency_s", 0.5)),
 ]
