@@ -283,7 +283,7 @@ def _text_of(text: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def _arrays_of(content: bytes) -> dict[str, Any]:
-    """None where it was damaged before: of no interest here why."""
+    """Nothing where it was damaged before: of no interest here why."""
     try:
         with np.load(io.BytesIO(content)) as stored:
             return {name: stored[name] for name in stored.files}
