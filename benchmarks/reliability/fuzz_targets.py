@@ -312,6 +312,14 @@ def changed_search(content: bytes, draw: random.Random) -> bytes:
     return buffer.getvalue()
 
 
+def _cast(array: Any, dtype: Any) -> Any:
+    """``array`` in ``dtype``; zeros where its values have none there, as texts that are no dates."""
+    try:
+        return array.astype(dtype)
+    except ValueError:
+        return np.zeros(array.shape, dtype)
+
+
 def _changed_array(name: str, array: Any, draw: random.Random) -> dict[str, Any]:
     with np.errstate(all="ignore"):
         match draw.randrange(8):
@@ -320,7 +328,7 @@ def _changed_array(name: str, array: Any, draw: random.Random) -> dict[str, Any]
             case 1:
                 return {name: array.reshape(-1)}
             case 2:
-                return {name: array.astype(draw.choice(("f4", "i8", "u1", "c16", "S3", "?", "f8", "M8[s]")))}
+                return {name: _cast(array, draw.choice(("f4", "i8", "u1", "c16", "S3", "?", "f8", "M8[s]")))}
             case 3:
                 return {name: array[..., None]}
             case 4:
@@ -331,7 +339,7 @@ def _changed_array(name: str, array: Any, draw: random.Random) -> dict[str, Any]
                 changed = array.copy().reshape(-1)
                 if len(changed):
                     number = draw.choice((np.nan, np.inf, -1.0, 1e308, 0.0, 255.0, -np.inf))
-                    changed[draw.randrange(len(changed))] = np.array(number).astype(array.dtype)
+                    changed[draw.randrange(len(changed))] = _cast(np.array(number), array.dtype)
                 return {name: changed.reshape(array.shape)}
 
 

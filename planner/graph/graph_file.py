@@ -6,11 +6,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from costmodels.vocabulary.shown import ascii_json
+from costmodels.vocabulary.workload import OpClass
 from planner.errors import ModelError
-from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph
+from planner.graph.model_graph import SCHEMA_VERSION, ModelGraph, Node
 from planner.json_file import FileFormat
 from planner.operators.call import ITEM_BYTES
 from planner.output_file import write_text
+
+WITHOUT_FLOPS = (OpClass.VIEW, OpClass.MEMORY_BOUND)  # priced by their bytes alone
 
 
 def graph_json(graph: ModelGraph) -> str:
@@ -58,15 +61,9 @@ def _inconsistencies(graph: ModelGraph) -> list[str]:
     problems = [f"nodes.{i}: id is {node.id}" for i, node in enumerate(graph.nodes) if node.id != i]
     unknown = {graph.dtype, *(node.dtype for node in graph.nodes)} - ITEM_BYTES.keys()
     problems += [f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}" for dtype in sorted(unknown)]
-    for node in graph.nodes:
-        for operand in node.operands:
-            if isinstance(operand, str) and operand not in graph.parameter_of:
-                problems.append(f"node {node.id}: unknown parameter {operand!r}")
-            elif isinstance(operand, int) and not 0 <= operand < node.id:
-                problems.append(f"node {node.id}: operand {operand} does not come before it")
-        if not 0 <= node.storage < count or any(not 0 <= s < count for s in node.saves):
-            problems.append(f"node {node.id}: storage or saves name no node")
+    problems += [problem for node in graph.nodes for problem in _wrong_in(node, graph)]
     problems += [f"edge {a} -> {b} does not lead forward" for a, b in graph.edges if not 0 <= a < b < count]
+    problems += _wrong_totals(graph)
     placed = sorted(node for unit in graph.units for node in unit.nodes)
     if placed != list(range(count)):
         problems.append("units do not hold each node exactly once")
@@ -74,3 +71,34 @@ def _inconsistencies(graph: ModelGraph) -> list[str]:
     if owned != sorted(p.fqn for p in graph.parameters):
         problems.append("units do not hold each parameter exactly once")
     return problems
+
+
+def _wrong_in(node: Node, graph: ModelGraph) -> list[str]:
+    problems: list[str] = []
+    for operand in node.operands:
+        if isinstance(operand, str) and operand not in graph.parameter_of:
+            problems.append(f"node {node.id}: unknown parameter {operand!r}")
+        elif isinstance(operand, int) and not 0 <= operand < node.id:
+            problems.append(f"node {node.id}: operand {operand} does not come before it")
+    if node.op_class in WITHOUT_FLOPS and (node.flops or node.backward_flops):
+        problems.append(f"node {node.id}: an operator of class {node.op_class.value} counts no FLOPs")
+    count = len(graph.nodes)
+    if not 0 <= node.storage < count or any(not 0 <= s < count for s in node.saves):
+        problems.append(f"node {node.id}: storage or saves name no node")
+    return problems
+
+
+def _wrong_totals(graph: ModelGraph) -> list[str]:
+    """Totals that are none of the nodes and parameters: a plan's rates and its share of the peak are made from them."""
+    sums = {
+        "forward_flops": sum(node.flops for node in graph.nodes),
+        "backward_flops": sum(node.backward_flops for node in graph.nodes),
+        "num_params": sum(p.num_elements for p in graph.parameters),
+        "num_trainable_params": sum(p.num_elements for p in graph.parameters if p.trainable),
+    }
+    given = {name: getattr(graph, name) for name in sums}
+    return [
+        f"{name} is {given[name]}, the sum over the file is {total}"
+        for name, total in sums.items()
+        if given[name] != total
+    ]

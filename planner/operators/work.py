@@ -71,6 +71,6 @@ def _products(call: OpCall, rules: WorkRules, measured: Products | None) -> tupl
     products = rules.products(call)
     if products is not None:
         return rules.op_class, products
-    if measured is not None and measured.flops:
+    if measured is not None and (measured.flops or measured.backward_flops):
         return OpClass.GEMM, measured
-    return OpClass.MEMORY_BOUND, measured or Products(0, 0, 0)
+    return OpClass.MEMORY_BOUND, Products(0, 0, 0)

@@ -55,6 +55,10 @@ def change(file: Path, **changes: object) -> None:
         ({"num_params": "many"}, "num_params"),
         ({"edges": [[3, 1]]}, "edge 3 -> 1 does not lead forward"),
         ({"units": []}, "each node exactly once"),
+        ({"forward_flops": 10**30}, "forward_flops is 1000000000000000000000000000000, the sum over the file is "),
+        ({"backward_flops": 0}, "backward_flops is 0, the sum over the file is "),
+        ({"num_params": 1}, "num_params is 1, the sum over the file is "),
+        ({"num_trainable_params": 1}, "num_trainable_params is 1, the sum over the file is "),
         ({"digest": "a" * 5000}, "digest: String should have at most 4096 characters"),
         ({"source": "\ud800"}, "source: Input should be a valid string"),
         ({"dtype": "flo!t32"}, "dtype 'flo!t32' is none of bool,"),
@@ -70,6 +74,18 @@ def test_an_output_of_unknown_dtype_is_refused(file: Path) -> None:
     nodes = json.loads(file.read_text())["nodes"]
     change(file, nodes=[*nodes[:-1], {**nodes[-1], "dtype": "bfloat17"}])
     with pytest.raises(ModelError, match="dtype 'bfloat17' is none of"):
+        read_graph(file)
+
+
+@pytest.mark.parametrize("key", ["flops", "backward_flops"])
+@pytest.mark.parametrize("op_class", ["view", "memory_bound"])
+def test_products_of_an_operator_that_is_none_are_refused(file: Path, key: str, op_class: str) -> None:
+    content = json.loads(file.read_text())
+    node = next(node for node in content["nodes"] if node["op_class"] == op_class)
+    node[key] = 10**29
+    total = {"flops": "forward_flops"}.get(key, key)
+    change(file, nodes=content["nodes"], **{total: sum(node.get(key, 0) for node in content["nodes"])})
+    with pytest.raises(ModelError, match=f"{node['id']}: an operator of class {op_class} counts no FLOPs"):
         read_graph(file)
 
 
