@@ -4,16 +4,19 @@ A thread of each rank says every few seconds, through the ranks' store, that it 
 which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swapped out or gone. If all are alive and
 none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
 far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks,
-and all end. A second thread ends a rank that the store itself does not answer any more: its host is
+and all end. Meanwhile torch's own time-outs are out of the way: a collective that runs into one ends its rank without
+the name of the rank it waited for. A second thread ends a rank that the store itself does not answer any more: its host is
 gone, or the network in between, and the rank would wait for what nobody sends.
 """
 
 # pyright: reportPrivateUsage=false
-# torch has no public way to the store of the default process group, and Python none to another thread's frame.
+# torch has no public way to the store of the default process group, its list of groups and a group's time-out; and
+# Python none to another thread's frame.
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -34,6 +37,7 @@ LONGEST_BEAT_S = 5.0
 STEP_TIMEOUTS, FIRST_STEP_TIMEOUTS = 2, 4
 STEP_TIMES = 10
 SPEAKING_S = 2.0  # in which the launcher ends a rank that is not the first to say why, where both are on one host
+COLLECTIVE_TIMEOUT_S = 7 * 24 * 3600.0  # while ranks are watched: longer than any step is waited for
 _HERE = str(Path(__file__).resolve().parents[1])
 
 
@@ -120,11 +124,19 @@ def watched(timeout_s: float) -> Generator[Callable[[int], None]]:
     def finished(count: int) -> None:
         steps[0] = count
 
+    _set_timeouts(COLLECTIVE_TIMEOUT_S)
     try:
         yield finished
     finally:
+        _set_timeouts(timeout_s)
         done.set()
         thread.join(timeout=LONGEST_BEAT_S)
+
+
+def _set_timeouts(seconds: float) -> None:
+    """How long a collective of any group may take."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def _watch_store(timeout_s: float, done: threading.Event, answered_s: list[float]) -> None:

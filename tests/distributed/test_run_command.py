@@ -225,13 +225,15 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    with training(tmp_path, "--timeout", "10") as (process, talk):
+    """Of plain FSDP, where all ranks wait for each other in the group that ``--timeout`` was given to."""
+    plan = two_rank_plan(tmp_path, TWO_LAYER_MODEL)
+    with training(tmp_path, "--timeout", "10", plan=plan) as (process, talk):
         ranks = psutil.Process(process.pid).children()
-        stopped = next(rank for rank in ranks if rank.environ()["RANK"] == "2")
+        stopped = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
         stopped.suspend()
         assert process.wait(timeout=360) == 1
         words = talk.read_text()
-    assert f"rank 2 (process {stopped.pid} on " in words
+    assert f"rank 1 (process {stopped.pid} on " in words
     assert "does not answer since 10 s" in words
 
 
