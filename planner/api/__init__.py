@@ -151,10 +151,11 @@ def answer_of(
         notes.append(robust.note)
     else:
         outcome = problem.preferred(outcome, baseline, request.prefer)
-    outcome = runnable(outcome, problem.target, lambda found: described(problem, found))
+    outcome, roomier = runnable(outcome, problem.target, lambda found: described(problem, found)), None
     if brief:
         outcome = replace(outcome, ranking=() if outcome.best is None else (outcome.best,))
-    roomier = None if brief else problem.roomier(outcome, deadline)
+    else:
+        outcome, roomier = with_room(problem, outcome, deadline, may_replace=not request.robust)
     plan = plan_of(problem, outcome, baseline, request.num_runners_up, roomier, deadline)
     plan = plan.model_copy(update={"search": plan.search and plan.search.model_copy(update={"cases": cases})})
     plan = over_devices(plan, counted, target.cluster.num_devices, target)
@@ -223,6 +224,20 @@ def same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[
         framework=plan.framework,
         may_idle=False,
     )
+
+
+def with_room(
+    problem: Problem, outcome: Outcome, deadline: Deadline, *, may_replace: bool = True
+) -> tuple[Outcome, Evaluated | None]:
+    """``outcome`` and its roomier layout: its best where that is faster, as may be where cuts were not all tried."""
+    roomier = problem.roomier(outcome, deadline)
+    if roomier is None or roomier.step_time_s >= outcome.ranking[0].step_time_s:
+        return outcome, roomier
+    if outcome.is_exhausted or not may_replace or refusals(described(problem, roomier), problem.target):
+        return outcome, roomier
+    best = problem.exactly(roomier)  # with all of the memory to take
+    others = [each for each in outcome.ranking if each.layout != best.layout]
+    return replace(outcome, best=best, ranking=(best, *others)), None
 
 
 def plan_of(

@@ -5,8 +5,8 @@ which line it is at. A rank that says nothing for ``timeout_s`` is stopped, swap
 none finishes a step for twice as long, so that a silent rank is found first (and for ten times the longest step so
 far; the first may take four times ``timeout_s``), each rank's line is printed. The lowest rank that is alive speaks,
 and all end. Meanwhile torch's own time-outs are out of the way: a collective that runs into one ends its rank without
-the name of the rank it waited for. A second thread ends a rank that the store itself does not answer any more: its host is
-gone, or the network in between, and the rank would wait for what nobody sends.
+the name of the rank it waited for. A second thread ends a rank that the store itself does not answer any more: its host
+is gone, or the network in between, and the rank would wait for what nobody sends.
 """
 
 # pyright: reportPrivateUsage=false

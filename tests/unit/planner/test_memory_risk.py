@@ -11,8 +11,10 @@ from costmodels.memory_band import MemoryBand
 from costmodels.recipe import load_recipe
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterSpec
-from planner.api import find_plan, price_plan
+from planner.api import find_plan, price_plan, with_room
 from planner.errors import InfeasibleError, InputError
+from planner.evaluation.evaluator import Evaluated
+from planner.layout.deadline import Deadline
 from planner.layout.layout import NO_PINS, Pins
 from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget
@@ -152,3 +154,29 @@ def test_what_is_no_risk_is_refused(risk: float) -> None:
     with pytest.raises(InputError, match=r"above 0 and at most 0\.5") as caught:
         find_plan(Request("llama-tiny", 2, A100, memory_risk=risk))
     assert "--memory-risk 0.05" in caught.value.hint
+
+
+def test_a_layout_with_room_that_is_faster_is_the_plan() -> None:
+    """Where cuts were not tried to the end, the search with less memory may find a faster one."""
+    problem = problem_of("llama2-13b", 16, batch=64, seq_len=2048, hardware="dgx-a100-40gb")
+    outcome = problem.solved()
+    assert outcome.best is not None
+    assert not is_roomy(outcome.best)
+    slow = replace(outcome.best, step_time_s=2 * outcome.best.step_time_s)
+    stopped = replace(outcome, best=slow, ranking=(slow,), is_exhausted=False)
+    found, roomier = with_room(problem, stopped, Deadline.never())
+    assert found.best is not None
+    assert found.best.step_time_s < slow.step_time_s
+    assert is_roomy(found.best)
+    assert found.ranking[0] is found.best
+    assert roomier is None
+    found, roomier = with_room(problem, replace(stopped, is_exhausted=True), Deadline.never())
+    assert found.best is slow  # a proved plan is slower only where a simpler one was preferred
+    assert roomier is not None
+
+
+def is_roomy(found: Evaluated) -> bool:
+    """Whether every rank leaves a tenth of its room."""
+    return all(
+        ledger.total_bytes <= 0.9 * room for ledger, room in zip(found.ledgers, found.capacity_bytes, strict=True)
+    )
