@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,12 +207,27 @@ def _owned_namespaces() -> Generator[_AddNamespace]:
     """Yields what adds namespaces; those that were added are removed at the end, with their links."""
     add = _AddNamespace([])
     try:
-        yield add
+        with _exits_on_sigterm():
+            yield add
     finally:
         for name in reversed(add.names):
             with contextlib.suppress(VirtualClusterError):
                 _run("ip", "netns", "del", name)
             shutil.rmtree(NAMESPACE_FILES / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _exits_on_sigterm() -> Generator[None]:
+    """SIGTERM ends the process as ``sys.exit`` does, through whatever cleans up, where nobody else listens to it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Hosts in network namespaces: links have the rate they are given, and nothing is left behind."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_nothing_is_left_behind_whatever_happens_inside():
     assert not any((NAMESPACE_FILES / name).exists() for name in used)
     with started[0] as sleeper:  # closes its pipes
         assert sleeper.wait(timeout=10) != 0
+
+
+def test_nothing_is_left_behind_after_sigterm():
+    program = (
+        "import time\nfrom benchmarks.virtual_cluster import virtual_cluster\n"
+        "with virtual_cluster(1, 1e8) as cluster:\n print(cluster.hosts[0].namespace, flush=True)\n time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert name in namespaces()
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert name not in namespaces()
+    assert not (NAMESPACE_FILES / name).exists()
 
 
 def test_a_command_that_fails_or_hangs_is_told():
