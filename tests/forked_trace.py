@@ -1,4 +1,4 @@
-"""A trace's process without its start: forked from one that has imported torch, which a start of its own spends 1.5 s on.
+"""A trace's process without its start: forked from one that has torch, whose import takes most of a start.
 
 It stands where ``planner.graph.tracing`` starts Python, and has all else of that process: a session, an environment
 and a folder of its own, no input, our standard error for its output, and an answer in a file without a name.
@@ -29,7 +29,7 @@ class ForkedTrace:
         assert stdin == subprocess.DEVNULL
         assert start_new_session
         context, self._command = get_context("forkserver"), command
-        context.set_forkserver_preload(["planner.graph.tracing", "planner.graph.tracer"])
+        context.set_forkserver_preload(["planner.graph.tracer", "torch._dynamo", "torch.distributed.tensor"])
         place = (dict(os.environ), os.getcwd())
         # Files cross as they are pickled for the child.
         self._process = context.Process(target=_run, args=(command[-1], *place, _Fd(stdout), _Fd(pass_fds[0])))
@@ -68,7 +68,7 @@ def _run(order: str, environment: dict[str, str], folder: str, output: int, file
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     # As Python opens them when it starts.
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout
     read = json.loads(order)
     sys.path[:] = read["path"]
