@@ -2,12 +2,15 @@
 
 import gc
 import os
+import subprocess
 from collections.abc import Generator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 from planner.graph import tracing
+from tests.forked_trace import ForkedTrace
 
 # The same examples on every run and machine, so that a red test stays red; shared cores make deadlines meaningless.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -50,3 +53,13 @@ def traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
         return tracing.TracedModel(graph=tracing._trace_here(request))
 
     monkeypatch.setattr(tracing, "_trace_in_child", here)
+
+
+@pytest.fixture
+def traced_by_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of model files is traced in a process of its own that has torch from the start.
+
+    For tests of what that code does or reads, where they do not ask how its process is started.
+    """
+    names = {"Popen": ForkedTrace, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(tracing, "subprocess", SimpleNamespace(**names))

@@ -1,6 +1,6 @@
 """One rank of the test world: runs every case and lets rank 0 write what came out as JSON.
 
-Started by ``conftest.py`` under torchrun's environment: ``python -m tests.distributed.world OUT``.
+Started by ``conftest.py`` under torchrun's environment: ``python -m tests.distributed.world OUT PLANS``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks import context_parity
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision
 from planner.errors import InputError
@@ -68,8 +69,8 @@ LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_los
 Parameters = dict[str, torch.Tensor]
 
 
-def main(out: Path, names: list[str]) -> None:
-    """Runs the cases ``names``, all of them if there are none."""
+def main(out: Path, plans: Path, names: list[str]) -> None:
+    """Runs the cases ``names``, all of them if there are none, and ``plans``: a JSON object of plans by their names."""
     torch.set_num_threads(1)
     _share_groups()
     results: dict[str, dict[str, object]] = {}
@@ -84,6 +85,8 @@ def main(out: Path, names: list[str]) -> None:
             *LAYOUTS,
         ]:
             results[name] = _guarded(name)
+        for name, plan in json.loads(plans.read_text()).items():
+            results[name] = _guarded(name, Plan.model_validate(plan))
         if dist.get_rank() == 0:
             out.write_text(json.dumps(results))
 
@@ -110,9 +113,11 @@ def _mesh_of(plan: Plan) -> DeviceMesh:
     return build_mesh(plan, "cpu")
 
 
-def _guarded(name: str) -> dict[str, object]:
+def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
     """The outcome of one case. A rank that fails alone would leave the others waiting: it ends the world."""
     try:
+        if plan is not None:
+            return {**context_parity.errors_of(plan)}
         if name in LAYOUTS:
             return {"errors": errors_of(LAYOUTS[name])}
         if name in DROPOUT_CASES:
@@ -369,4 +374,4 @@ def _learning_rate(case: Case) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -256,6 +256,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
     """Two ranks of a script of one's own, against torch in one process: every gradient of a step.
 

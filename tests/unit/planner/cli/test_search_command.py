@@ -113,6 +113,7 @@ def test_a_graph_gives_the_plan_of_its_model(run: Run, graph_file: Path) -> None
     assert plans[0].model_copy(update=unlike) == plans[1].model_copy(update=unlike)
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_a_config_and_a_user_file_are_planned(run: Run) -> None:
     for model in ("tests/fixtures/hf/llama", "examples/tiny_gpt.py"):
         code, out, _ = run("search", model, "--gpus", 8, "--seq-len", 64, "--global-batch", 16, "--json")
@@ -155,6 +156,7 @@ def test_a_model_that_cannot_be_found(run: Run, model: str, message: str) -> Non
     assert message in refused(run, "search", model, "--gpus", 8)
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -187,6 +189,7 @@ class Model(torch.nn.Module):
 """
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_a_model_that_branches_on_values_is_planned_and_the_line_is_named(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(BRANCHES_ON_VALUES)

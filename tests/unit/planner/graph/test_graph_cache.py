@@ -49,6 +49,7 @@ def test_what_differs_has_its_own_entry(tmp_path: Path) -> None:
     assert [graph.batch_size for graph in graphs[:2]] == [2, 3]
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_a_changed_file_is_traced_again(tmp_path: Path) -> None:
     model, folder = tmp_path / "model.py", tmp_path / "cache"
     code = (

@@ -75,6 +75,7 @@ def test_json_stays_clean(parts: dict[str, str], tmp_path: Path) -> None:
     assert json.loads(done.stdout)["num_params"] == NUM_PARAMS
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_state_of_the_process_is_its_own(tmp_path: Path) -> None:
     top = (
         "import torch, logging, signal; torch.set_default_dtype(torch.float64); os.chdir('/'); sys.argv[:] = ['x']; "
@@ -98,6 +99,7 @@ def test_arguments_are_not_ours(tmp_path: Path) -> None:
     assert traced(written(tmp_path, top=top)).num_params == NUM_PARAMS
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -107,10 +109,11 @@ def test_arguments_are_not_ours(tmp_path: Path) -> None:
     ids=["in forward", "though interrupted"],
 )
 def test_what_hangs_is_ended(parts: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"did not end within 4 s"):
-        traced(written(tmp_path, **parts), time_limit_s=4.0)
+    with pytest.raises(ModelError, match=r"did not end within 2 s"):
+        traced(written(tmp_path, **parts), time_limit_s=2.0)
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_threads_and_processes_left_behind_are_not_waited_for(tmp_path: Path) -> None:
     top = (
         "import threading, time, subprocess; threading.Thread(target=time.sleep, args=(600,)).start(); "
@@ -124,6 +127,7 @@ def test_threads_and_processes_left_behind_are_not_waited_for(tmp_path: Path) ->
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -140,6 +144,7 @@ def test_what_ends_or_raises_is_an_error(parts: dict[str, str], message: str, tm
         traced(written(tmp_path, **parts))
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"\xff\xfe\0binary\0", r"model\.py: "), (b"\0" * (2**24 + 1), r"has 16,777,217 bytes: no Python file")],
@@ -157,6 +162,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.py"))
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_what_the_code_read_is_part_of_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file beside it, data it opens, and a variable it asks for: a change of any is a new trace."""
     (tmp_path / "planner_test_sizes.py").write_text("WIDTH = 4\n")
