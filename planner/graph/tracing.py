@@ -117,7 +117,8 @@ def _run(command: list[str], name: str, time_limit_s: float, answer: int) -> int
         raise ModelError(
             f"{name}: the trace did not end within {time_limit_s:g} s",
             hint="does its forward pass or an import wait for something, or loop for ever? One that steps along the "
-            "sequence in Python is traced step by step: give a shorter --seq-len",
+            "sequence in Python is traced step by step: give a shorter --seq-len, or make the loop one operator with "
+            "torch.library.custom_op",
         ) from None
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):

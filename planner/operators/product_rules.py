@@ -8,7 +8,7 @@ wants a gradient; the scores that a flash kernel computes again stand apart in `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planner.operators.call import OpCall, TensorValue
@@ -75,6 +75,18 @@ def einsum(call: OpCall) -> Products | None:
     if len(call.operands) != 2 or not contracts or "." in equation:
         return None
     return _products(2 * prod(sizes.values()), call.operands)
+
+
+def bilinear(call: OpCall) -> Products:
+    """y [..., k] = x [..., i] W [k, i, j] z [..., j]: x W, whose result is multiplied by z.
+
+    Backward is a product as large as x W for each factor; what it multiplies by the gradient is elementwise
+    (``_trilinear`` of ``aten/src/ATen/native/Linear.cpp``). ``torch.utils.flop_counter`` knows no such product.
+    """
+    factors = left, right, _ = call.tensor("input1"), call.tensor("input2"), call.tensor("weight")
+    of_right = 2 * call.output.num_elements * right.shape[-1]
+    products = _products(of_right * left.shape[-1], factors)
+    return replace(products, flops=products.flops + of_right)
 
 
 def convolution(call: OpCall) -> Products:

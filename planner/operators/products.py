@@ -12,6 +12,8 @@ from hardware_profiles.vocabulary import OpClass
 from planner.operators import placement_rules, product_rules, saved_rules
 from planner.operators.record import ONE_PASS, PLAIN, Operator, Trait, named, traits
 from planner.operators.traffic_rules import (
+    features_backward,
+    kernels_of_features,
     kernels_of_steps,
     one_pass_with_weights,
     one_product_an_operand,
@@ -28,6 +30,8 @@ _ATTENTION = replace(
 )
 
 _RECURRENCE = replace(_PRODUCT, products=product_rules.recurrence, kernels=kernels_of_steps, backward=steps_backward)
+
+_BILINEAR = replace(_PRODUCT, products=product_rules.bilinear, kernels=kernels_of_features, backward=features_backward)
 
 _EIGHT_BIT = traits(Trait.EIGHT_BIT)
 _MATRIX_PRODUCTS = named("aten.mm aten.addmm aten.bmm aten.baddbmm aten.mv aten.addmv aten.dot")
@@ -81,6 +85,14 @@ PRODUCTS = (
         placements=None,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
+    ),
+    Operator(
+        names=named("bilinear"),
+        work=_BILINEAR,
+        saved=saved_rules.factors_of_product,
+        placements=None,
+        kept_as=named("aten._trilinear"),
+        traits=PLAIN,
     ),
     Operator(
         names=named("_grouped_mm grouped_mm grouped_mm_fallback"),

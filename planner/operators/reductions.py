@@ -124,14 +124,6 @@ REDUCTIONS = (
         traits=PLAIN,
     ),
     Operator(
-        names=named("bilinear"),
-        work=ONE_PASS,
-        saved=saved_rules.factors_of_product,
-        placements=None,
-        kept_as=REPEATED,
-        traits=PLAIN,
-    ),
-    Operator(
         names=named("avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"),
         work=ONE_PASS,
         saved=saved_rules.first_operand,

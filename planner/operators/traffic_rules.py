@@ -62,6 +62,18 @@ def steps_backward(call: OpCall, saved_bytes: int) -> Backward:
     return Backward(backward.num_bytes, backward.num_kernels + kernels_of_steps(call))
 
 
+def kernels_of_features(call: OpCall) -> int:
+    """A bilinear form goes feature by feature of its result: two products and a sum of results (``_trilinear``)."""
+    return 3 * call.output.shape[-1]
+
+
+def features_backward(call: OpCall, saved_bytes: int) -> Backward:
+    """As many for each factor that wants its gradient."""
+    backward = one_product_an_operand(call, saved_bytes)
+    factors = [tensor for name, tensor in call.tensors.items() if name != "bias" and tensor.requires_grad]
+    return Backward(backward.num_bytes, kernels_of_features(call) * len(factors))
+
+
 def all_operands(call: OpCall) -> BytesRead:
     """Every operand whole."""
     weights = sum(tensor.num_bytes for tensor in call.operands if tensor.is_weight)

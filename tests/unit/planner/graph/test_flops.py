@@ -1,14 +1,18 @@
 """FLOPs of the graph are those that torch.utils.flop_counter counts, forward and backward."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.graph.tracer.tiers import Tier
 from planner.model_file import LoadedModel
+from planner.models.inputs import call_model
 from tests.unit.planner.graph.traced import (
     HF_CONFIGS,
     ROOT,
@@ -172,3 +176,43 @@ def test_recurrent_layers_over_long_sequences_are_traced_at_once(tmp_path: Path)
     for work in ("forward_flops", "backward_flops"):
         a_step = (getattr(longer, work) - getattr(short, work)) / 16
         assert getattr(long, work) == pytest.approx(getattr(short, work) + (2048 - 16) * a_step, rel=1e-9)
+
+
+BILINEAR_MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.pairs = nn.Embedding(64, 12), nn.Bilinear({width}, 20, 64)
+
+    def forward(self, input_ids):
+        found = self.first(input_ids)
+        return self.pairs({left}, found.new_ones(*found.shape[:-1], 20))
+
+build_model = Model
+"""
+
+
+@pytest.mark.parametrize("tier", ["export", "modules"])
+@pytest.mark.parametrize(("left", "width", "num_gradients"), [("found", 12, 2), ("found[..., :5].detach()", 5, 1)])
+def test_bilinear_forms_are_the_products_that_torch_runs(
+    left: str, width: int, num_gradients: int, tier: Tier, tmp_path: Path
+) -> None:
+    """torch's counter takes the operator whole and knows no rule for it; its profiler sees the products below."""
+    model = loaded_from_code(HEADER + BILINEAR_MODEL.format(width=width, left=left), tmp_path)
+    graph = trace_model(model, 2, 8, tiers=(tier,))
+    (node,) = [node for node in graph.nodes if "bilinear" in node.op]
+    module, inputs = model.build(), model.example_inputs(2, 8)
+    output, forward = profiled_products(lambda: call_model(module, inputs))
+    _, backward = profiled_products(lambda: torch.autograd.backward(output.sum()))
+    assert (node.flops, node.num_kernels) == (sum(forward), len(forward) + 64)  # and a sum for each feature
+    assert (node.backward_flops, node.num_backward_kernels) == (sum(backward), 3 * len(backward))
+    assert len(backward) == 64 * num_gradients
+    assert node.weight_gradient_flops == node.backward_flops // num_gradients
+    assert (graph.forward_flops, graph.backward_flops) == (node.flops, node.backward_flops)
+
+
+def profiled_products(run: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What ``run`` returns, and the FLOPs of each product that it runs on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as found:
+        result = run()
+    return result, [event.flops for event in found.events() or () if event.name == "aten::bmm"]

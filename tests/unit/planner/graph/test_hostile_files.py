@@ -109,8 +109,11 @@ def test_arguments_are_not_ours(tmp_path: Path) -> None:
     ids=["in forward", "though interrupted"],
 )
 def test_what_hangs_is_ended(parts: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"did not end within 2 s"):
+    with pytest.raises(ModelError, match=r"did not end within 2 s") as stopped:
         traced(written(tmp_path, **parts), time_limit_s=2.0)
+    assert stopped.value.hint is not None
+    assert "--seq-len" in stopped.value.hint
+    assert "torch.library.custom_op" in stopped.value.hint
 
 
 @pytest.mark.usefixtures("traced_by_fork")
