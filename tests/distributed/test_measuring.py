@@ -45,6 +45,7 @@ def test_verify_measures_every_part(outcomes: dict[str, Any]) -> None:
     assert len(outcome["memory_bytes"]) == 2
 
 
+@pytest.mark.quiet
 def test_the_fastest_of_several_plans_is_kept(tmp_path: Path) -> None:
     """Two ranks measure a pipeline, which is slow for so small a model, and what a search finds besides."""
     request = Request("gpt-tiny", 2, "cpu-gloo", seq_len=64, global_batch_size=8, precision=Precision.FP32,

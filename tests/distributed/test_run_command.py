@@ -224,6 +224,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert alive == []
 
 
+@pytest.mark.quiet
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     """Of plain FSDP, where all ranks wait for each other in the group that ``--timeout`` was given to."""
     plan = two_rank_plan(tmp_path, TWO_LAYER_MODEL)

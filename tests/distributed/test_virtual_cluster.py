@@ -12,7 +12,7 @@ from hardware_profiles.catalog import load_profile
 from hardware_profiles.probes.measurement import ClusterMeasurement
 
 REASON = why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no virtual cluster here: {REASON}")
+pytestmark = [pytest.mark.quiet, pytest.mark.skipif(REASON is not None, reason=f"no virtual cluster here: {REASON}")]
 
 LINK_BITS_PER_S = 500e6
 TOLERANCE = 0.1
