@@ -80,8 +80,11 @@ class Record:
             self._step, self._step_s = beat.step, now_s
 
     def silent(self, now_s: float) -> tuple[int, ...]:
-        """Ranks not heard of for the time-out."""
-        return tuple(r for r, changed_s in enumerate(self._changed_s) if now_s - changed_s > self._timeout_s)
+        """Ranks not heard of for the time-out, with those that went silent within two beats of them, as hosts do."""
+        waited_s = [now_s - changed_s for changed_s in self._changed_s]
+        if max(waited_s) <= self._timeout_s:
+            return ()
+        return tuple(r for r, each_s in enumerate(waited_s) if each_s > self._timeout_s - 2 * _beat_s(self._timeout_s))
 
     def finding(self, now_s: float) -> Finding | None:
         """What is wrong, if anything is."""

@@ -34,6 +34,16 @@ def test_a_silent_rank_is_named_with_its_last_line() -> None:
     assert finding.text.startswith("rank 1 (process 42 on host, last at model.py:3) does not answer since 10 s")
 
 
+def test_ranks_of_a_host_that_went_at_once_are_named_together() -> None:
+    record = Record(4, TIMEOUT_S, 0.0)
+    for rank, heard_s in ((1, 1.0), (2, 1.9), (3, 2.1), (0, 11.0)):
+        record.note(rank, beat(5, 1), heard_s)
+    finding = record.finding(11.01)
+    assert finding is not None
+    assert finding.ranks == (1, 2)  # a beat is 0.5 s, and the third was heard of more than two later
+    assert record.finding(10.99) is None
+
+
 def test_a_rank_that_never_came_is_named() -> None:
     record = Record(2, TIMEOUT_S, 0.0)
     record.note(0, beat(1), 9.0)
