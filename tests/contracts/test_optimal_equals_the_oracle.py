@@ -14,7 +14,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
     return Graphs(tmp_path_factory.mktemp("graphs"))
 
 
-@pytest.mark.parametrize("index", range(15))
+@pytest.mark.parametrize("index", range(10))
 def test_the_search_says_what_the_oracle_says(index: int, graphs: Graphs) -> None:
     question = instance_of(SEED, index, graphs, is_small=True)
     best = Oracle.of(question, graphs).best()
