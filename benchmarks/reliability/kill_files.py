@@ -141,6 +141,7 @@ def commands_drilled(num: int, seed: int) -> Counter[str]:
         if number < len(COMMANDS):
             child.communicate()
             assert child.returncode == 0, words
+            assert _is_whole(Path("out.json").read_bytes()), words
             _DURATIONS[words[0]] = time.monotonic() - began_s
             continue
         time.sleep(_DURATIONS[words[0]] * (0.5 + 0.5 * draw.random()))
@@ -161,7 +162,7 @@ _SILENT: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 def _is_whole(content: bytes) -> bool:
     """Whether it is all of a page, or all of a JSON document."""
     try:
-        return content.endswith(b"</html>\n") or bool(json.loads(content))
+        return content.rstrip().endswith(b"</html>") or bool(json.loads(content))
     except ValueError:
         return False
 
