@@ -180,8 +180,7 @@ def main() -> int:
     if reason is not None:
         print(f"nothing was played: {reason}")
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM):  # hosts are removed then, too; and what is started hears SIGINT
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what is started hears, too
     output, num_bad = options.output.absolute(), 0
     with working_folder() as folder, virtual_cluster(2, LINK_BITS_PER_S) as cluster:
         prepare()

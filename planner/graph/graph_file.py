@@ -13,7 +13,7 @@ from planner.json_file import FileFormat
 from planner.operators.call import ITEM_BYTES
 from planner.output_file import write_text
 
-WITHOUT_FLOPS = (OpClass.VIEW, OpClass.MEMORY_BOUND)  # priced by their bytes alone
+WITHOUT_FLOPS = (OpClass.VIEW, OpClass.MEMORY_BOUND)  # only products are counted
 
 
 def graph_json(graph: ModelGraph) -> str:
