@@ -95,6 +95,8 @@ def main() -> int:
             write(name, of_names[name], held_out)
         if held_out:
             write_bands(fits, held_out)
+    if held_out:
+        report_coverage(fits, held_out)
     return 0
 
 
@@ -234,15 +236,32 @@ def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
     return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large), len(large)
 
 
+def report_coverage(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) -> None:
+    """Prints how many runs lie in a band that was made without their source, from the rest of its recipe's sources."""
+    ratios = {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
+    shares: list[float] = []
+    for found in fits.values():
+        others = [each for name, each in ratios.items() if name not in found.sources]
+        for source in found.sources:
+            rest = [ratios[name] for name in found.sources if name != source]
+            made = (rest, others) if rest else (others, ())
+            band = error_band(made[0], f"without {source}", None, made[1])
+            shares.append(fmean(band.low <= ratio <= band.high for ratio in ratios[source]))
+    print(f"within bands made without their source: {fmean(shares):.1%} of runs, each of {len(shares)} sources alike")
+
+
 def write_bands(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) -> None:
-    """The band of each recipe from the held-out residuals of its sources; of recipes without runs from all of them."""
+    """The band of each recipe from the held-out residuals of its sources, and of all others as of one source more."""
     of_names = {name: found.sources for found in fits.values() for name in found.names}
     between_layouts, _ = layout_error(held_out)
+    ratios = {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
     for name in (*list_recipes(), *study_recipe_names()):
         sources = of_names.get(name, tuple(held_out))
-        ratios = [[math.exp(-e) for _, e in held_out[source]] for source in sources]
         text = f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}"
-        band = error_band(ratios, text, between_layouts)
+        if len(sources) < len(held_out):
+            text += "; and all other sources together as one more"
+        others = [found for source, found in ratios.items() if source not in sources]
+        band = error_band([ratios[source] for source in sources], text, between_layouts, others)
         put(name, {"error_band": band.model_dump(mode="json")})
 
 

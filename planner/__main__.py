@@ -26,8 +26,32 @@ def main() -> None:
         run()
     except KeyboardInterrupt:  # the second, or one between two steps
         _leave()
+    except SystemExit as ended:
+        if "RANK" in os.environ:  # torchrun started it
+            _end_rank(ended)
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
+
+
+def rank() -> None:
+    """Runs the command line as one rank that our launcher started."""
+    from planner.cli.main import main as run
+
+    try:
+        run()
+    except SystemExit as ended:
+        _end_rank(ended)
+
+
+def _end_rank(ended: SystemExit) -> None:
+    """Ends a rank that has done its work with its exit code, whatever threads of torch and gloo are still at.
+
+    One that wants to speak to an interpreter that is being taken down ends the process with SIGABRT, now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended.code if isinstance(ended.code, int) else 0)
 
 
 def _leave(*_signal_and_frame: object) -> None:

@@ -57,6 +57,7 @@ from planner.pricing.target import PricingTarget
 
 # Samples of a default global batch of models without sequences: Dosovitskiy et al. 2021 (ViT), section 4.1 (4,096).
 BATCH_SAMPLES = 4096
+BATCH_BITS = 4  # of a device's share of a default batch, which is at most a sixteenth more or less than asked for
 # A micro-batch of two is traced, so that the batch dim cannot be mistaken for a dim of size one.
 TRACED_BATCH_SIZE = 2
 DEFAULT_FRAMEWORK = OUR_FRAMEWORK
@@ -291,13 +292,16 @@ def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_n
     As many tokens as models of that size are trained with (``BATCH_TOKENS``). Where that is a sequence for every
     device, the nearest multiple of their number, so that any degree of data parallelism divides it; otherwise a
     multiple of the nodes, of which each needs a sequence at least for its devices to share. Devices that do not fill
-    their nodes need one each.
+    their nodes need one each. Each one's share has at most ``BATCH_BITS`` significant bits: it is a small number times
+    a power of two, which micro-batches divide. 146 = 2 * 73 has micro-batches of 1, 2 and 73; 144 has 1 to 16.
     """
     tokens = next(tokens for most, tokens in BATCH_TOKENS if num_params <= most) if seq_len > 1 else BATCH_SAMPLES
     wanted = max(1, -(-tokens // seq_len))
     sharing = devices_per_node if wanted < num_devices and num_devices % devices_per_node == 0 else 1
     users = num_devices // sharing
-    batch = max(1, round(wanted / users)) * users
+    share = max(1, round(wanted / users))
+    spare_bits = max(0, share.bit_length() - BATCH_BITS)
+    batch = (round(share / 2**spare_bits) << spare_bits) * users
     said = f"no --global-batch given: {batch} sequences of {seq_len} tokens ({batch * seq_len:,} tokens)"
     if seq_len == 1:
         return batch, f"no --global-batch given: {batch} samples"

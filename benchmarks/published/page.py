@@ -129,7 +129,9 @@ def _bands(names: set[str]) -> str:
     lines = [
         "## Held out\n",
         "Each source left out of the fit in turn (`python -m benchmarks.calibrate --held-out --write`); the band",
-        "holds the given share of measured over predicted step times of those runs. `planner search` shows the band",
+        "holds the given share of measured over predicted step times of those runs, each source counted alike and all",
+        "other recipes' together as one more: one to three sources are more like each other than the next is like",
+        "them. `planner search` shows the band",
         "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
         "`benchmarks/results/calibration_published-runs_*.md`. What stays when a source is left out: facts that its",
         "framework's code and documents say, and the profiles of two clusters whose networks their own runs tell",

@@ -168,12 +168,21 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
-def error_band(ratios: Sequence[Sequence[float]], source: str, between_layouts: float | None) -> ErrorBand:
+def error_band(
+    ratios: Sequence[Sequence[float]],
+    source: str,
+    between_layouts: float | None,
+    others: Sequence[Sequence[float]] = (),
+) -> ErrorBand:
     """The band of measured over predicted step times of held-out runs, one sequence a source.
 
-    Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source.
+    Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source. A recipe has
+    one to three sources, which are more like each other than the next one is like them: ``others``, the sources of
+    other recipes, count as one source more together.
     """
     every = sorted(ratio for of_source in ratios for ratio in evenly_many(of_source))
+    if others:
+        every = sorted(every + evenly_many([ratio for of_source in others for ratio in evenly_many(of_source)]))
     tail = (1 - COVERAGE) / 2
     low, high = (every[round(share * (len(every) - 1))] for share in (tail, 1 - tail))
     return ErrorBand(

@@ -33,7 +33,7 @@ POLL_S = 0.05
 SAVING_S = 600.0  # for the step under way and a checkpoint, before ranks that were told to stop are killed
 LAUNCHER_PID = "PLANNER_LAUNCHER_PID"  # set for ranks that are to die with their launcher
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
-RANK_COMMAND = "from planner.cli.main import main; main()"
+RANK_COMMAND = "from planner.__main__ import rank; rank()"
 STOPPED = 128 + signal.SIGTERM  # exit code of a rank that was told to stop, and saved
 _KILLERS = {
     "SIGKILL": "by somebody, or by the kernel where memory ran out: `dmesg` says so",

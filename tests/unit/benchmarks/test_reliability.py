@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,11 @@ def test_a_killed_writer_leaves_an_old_or_a_new_file(folder: Path) -> None:
 
 def test_the_drill_notices_half_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: Path, second: bool) -> None:
-        path.write_text(("ab" if second else "cd") * 10**7)
+        half = ("ab" if second else "cd") * 10**6
+        with path.open("w") as file:
+            file.write(half)
+            time.sleep(0.02)  # long enough for a kill to come between, on a busy machine too
+            file.write(half)
 
     monkeypatch.setattr(kill_files, "writers", lambda _folder: {"plain": write})
     assert kill_files.drilled(20, 0, folder)["plain"]["BROKEN"] > 0

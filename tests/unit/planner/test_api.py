@@ -20,9 +20,9 @@ def test_what_is_assumed_is_said() -> None:
     answer = find_plan(Request("llama-tiny", 6))
     assert answer.plan.hardware == "dgx-h100-80gb"
     training = answer.plan.training
-    # The multiple of the GPUs that is nearest to 0.5 Mi tokens.
-    assert training.global_batch_size % 6 == 0
-    assert abs(training.global_batch_size * 64 - 2**19) <= 3 * 64
+    # Near to 0.5 Mi tokens, and for each GPU a small number times a power of two.
+    assert training.global_batch_size == 6 * 11 * 128
+    assert abs(training.global_batch_size * 64 - 2**19) <= 2**19 / 16
     assert [note.partition(":")[0] for note in answer.notes] == [
         "no --hardware given",
         "no --global-batch given",
@@ -158,6 +158,8 @@ def test_more_gpus_are_named_with_the_batch_that_they_need() -> None:
         (70e9, 8192, 131072, 16384),  # one for each node, more than the 512 of 4 Mi
         (70e9, 8192, 500, 500),  # the nearest multiple of 500, not the next
         (70e9, 8192, 1009, 1009),  # no whole nodes: one for each GPU
+        (63_600, 448, 8, 144 * 8),  # not 146, which is 2 * 73
+        (63_600, 448, 1, 1152),  # not 1171, a prime
         (8e9, 10**7, 8, 1),  # a sequence longer than the batch, which the node shares
     ],
 )

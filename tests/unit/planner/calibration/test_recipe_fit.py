@@ -92,3 +92,12 @@ def test_a_band_counts_each_source_alike_however_many_runs_it_has() -> None:
     band = error_band([few, many], "a test", 0.05)
     assert (band.low, band.high, band.num_runs) == (1.0, 1.5, 502)
     assert error_band([many, many, [fmean(few)]], "a test", 0.05).high == 1.5
+
+
+def test_all_other_sources_count_as_one_more() -> None:
+    """Two runs of one source are no band of 80 %; of many sources a few strangers do not move it."""
+    alone, strangers = [[1.01, 1.02]], [[0.9] * 3, [1.2] * 40]
+    assert error_band(alone, "a test", None).high == 1.02
+    band = error_band(alone, "a test", None, strangers)
+    assert (band.low, band.high, band.num_runs) == (0.9, 1.2, 2)
+    assert error_band(alone * 20, "a test", None, strangers) == error_band(alone * 20, "a test", None)

@@ -37,6 +37,17 @@ if os.environ["RANK"] == "3":
 """
 
 
+@pytest.mark.parametrize(("words", "code"), [(["models"], 0), (["search"], 2)])
+def test_a_rank_does_not_wait_for_the_interpreter_to_be_taken_down(words: list[str], code: int) -> None:
+    """There a thread of torch's may end it with SIGABRT; what it has said is not lost."""
+    falls = "import atexit, os; atexit.register(os.abort); "
+    done = subprocess.run(
+        [sys.executable, "-c", falls + launching.RANK_COMMAND, *words], capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert ("llama3-8b" in done.stdout) if code == 0 else ("hint:" in done.stderr)
+
+
 @pytest.fixture
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(launching, "RANK_COMMAND", RANK)

@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -212,22 +210,3 @@ def test_text_can_be_read_in_both_themes() -> None:
                 assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
         for mark in ("bar", "mark"):
             assert contrast(theme[mark], theme["panel"]) >= 3, mark
-
-
-@pytest.mark.parametrize("make", [report, hostile])
-def test_a_browser_shows_it_without_a_complaint(make: Make, tmp_path: Path) -> None:
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
-    browser = next((each for each in found if each is not None), None)
-    if browser is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
-    file = tmp_path / "report.html"
-    file.write_text(page(make()), encoding="utf-8")
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--dump-dom", file.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert "Point at an action to see what it is." in done.stdout  # the script ran to its end
-    assert "<title>hacked</title>" not in done.stdout
-    assert "<img" not in done.stdout
