@@ -236,9 +236,14 @@ def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
     return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large), len(large)
 
 
+def ratios_of(held_out: HeldOut) -> dict[str, list[float]]:
+    """Measured over predicted step times of every source's runs."""
+    return {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
+
+
 def report_coverage(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) -> None:
     """Prints how many runs lie in a band that was made without their source, from the rest of its recipe's sources."""
-    ratios = {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
+    ratios = ratios_of(held_out)
     shares: list[float] = []
     for found in fits.values():
         others = [each for name, each in ratios.items() if name not in found.sources]
@@ -254,7 +259,7 @@ def write_bands(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) ->
     """The band of each recipe from the held-out residuals of its sources, and of all others as of one source more."""
     of_names = {name: found.sources for found in fits.values() for name in found.names}
     between_layouts, _ = layout_error(held_out)
-    ratios = {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
+    ratios = ratios_of(held_out)
     for name in (*list_recipes(), *study_recipe_names()):
         sources = of_names.get(name, tuple(held_out))
         text = f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}"

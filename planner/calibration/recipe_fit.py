@@ -180,9 +180,8 @@ def error_band(
     one to three sources, which are more like each other than the next one is like them: ``others``, the sources of
     other recipes, count as one source more together.
     """
-    every = sorted(ratio for of_source in ratios for ratio in evenly_many(of_source))
-    if others:
-        every = sorted(every + evenly_many([ratio for of_source in others for ratio in evenly_many(of_source)]))
+    sources = [*ratios, [ratio for of_source in others for ratio in evenly_many(of_source)]] if others else ratios
+    every = sorted(ratio for of_source in sources for ratio in evenly_many(of_source))
     tail = (1 - COVERAGE) / 2
     low, high = (every[round(share * (len(every) - 1))] for share in (tail, 1 - tail))
     return ErrorBand(
