@@ -289,21 +289,35 @@ def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tup
     return tuple(counts), tuple(waits)
 
 
-@lru_cache(maxsize=256)
-def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[NDArray[np.float64], ...]:
-    """What each rank holds at every moment that differs from the others, [moments, 2 v].
+class HeldCounts(NamedTuple):
+    """What a rank holds before each action of a backward pass, moments that are equal but for their order left out."""
 
-    Micro-batches in flight at each of the rank's stages, lowest stage first, and then those that wait there for their
-    weight gradients. Times the bytes of one it is what ``peak_in_flight`` takes the largest of.
-    """
-    found: list[NDArray[np.float64]] = []
+    # [moments, 2 v]: micro-batches in flight at each of its stages, lowest first; those waiting for weight gradients.
+    counts: NDArray[np.float64]
+    first: NDArray[np.intp]  # [v]: the first of the moments before an action of each stage, which follow each other
+
+    def most_of_each(self, bytes_of: Sequence[float]) -> tuple[float, ...]:
+        """The most bytes before an action of each stage. ``bytes_of``: those of one micro-batch, [2 v] as ``counts``.
+
+        The largest of them is what ``peak_in_flight`` finds: what a rank holds grows until a backward pass begins.
+        """
+        return tuple(np.maximum.reduceat(self.counts @ np.array(bytes_of), self.first).tolist())
+
+
+@lru_cache(maxsize=256)
+def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts, ...]:
+    """What each rank holds at every moment at which a backward pass goes on."""
+    found: list[HeldCounts] = []
     for actions in _actions(name, p, v, m):
         kinds, stages, _ = zip(*actions, strict=True)
         place = np.unique(stages, return_inverse=True)[1]
         every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v))
         changes[every, place] = [_HELD[kind] for kind in kinds]
         changes[every, v + place] = [_WAITING[kind] for kind in kinds]
-        found.append(np.array(sorted(set(map(tuple, np.cumsum(changes, axis=0).tolist())))))
+        before = np.cumsum(changes, axis=0) - changes
+        is_backward = np.array([kind != FORWARD for kind in kinds])
+        moments = np.unique(np.column_stack([place, before])[is_backward], axis=0)  # sorted by place
+        found.append(HeldCounts(moments[:, 1:], np.searchsorted(moments[:, 0], np.arange(v))))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
-from costmodels.vocabulary.schedules import held_counts
+from costmodels.vocabulary.schedules import HeldCounts, held_counts
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
@@ -204,8 +204,8 @@ class LayoutUnits:
         chosen = self if modes is None else self.with_some(modes)
         return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
 
-    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: float) -> float:
-        """The same where ``activation_bytes`` of that are activations."""
+    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: Sequence[float]) -> float:
+        """The same with so many ``activation_bytes``, as the method of that name finds them."""
         needed = self.memory_model.peak_bytes(list(stages.values()), activation_bytes)
         return needed - self._ranks[rank].facts.memory_bytes
 
@@ -327,14 +327,17 @@ class LayoutUnits:
         if self._passes_cross:
             return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
-        return self._most_in_flight(rank, kept, {})
+        return max(self._most_in_flight(rank, kept, {}))
 
-    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
-        """The most that a pipeline rank holds of activations, from what one micro-batch keeps in each of its stages."""
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> tuple[float, ...]:
+        """The most that a pipeline rank holds of activations while the backward pass of each of its stages goes on.
+
+        Found from what one micro-batch keeps in each of them.
+        """
         held_of = self.memory_model.held_of
         if self._passes_cross:
             held = self.memory_model.held
-            return self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units])
+            return (self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units]),)
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}
@@ -354,21 +357,24 @@ class LayoutUnits:
         filled = np.cumsum(kept)
         return float(np.max(filled + filled[::-1]))
 
-    def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> float:
-        """The most bytes of all micro-batches in flight; ``kept``, ``waiting``: of one, in each stage."""
+    def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> tuple[float, ...]:
+        """The most bytes of all micro-batches in flight while a backward pass of each stage goes on.
+
+        ``kept``, ``waiting``: of one micro-batch, in each stage.
+        """
         if self.layout.schedule.rules.has_one_stage:
-            return self._in_flight[rank] * sum(kept.values())
+            return (self._in_flight[rank] * sum(kept.values()),)
         # More, or less, from the first to the second half of a split backward pass.
         in_order = sorted(kept)
         each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]
-        return float((self._held_counts[rank] @ np.array(each)).max())
+        return self._held_counts[rank].most_of_each(each)
 
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
         return self.layout.schedule.rules.in_flight(self.layout.mesh.pp, self.layout.num_microbatches)
 
     @cached_property
-    def _held_counts(self) -> tuple[Array, ...]:
+    def _held_counts(self) -> tuple[HeldCounts, ...]:
         layout, rules, pp = self.layout, self.layout.schedule.rules, self.layout.mesh.pp
         return held_counts(
             layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, layout.num_microbatches)

@@ -80,9 +80,9 @@ class LeastRecompute:
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
         self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
-        # Of alike ranks the most bytes of activations that are known to fit, and the least that are known not to.
-        self._most_that_fits: dict[tuple[object, ...], float] = {}
-        self._least_that_does_not: dict[tuple[object, ...], float] = {}
+        # Of alike ranks the bytes of activations, a number a stage, that are known to fit, and those known not to.
+        self._known_to_fit: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._known_not_to: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def modes(self, starts: Sequence[int]) -> tuple[BlockMode, ...] | None:
         """The mode of every unit under this cut; None where some rank fits with no choice."""
@@ -140,12 +140,12 @@ class LeastRecompute:
         kinds = [(0 in held, *(self._units.kinds[unit] for unit in held)) for held in stages.values()]
         alike = self._evaluator.place_of(rank), *kinds
         activations = self._evaluator.activation_bytes(rank, stages)
-        if activations <= self._most_that_fits.get(alike, -1.0):
+        if _is_no_more(activations, self._known_to_fit.get(alike)):
             return True
-        if activations >= self._least_that_does_not.get(alike, np.inf):
+        if (too_many := self._known_not_to.get(alike)) and _is_no_more(too_many, activations):
             return False
         fits = self._evaluator.excess_with(rank, stages, activations) <= 0
-        (self._most_that_fits if fits else self._least_that_does_not)[alike] = activations
+        (self._known_to_fit if fits else self._known_not_to)[alike] = activations
         return fits
 
     def _mixes(self, units: Iterable[int]) -> list[Mix]:
@@ -244,10 +244,15 @@ class LeastRecompute:
         )
         mixes = {kind.mix[0] for kind in kinds}
         in_transit = [self._on_host[MODES[mode], self._units.kinds[u]] for mode in mixes for u in in_kinds]
-        # The last unit of a stage is at work while nothing behind it has been freed.
-        working = max(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
+        # The last unit of a stage is at work while nothing behind it has been freed. Of several stages it is not known
+        # which one's backward pass goes on when the rank holds most.
+        working = min(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
         passing = working + BLOCKS_IN_TRANSIT * float(min(in_transit, default=0.0))
         return self._evaluator.room_bytes(rank, stages) - passing - others
+
+
+def _is_no_more(bytes_of: tuple[float, ...], most: tuple[float, ...] | None) -> bool:
+    return most is not None and all(a <= b for a, b in zip(bytes_of, most, strict=True))
 
 
 def _listed(numbers: Sequence[int], mix: Mix) -> list[Array]:

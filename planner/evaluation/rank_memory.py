@@ -29,7 +29,7 @@ BLOCKS_IN_TRANSIT = 2
 class Transient:
     """Bytes of a rank besides states and kept activations."""
 
-    backward: Moment  # of the unit that needs most, less what units behind it have freed by then
+    backward: tuple[Moment, ...]  # of each stage: of the unit that needs most, less what units behind it have freed
     last: Moment | None  # of the last micro-batch, with no other in flight, where only its gradients are reduced
     loss: float  # of the loss in forward
     gathered: float  # parameters of units in transit in forward (ZeRO 3)
@@ -105,8 +105,8 @@ class RankMemoryModel:
         is_known = self._table.framework.has_fsdp_moments and self._layout.virtual_stages == 1
         return is_known and not self.holds_gradients
 
-    def rank(self, stages: Sequence[range], activation_bytes: float) -> RankMemory:
-        """The rank that holds ``stages``, each a row of units, and at its peak ``activation_bytes`` of them."""
+    def rank(self, stages: Sequence[range], activation_bytes: Sequence[float]) -> RankMemory:
+        """The rank that holds ``stages``, rows of units, and of activations the most while each one's backward runs."""
         states = self._states(*self.elements(stages))
         lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
         return RankMemory(
@@ -120,7 +120,7 @@ class RankMemoryModel:
             )
         )
 
-    def peak_bytes(self, stages: Sequence[range], activation_bytes: float) -> float:
+    def peak_bytes(self, stages: Sequence[range], activation_bytes: Sequence[float]) -> float:
         """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
         software, groups = self.software, self.num_communicators
         return max(
@@ -134,7 +134,7 @@ class RankMemoryModel:
         )
 
     def _step(
-        self, stages: Sequence[range], activation_bytes: float
+        self, stages: Sequence[range], activation_bytes: Sequence[float]
     ) -> tuple[tuple[Phase, MemoryLedger, Transient | None], ...]:
         """The ledgers of the phases of a step without what the software takes, and what besides passes in them."""
         trainable, frozen, experts = self.elements(stages)
@@ -143,7 +143,7 @@ class RankMemoryModel:
         forward = self._ledger(
             states,
             states.gradients if self.holds_gradients else 0.0,
-            activations=activation_bytes,
+            activations=max(activation_bytes),
             working_set=transient.loss,
             gathered_parameters=transient.gathered,
             gather_buffers=transient.buffers,
@@ -184,7 +184,7 @@ class RankMemoryModel:
         return self._elements_of[key]
 
     def _backward(
-        self, states: StateBytes, stages: Sequence[range], activation_bytes: float, transient: Transient
+        self, states: StateBytes, stages: Sequence[range], activation_bytes: Sequence[float], transient: Transient
     ) -> MemoryLedger:
         """The fullest moment.
 
@@ -204,19 +204,22 @@ class RankMemoryModel:
                 offload_buffers=transient.offloaded,
             )
 
+        pairs = zip(activation_bytes, transient.backward, strict=True)
+        activations, fullest = max(pairs, key=lambda pair: pair[0] + pair[1].total)
         if self.holds_gradients or self._leaves_shards:
-            gradients = transient.backward.gradients if self._leaves_shards else states.gradients
-            moments = [ledger(gradients, activation_bytes, transient.backward)]
+            gradients = fullest.gradients if self._leaves_shards else states.gradients
+            moments = [ledger(gradients, activations, fullest)]
             if transient.last is not None:
                 once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
-                moments.append(ledger(states.gradients, min(activation_bytes, once), transient.last))
+                moments.append(ledger(states.gradients, min(max(activation_bytes), once), transient.last))
         else:
             first = [stage[:1] for stage in stages[:1]]
             kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
             of = self._table.units.kinds
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-            end = transient.backward._replace(working=self.transient(first).backward.working, reduced=reduced)
-            moments = [ledger(0.0, activation_bytes, transient.backward), ledger(states.gradients, kept, end)]
+            working = max(moment.working for moment in self.transient(first).backward)
+            end = fullest._replace(working=working, reduced=reduced)
+            moments = [ledger(0.0, activations, fullest), ledger(states.gradients, kept, end)]
         return max(moments, key=lambda moment: moment.total_bytes)
 
     @staticmethod
@@ -243,7 +246,7 @@ class RankMemoryModel:
             self._most_of[there] = self._most_of_each(there)
         most, last = self._most_of[there], None
         if self._table.framework.has_fsdp_moments and not self._sharding.reduces_each:
-            last = self._fullest(stages, None)
+            last = max(self._fullest(stages, None), key=_total)
         waiting = min(sum([self._held[variant][collective] for variant in variants]), most.waiting)
         return replace(most, backward=self._fullest_backward(stages), last=last, waiting=waiting)
 
@@ -254,7 +257,7 @@ class RankMemoryModel:
             gathered += self._shared_elements * self._sharding.compute_bytes * self._sharding.gathers_units
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
-            backward=Moment(0.0, 0.0, 0.0),
+            backward=(),
             last=None,
             loss=loss,
             gathered=gathered,
@@ -264,22 +267,20 @@ class RankMemoryModel:
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
 
-    def _fullest_backward(self, stages: Sequence[tuple[int, ...]]) -> Moment:
-        """Of the backward passes of stages, each given by the variants of its units."""
+    def _fullest_backward(self, stages: Sequence[tuple[int, ...]]) -> tuple[Moment, ...]:
+        """Of the backward pass of each stage, given by the variants of its units."""
         if not self._table.framework.has_fsdp_moments:
-            working, reduced = max((self._at_work(stage) for stage in stages), key=sum, default=(0.0, 0.0))
-            return Moment(working, self._gathered({variant for stage in stages for variant in stage}), reduced)
+            return tuple([self._at_work(stage) for stage in stages])
         # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
         first = [self._sizes[stage[0] % self._num_kinds] for stage in stages]
         return self._fullest(stages, max(first) if self._layout.mesh.pp > 1 else 0.0)
 
-    def _fullest(self, stages: Sequence[tuple[int, ...]], before: float | None) -> Moment:
-        """The fullest moment of any stage; ``before``: elements that wait in the buffer, None: of the last micro-batch.
+    def _fullest(self, stages: Sequence[tuple[int, ...]], before: float | None) -> tuple[Moment, ...]:
+        """The fullest moment of each stage. Most are alike, and ranks share them.
 
-        Of the stages of a rank most are alike, and ranks share them.
+        ``before``: elements that wait in the buffer; None: of the last micro-batch.
         """
-        unlike = dict.fromkeys(stages)
-        for stage in unlike:
+        for stage in dict.fromkeys(stages):
             if (stage, before) not in self._moments:
                 runs = [(self._unit_at_work(variant), len(list(row))) for variant, row in groupby(stage)]
                 self._moments[stage, before] = (
@@ -287,7 +288,7 @@ class RankMemoryModel:
                     if before is None
                     else fullest_moment(runs, self._sharding, before)
                 )
-        return max([self._moments[stage, before] for stage in unlike], key=_total)
+        return tuple([self._moments[stage, before] for stage in stages])
 
     def _gathered(self, variants: Iterable[int]) -> float:
         return max([self.gathered_bytes(variant % self._num_kinds) for variant in variants], default=0.0)
@@ -337,8 +338,8 @@ class RankMemoryModel:
             )
         return self._units_at_work[variant]
 
-    def _at_work(self, stage: Sequence[int]) -> tuple[float, float]:
-        """Working set and reduction buffers at the worst moment of the stage's backward pass, which goes from its end.
+    def _at_work(self, stage: Sequence[int]) -> Moment:
+        """The worst moment of the stage's backward pass, which goes from its end.
 
         Units behind the one at work have freed what they kept, and their gradients are being reduced. ``stage``: the
         variants of its units.
@@ -348,7 +349,7 @@ class RankMemoryModel:
             worst = max(worst, (self._of(variant, Holding.WORKING) - freed, self._reduction_bytes(largest)), key=sum)
             freed += self._of(variant, Holding.KEPT)
             largest = max(largest, self._sizes[variant % self._num_kinds])
-        return max(0.0, worst[0]), worst[1]
+        return Moment(max(0.0, worst[0]), self._gathered(set(stage)), worst[1])
 
     def _reduction_bytes(self, largest: float) -> float:
         """Bytes of gradients in transit of units with so many elements; nothing where they are reduced in place."""

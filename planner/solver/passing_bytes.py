@@ -30,15 +30,18 @@ class PassingBytes:
         """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
 
         ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
-        whatever each recomputes. Where ranks hold several stages each has one that ends with a block, or with a unit
-        that stands between blocks and the model's end; of a rank's only stage the last unit may be of any kind.
+        whatever each recomputes. Of several stages it is not known which one's backward pass goes on when the rank
+        holds most, so the least of them counts: each ends with a block, an end of the model, or a unit that stands
+        between. Of a rank's only stage the last unit may be of any kind.
         """
         units = self._of.table.units
         pairs = list(zip(units.kinds, units.is_block, strict=True))
         between = [kind for kind, is_block in pairs[1:-1] if not is_block]
         block = next(kind for kind, is_block in pairs if is_block)
-        any_kind = [block, *between] if self._of.virtual_stages > 1 else range(len(units.counts))
-        few = np.minimum.reduce([self._least(each) for each in sorted(set(any_kind))])
+        if self._of.virtual_stages > 1:
+            few = np.minimum.reduce([self._least(each) for each in sorted({block, *between, *ends})])
+            return few, few
+        few = np.minimum.reduce([self._least(each) for each in range(len(units.counts))])
         if units.kinds[-1] in ends:
             few = np.maximum(few, self._least(units.kinds[-1]))
         return few, few if between else np.maximum(few, self._least(block, block))

@@ -1,12 +1,14 @@
 """One point priced: its parts add up, its memory is that of its schedule, and shortened simulations stay true."""
 
 import random
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
+from costmodels.vocabulary.action import FORWARD, INPUT_GRADIENT, Action
 from costmodels.vocabulary.choices import KeptOnHost, Recompute
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
-from costmodels.vocabulary.terms import Holding, MemoryTerm, Term
+from costmodels.vocabulary.terms import Holding, MemoryTerm, Phase, Term
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.evaluator import Evaluator
 from planner.layout.columns import Columns
@@ -132,9 +134,46 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
         kept = {stage: sum(unit[Holding.KEPT] for unit in units) for stage, units in enumerate(held)}
         waiting = {stage: sum(unit[Holding.WAITING] for unit in units) for stage, units in enumerate(held)}
         actions = choice.schedule.rules.actions(4, choice.virtual_stages, 64)
-        for rank, ledger in enumerate(point.ledgers(starts)):
-            expected = peak_in_flight(actions[rank], kept, waiting)
-            assert ledger.bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(expected), choice
+        for rank, memory in enumerate(point.memory(starts)):
+            phases, peak = dict(memory.phases), peak_in_flight(actions[rank], kept, waiting)
+            assert phases[Phase.FORWARD].bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(peak), choice
+            stages = {stage: _stages(starts)[stage] for stage in sorted({action.stage for action in actions[rank]})}
+            at_work = {s: point.memory_model.transient([units]).backward[0].total for s, units in stages.items()}
+            fullest = max(
+                held + at_work[action.stage]
+                for action, held in _before_each(actions[rank], kept, waiting)
+                if action.kind != FORWARD
+            )
+            last = point.memory_model.transient(list(stages.values())).last
+            once = min(peak, sum(kept[stage] for stage in stages))
+            expected = max(fullest, 0.0 if last is None else once + last.total)
+            passing = sum(map(phases[Phase.BACKWARD].bytes_of, PASSING))
+            assert passing == pytest.approx(expected), choice
+
+
+PASSING = (
+    MemoryTerm.ACTIVATIONS,
+    MemoryTerm.WORKING_SET,
+    MemoryTerm.GATHERED_PARAMETERS,
+    MemoryTerm.REDUCTION_BUFFERS,
+)
+
+
+def _before_each(
+    actions: Sequence[Action], kept: Mapping[int, float], waiting: Mapping[int, float]
+) -> Iterator[tuple[Action, float]]:
+    """What a rank holds before each of its actions."""
+    held, halves = 0.0, set[tuple[int, int]]()
+    for action in actions:
+        yield action, held
+        passed = action.stage, action.microbatch
+        if action.kind == FORWARD:
+            held += kept[action.stage]
+        elif action.kind == INPUT_GRADIENT:
+            halves.add(passed)
+            held += waiting[action.stage]
+        else:
+            held -= kept[action.stage] + (waiting[action.stage] if passed in halves else 0.0)
 
 
 def _held(table: CostTable, choice: Layout, unit: int) -> dict[Holding, float]:
