@@ -217,8 +217,7 @@ class RankMemoryModel:
             kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
             of = self._table.units.kinds
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-            working = max(moment.working for moment in self.transient(first).backward)
-            end = fullest._replace(working=working, reduced=reduced)
+            end = fullest._replace(working=self.transient(first).backward[0].working, reduced=reduced)
             moments = [ledger(0.0, activations, fullest), ledger(states.gradients, kept, end)]
         return max(moments, key=lambda moment: moment.total_bytes)
 
