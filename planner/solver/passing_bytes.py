@@ -30,21 +30,22 @@ class PassingBytes:
         """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
 
         ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
-        whatever each recomputes. Of several stages it is not known which one's backward pass goes on when the rank
-        holds most, so the least of them counts: each ends with a block, an end of the model, or a unit that stands
-        between. Of a rank's only stage the last unit may be of any kind.
+        whatever each recomputes. Of a rank's only stage the last unit may be of any kind. Of several stages it counts
+        which one's backward pass goes on when the rank holds the micro-batches that ``in_flight_by_stage`` says. Where
+        whole passes interleave that is the first pass, through its last stage, which ends with a block, a unit that
+        stands between blocks and the model's end, or the model's end. Otherwise it may be any, so the least counts.
         """
-        units = self._of.table.units
+        units, rules = self._of.table.units, self._of.schedule.rules
         pairs = list(zip(units.kinds, units.is_block, strict=True))
         between = [kind for kind, is_block in pairs[1:-1] if not is_block]
         block = next(kind for kind, is_block in pairs if is_block)
-        if self._of.virtual_stages > 1:
-            few = np.minimum.reduce([self._least(each) for each in sorted({block, *between, *ends})])
-            return few, few
-        few = np.minimum.reduce([self._least(each) for each in range(len(units.counts))])
-        if units.kinds[-1] in ends:
+        has_one, is_last_stage = self._of.virtual_stages == 1, rules.runs_in_rounds and not rules.splits_backward
+        of_ends = [] if is_last_stage else ends
+        any_kind = range(len(units.counts)) if has_one else sorted({block, *between, *of_ends})
+        few = np.minimum.reduce([self._least(each) for each in any_kind])
+        if units.kinds[-1] in ends and (has_one or is_last_stage):
             few = np.maximum(few, self._least(units.kinds[-1]))
-        return few, few if between else np.maximum(few, self._least(block, block))
+        return few, np.maximum(few, self._least(block, block)) if has_one and not between else few
 
     def _least(self, *kinds: int) -> Array:
         """The least over all modes of what comes and goes in the backward pass of a stage of these kinds of units."""
