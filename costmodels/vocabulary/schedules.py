@@ -316,7 +316,8 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
         changes[every, v + place] = [_WAITING[kind] for kind in kinds]
         before = np.cumsum(changes, axis=0) - changes
         is_backward = np.array([kind != FORWARD for kind in kinds])
-        moments = np.unique(np.column_stack([place, before])[is_backward], axis=0)  # sorted by place
+        place_first = np.concatenate([place[:, None].astype(np.float64), before], axis=1)
+        moments: NDArray[np.float64] = np.unique(place_first[is_backward], axis=0)  # sorted
         found.append(HeldCounts(moments[:, 1:], np.searchsorted(moments[:, 0], np.arange(v))))
     return tuple(found)
 
