@@ -299,9 +299,9 @@ class _Pipelines:
         bytes_of = {ends: passing.while_at_work(ends) for ends in dict.fromkeys(self._held_ends)}
         few_bytes, more_bytes = np.array([bytes_of[ends] for ends in self._held_ends]).transpose(1, 2, 0)
         numbers = fewest[:, None] + np.arange(most)
-        # More blocks than stages: two are in one stage; where the model ends, in one before that.
-        few = np.full(p, self._of.virtual_stages)
-        few[self._of.schedule.rules.rank_of(p * self._of.virtual_stages - 1, p)] += self._sizes.most - 1
+        # Two blocks are in a rank's only stage; where the model ends, more stands behind them.
+        few = np.ones(p)
+        few[-1] = self._sizes.most
         at_work = np.where(numbers > few[:, None], more_bytes[..., None], few_bytes[..., None])
         return self._of.table.cluster.devices[0].memory_bytes - taken[:, :, None] - at_work
 

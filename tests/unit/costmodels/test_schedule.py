@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.vocabulary.action import FORWARD, INPUT_GRADIENT, Action
+from costmodels.vocabulary.action import Action
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName, held_counts, peak_in_flight
+from tests.replay import before_each_backward
 
 
 def counting(num_stages: int, weight: float = 1.0) -> dict[int, float]:
@@ -162,18 +163,8 @@ def test_the_most_before_each_stage_s_backward_pass_is_that_of_a_replay(name: Sc
         kept = {stage: 3.0 + stage % 5 for stage in stages}
         waiting = {stage: (-1.0) ** stage * 0.5 for stage in stages}
         most = dict.fromkeys(stages, 0.0)
-        held, split = 0.0, set[tuple[int, int]]()
-        for action in actions:
-            stage, passed = action.stage, (action.stage, action.microbatch)
-            if action.kind == FORWARD:
-                held += kept[stage]
-                continue
+        for stage, held in before_each_backward(actions, kept, waiting):
             most[stage] = max(most[stage], held)
-            if action.kind == INPUT_GRADIENT:
-                split.add(passed)
-                held += waiting[stage]
-            else:
-                held -= kept[stage] + (waiting[stage] if passed in split else 0.0)
         found = counts.most_of_each([*kept.values(), *waiting.values()])
         assert found == pytest.approx(list(most.values()))
         assert max(found) == pytest.approx(peak_in_flight(actions, kept, waiting))

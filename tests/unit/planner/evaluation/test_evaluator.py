@@ -1,11 +1,9 @@
 """One point priced: its parts add up, its memory is that of its schedule, and shortened simulations stay true."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from costmodels.vocabulary.action import FORWARD, INPUT_GRADIENT, Action
 from costmodels.vocabulary.choices import KeptOnHost, Recompute
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import Holding, MemoryTerm, Phase, Term
@@ -16,6 +14,7 @@ from planner.layout.layout import Layout, Pins
 from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey
 from tests.planning import problem_of
+from tests.replay import before_each_backward
 
 CASES = [
     ("llama3-8b", 16, {"batch": 64, "seq_len": 2048}),
@@ -139,11 +138,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
             assert phases[Phase.FORWARD].bytes_of(MemoryTerm.ACTIVATIONS) == pytest.approx(peak), choice
             stages = {stage: _stages(starts)[stage] for stage in sorted({action.stage for action in actions[rank]})}
             at_work = {s: point.memory_model.transient([units]).backward[0].total for s, units in stages.items()}
-            fullest = max(
-                held + at_work[action.stage]
-                for action, held in _before_each(actions[rank], kept, waiting)
-                if action.kind != FORWARD
-            )
+            fullest = max(held + at_work[stage] for stage, held in before_each_backward(actions[rank], kept, waiting))
             last = point.memory_model.transient(list(stages.values())).last
             once = min(peak, sum(kept[stage] for stage in stages))
             expected = max(fullest, 0.0 if last is None else once + last.total)
@@ -157,23 +152,6 @@ PASSING = (
     MemoryTerm.GATHERED_PARAMETERS,
     MemoryTerm.REDUCTION_BUFFERS,
 )
-
-
-def _before_each(
-    actions: Sequence[Action], kept: Mapping[int, float], waiting: Mapping[int, float]
-) -> Iterator[tuple[Action, float]]:
-    """What a rank holds before each of its actions."""
-    held, halves = 0.0, set[tuple[int, int]]()
-    for action in actions:
-        yield action, held
-        passed = action.stage, action.microbatch
-        if action.kind == FORWARD:
-            held += kept[action.stage]
-        elif action.kind == INPUT_GRADIENT:
-            halves.add(passed)
-            held += waiting[action.stage]
-        else:
-            held -= kept[action.stage] + (waiting[action.stage] if passed in halves else 0.0)
 
 
 def _held(table: CostTable, choice: Layout, unit: int) -> dict[Holding, float]:
