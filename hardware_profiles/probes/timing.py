@@ -1,5 +1,8 @@
 """Times a call on a CPU or a GPU: repeated in batches, so that neither the clock nor a launch queue is what is seen.
 
+On a GPU the calls of a batch are captured once and replayed, so that a call takes what its kernels take: how fast a
+host can issue them, from Python and through autograd, is a matter of the software that trains, not of the device.
+
 A process that shares its core with others runs in slices of several milliseconds, and a short call seldom sees the
 other slices pass. A process of one thread is therefore timed by the seconds that it had a core, and ``core_share`` says
 which part of all seconds that was.
@@ -46,10 +49,35 @@ def seconds_per_call(
 ) -> tuple[float, ...]:
     """Samples of the time of one call: ``num_samples``, or as few as fit the budget, but at least 2."""
     call()  # the first one allocates, and may compile
-    first_s = _batch_s(call, device, 1)
+    first_s = _batch_s(call, device)
     num_calls = max(1, min(MAX_CALLS_PER_BATCH, int(BATCH_S / max(first_s, 1e-7))))
+    batch = _replayed(call, num_calls) if device.type == "cuda" else _repeated(call, num_calls)
     affordable = int(budget_s / max(first_s * num_calls, 1e-7))
-    return tuple(_batch_s(call, device, num_calls) for _ in range(max(2, min(num_samples, affordable))))
+    return tuple(_batch_s(batch, device) / num_calls for _ in range(max(2, min(num_samples, affordable))))
+
+
+def _repeated(call: Callable[[], object], num_calls: int) -> Callable[[], object]:
+    def batch() -> None:
+        for _ in range(num_calls):
+            call()
+
+    return batch
+
+
+def _replayed(call: Callable[[], object], num_calls: int) -> Callable[[], object]:
+    """``num_calls`` calls as one CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # libraries choose their kernels, and allocate, before anything is captured
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(num_calls):
+            call()
+    graph.replay()
+    return graph.replay
 
 
 def seconds_per_cold_call(call: Callable[[], object], *, budget_s: float, num_samples: int = 7) -> tuple[float, ...]:
@@ -60,23 +88,21 @@ def seconds_per_cold_call(call: Callable[[], object], *, budget_s: float, num_sa
     samples: list[float] = []
     while len(samples) < 2 or (len(samples) < num_samples and time.perf_counter() < end_s):
         other.add_(1.0)
-        samples.append(_batch_s(call, cpu, 1))
+        samples.append(_batch_s(call, cpu))
     return tuple(samples)
 
 
-def _batch_s(call: Callable[[], object], device: torch.device, num_calls: int) -> float:
-    """Seconds of one of ``num_calls`` calls in a row."""
+def _batch_s(batch: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a batch of calls."""
     synchronize(device)
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(num_calls):
-            call()
+        batch()
         end.record()
         torch.cuda.synchronize(device)
-        return max(start.elapsed_time(end) * 1e-3 / num_calls, 1e-9)
+        return max(start.elapsed_time(end) * 1e-3, 1e-9)
     clock = clock_of(device)
     start_s = clock()
-    for _ in range(num_calls):
-        call()
-    return max((clock() - start_s) / num_calls, 1e-9)
+    batch()
+    return max(clock() - start_s, 1e-9)
