@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import sys
 import time
@@ -25,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.one_gpu import alone
 from planner.executor.build import build_model, loaded_model
 from planner.executor.compiled import INDUCTOR
 from planner.executor.mesh import build_mesh, compute_dtype
 from planner.executor.optimizer import build_optimizer
-from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.start import Start, started
 from planner.executor.step import train_step
 from planner.plan.plan_file import read_plan
@@ -113,9 +112,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", dest="compiled")
     options = parser.parse_args()
     plan = read_plan(options.plan, trust=True)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    os.environ.update({name: value for name, value in alone.items() if name not in os.environ})
-    with quiet_torch(), process_group():
+    with alone():
         found = rounds(plan, compiled=options.compiled)
         ratio = statistics.median(a / b for a, b in zip(found["ours"], found["by hand"], strict=True))
         print(json.dumps({"plan": options.plan.stem, "compiled": options.compiled, "over": ratio, **found}))

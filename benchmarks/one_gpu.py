@@ -8,12 +8,14 @@ under torch's profiler. A line of JSON a plan says: ``step_s`` and ``memory_byte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +23,41 @@ import torch
 from torch.autograd import DeviceType
 
 from costmodels.vocabulary.choices import Offload
-from costmodels.vocabulary.terms import Counted, MemoryTerm
+from planner.cli.check import allocated_bytes
 from planner.executor.build import loaded_model
 from planner.executor.options import RunOptions
 from planner.executor.ranks import process_group, quiet_torch
 from planner.executor.train import Run, prepare, timed_step
 from planner.executor.verify import WARM_UP_STEPS
 from planner.plan.plan_file import read_plan
+from planner.plan.schema import Plan
 
 NUM_KERNELS, NAME_LENGTH = 25, 90
 
 
-def kernels_of(run: Run, step: int) -> dict[str, Any]:
-    """Seconds of kernels in one step, and the longest by name."""
+@contextlib.contextmanager
+def alone(*, offloads: bool = False) -> Generator[torch.device]:
+    """A process group of this process, unless torchrun started it; yields its device."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ.update({name: value for name, value in rank.items() if name not in os.environ})
+    with quiet_torch(), process_group(offloads=offloads) as device:
+        yield device
+
+
+def kernels_of(run: Run, step: int) -> dict[str, float]:
+    """Seconds of the longest kernels in one step, by name."""
     with torch.profiler.profile() as profiler:
         timed_step(run, step)
     names: Counter[str] = Counter()
     for event in profiler.key_averages():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             names[event.key[:NAME_LENGTH]] += event.self_device_time_total / 1e6
-    return {"kernels": dict(names.most_common(NUM_KERNELS))}
+    return dict(names.most_common(NUM_KERNELS))
 
 
-def row(file: Path, device: torch.device, steps: int) -> dict[str, Any]:
+def row(name: str, plan: Plan, device: torch.device, steps: int) -> dict[str, Any]:
     """What one plan came to."""
-    plan = read_plan(file, trust=True)
     assert plan.prediction is not None
-    ledger = plan.prediction.memory_breakdown_bytes[0]
-    held = sum(value for term, value in ledger.items() if MemoryTerm(term).counted is Counted.ALLOCATED)
     options = RunOptions(steps=WARM_UP_STEPS + steps + 1, seed=0)
     options.check_offload(plan.offload)
     run = prepare(plan, loaded_model(plan), options, device, None)
@@ -58,13 +67,13 @@ def row(file: Path, device: torch.device, steps: int) -> dict[str, Any]:
     times = [timed_step(run, WARM_UP_STEPS + step).step_time_s for step in range(steps)]
     memory = torch.cuda.max_memory_allocated(device)
     return {
-        "plan": file.stem,
+        "plan": name,
         "predicted_step_s": plan.prediction.step_time_s,
         "step_s": statistics.median(times),
         "steps_s": times,
-        "predicted_memory_bytes": held,
+        "predicted_memory_bytes": allocated_bytes(plan, 0),
         "memory_bytes": memory,
-        **kernels_of(run, WARM_UP_STEPS + steps),
+        "kernels": kernels_of(run, WARM_UP_STEPS + steps),
     }
 
 
@@ -83,13 +92,11 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no GPU")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
-    os.environ.update({name: value for name, value in alone.items() if name not in os.environ})
-    offloads = any(read_plan(file, trust=True).offload is not Offload.NONE for file in options.plans)
+    plans = {file.stem: read_plan(file, trust=True) for file in options.plans}
     rows: list[dict[str, Any]] = []
-    with quiet_torch(), process_group(offloads=offloads) as device:
-        for file in options.plans:
-            rows.append(row(file, device, options.steps))
+    with alone(offloads=any(plan.offload is not Offload.NONE for plan in plans.values())) as device:
+        for name, plan in plans.items():
+            rows.append(row(name, plan, device, options.steps))
             _forget()
             print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
             if options.output is not None:

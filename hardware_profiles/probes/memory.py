@@ -44,7 +44,7 @@ def time_element_wise(
 
 
 def time_launches(device: torch.device) -> tuple[float, ...]:
-    """Seconds between kernels that have next to nothing to do, launched in a row."""
+    """Seconds of a kernel that has next to nothing to do, many in a row."""
     few = torch.ones(8, device=device)
     return seconds_per_call(lambda: few.add_(1.0), device, budget_s=0.5)
 

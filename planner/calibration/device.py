@@ -61,7 +61,7 @@ def device_of(measurement: ClusterMeasurement, nearest: ClusterProfile) -> Devic
         memory_bytes=measured(measurement, _memory_bytes(measurement, nearest), "as the driver or kernel states it"),
         memory_bandwidth_bytes_per_s=memory[0],
         peak_flops_per_s=dict(nearest.device.peak_flops_per_s) if is_known else peaks,
-        kernel_launch_s=measured(measurement, launch_s, "median time between launches in a row"),
+        kernel_launch_s=measured(measurement, launch_s, "median time of kernels with next to nothing to do"),
         efficiency=efficiency,
         sm_count=first.sm_count,
         usd_per_hour=nearest.device.usd_per_hour if is_known else None,

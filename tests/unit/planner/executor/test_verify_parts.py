@@ -1,6 +1,5 @@
 """What `planner verify` takes from torch's profiler."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ def _event(key: str, device: DeviceType, on_device_us: float, on_host_us: float 
 
 
 def test_what_the_time_line_of_a_gpu_marks_again_is_counted_once() -> None:
-    """On an H100 the mark of the optimiser came once from the host and once from the device: 28 ms for 14."""
+    """On an H100 the optimiser came to 28 ms a step, about twice what its kernels take, and once to 80."""
     events = [
         _event("Optimizer.step#AdamW.step", DeviceType.CPU, 14e3, 2e3),
         _event("Optimizer.step#AdamW.step", DeviceType.CUDA, 15e3),
@@ -32,7 +31,7 @@ def test_on_a_cpu_the_seconds_are_those_of_the_host() -> None:
     parameter = torch.nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.AdamW([parameter])
     with torch.profiler.profile() as profiler:
-        parameter.grad = copy.deepcopy(parameter.data)
+        parameter.grad = torch.ones(1000)
         optimizer.step()
     optimizer_s, collectives_s = seconds_of_parts(profiler.key_averages(), on_gpu=False)
     assert 0 < optimizer_s < 60
