@@ -72,7 +72,7 @@ def measure(model: str, name: str, tp: int, *, sequence_parallel: bool) -> HostT
     plan = find_plan(request).plan
     loaded = load_model(resolve_model(model))
     tokens = torch.zeros(NUM_MICROBATCHES, SEQ_LEN, dtype=torch.int64)
-    with _fake_world(tp):
+    with fake_world(tp):
         module = parallelize(
             loaded.build(), {"input_ids": tokens[:1]}, loaded.training_loss, plan, build_mesh(plan, "cpu")
         )
@@ -105,7 +105,8 @@ def _issued(request: Request) -> tuple[int, int]:
 
 
 @contextmanager
-def _fake_world(num_ranks: int) -> Generator[None]:
+def fake_world(num_ranks: int) -> Generator[None]:
+    """Rank 0 of a fake process group."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         yield
@@ -135,7 +136,7 @@ def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTimin
     lines = [
         f"# Host time of a micro-batch, {date.today()}",
         "",
-        f"torch {torch.__version__.partition('+')[0]}, {_processor()}, one thread.",
+        f"torch {torch.__version__.partition('+')[0]}, {processor()}, one thread.",
         "`python -m benchmarks.host_cost` repeats it.",
         "",
         f"- a kernel: {cost.kernel_s * 1e6:.1f} us",
@@ -155,11 +156,12 @@ def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTimin
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    document = {"processor": _processor(), "torch": torch.__version__.partition("+")[0], **asdict(cost), "rows": rows}
+    document = {"processor": processor(), "torch": torch.__version__.partition("+")[0], **asdict(cost), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the operating system calls the processor."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -35,7 +35,8 @@ def scaled_recipe(recipe: Recipe, factors: Mapping[FactorName, float]) -> Recipe
     delayed_s = max(0.0, late * (delay_s + USUAL_DELAY_S) - USUAL_DELAY_S)
     if delayed_s != delay_s:
         times[name] = Quantity(value=delayed_s, tag="measured", source="runs that the profile is calibrated by")
-    return recipe.model_copy(update=times)
+    hooks = None if recipe.hooks is None else recipe.hooks.scaled(factor)
+    return recipe.model_copy(update={**times, "hooks": hooks})
 
 
 def calibrated_recipe(recipe: Recipe, calibration: Calibration | None) -> Recipe:

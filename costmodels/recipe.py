@@ -117,6 +117,33 @@ class MemoryFacts(_Value):
     has_fsdp_moments: bool = False
 
 
+class HookTimes(_Value):
+    """What hooks in Python take of the host besides the kernels, a unit and micro-batch.
+
+    Of FSDP2 around a unit; of activation checkpoints around a block. Seconds.
+    """
+
+    sharded_forward_s: Annotated[float, Field(ge=0)]  # where the unit's parameters are FSDP2's at all
+    sharded_backward_s: Annotated[float, Field(ge=0)]
+    cast_forward_s: Annotated[float, Field(ge=0)]  # more, where they are computed with in 16 bits
+    cast_backward_s: Annotated[float, Field(ge=0)]
+    gather_s: Annotated[float, Field(ge=0)]  # more in each pass that gathers them
+    reduce_s: Annotated[float, Field(ge=0)]  # more where a micro-batch's gradients are reduced
+    checkpoint_forward_s: Annotated[float, Field(ge=0)]  # where a block recomputes anything
+    checkpoint_backward_s: Annotated[float, Field(ge=0)]
+    # More for each kernel that the block issues forward, where recomputation is selective: PyTorch asks in Python, for
+    # every operator of both passes, whether its result is kept.
+    selected_forward_s: Annotated[float, Field(ge=0)]
+    selected_backward_s: Annotated[float, Field(ge=0)]  # with the kernels that run again
+    # More for each kernel on devices that kernels are launched on: the other times are of a processor alone.
+    launch_s: Annotated[float, Field(ge=0)]
+    source: Annotated[str, Field(min_length=1)]
+
+    def scaled(self, factor: float) -> HookTimes:
+        """On a host that takes ``factor`` times as long."""
+        return self.model_copy(update={name: value * factor for name, value in self if isinstance(value, float)})
+
+
 class ErrorBand(_Value):
     """Where measured step times lay around predictions of runs that had no part in the fit, as measured / predicted."""
 
@@ -154,6 +181,7 @@ class Recipe(_Value):
     # By so much, on average, a rank's host comes late to a collective of tensor parallelism (costmodels.stragglers).
     collective_delay_s: Quantity | None = None  # None: not at all
     host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
+    hooks: HookTimes | None = None  # None: no time of theirs is known apart from that of kernels
     state: StateFacts
     memory: MemoryFacts
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients

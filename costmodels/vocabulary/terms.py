@@ -59,6 +59,8 @@ class Time(Enum):
     SPLIT_EXTRA = "kernels that run twice where a schedule splits the backward pass", Pass.BACKWARD
     HIDING_FORWARD = "part of COMPUTE_FORWARD that hides messages of the unit itself, and nothing else", Pass.FORWARD
     HIDING_BACKWARD = "part of COMPUTE_BACKWARD and RECOMPUTE that does the same", Pass.BACKWARD
+    SPARE_FORWARD = "part of COMPUTE_FORWARD that the host does not need, and may take for more", Pass.FORWARD
+    SPARE_BACKWARD = "part of COMPUTE_BACKWARD and RECOMPUTE that it does not need", Pass.BACKWARD
 
     @property
     def term(self) -> Term | None:

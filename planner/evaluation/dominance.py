@@ -5,12 +5,15 @@ than row B where for every kind of unit and device
 
     each pass of A takes no longer,                             T_A <= T_B
     and leaves no less compute to hide other communication,     C_A >= C_B
+    the same without what the host has to spare of it, S, where hooks of sharded parameters may take that,
     each part of a split backward pass takes no longer, where nothing is recomputed (else none is split),
     and A holds no more of anything.
 
 Then no layout with A's row is slower than the same layout with B's: a pass takes T + E(D, C) with the communication D
 that both have, E falls with C, what happens once a step is hidden by sums of C, and a schedule with fixed orders never
-ends later when an action gets shorter. Nor does it need more memory, which adds up holdings or takes the largest.
+ends later when an action gets shorter. Hooks that take H of the host make T max(T, T - S + H) and C max(C, C - S + H);
+of S no more matters than the most that hooks take. Nor does it need more memory, which adds up holdings or takes the
+largest.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 
 from costmodels.vocabulary.choices import ContextMethod, Recompute
 from costmodels.vocabulary.terms import PLACE, Pass, Time
+from planner.evaluation.unit_times import most_hooks_s
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
@@ -87,7 +91,13 @@ def _measures_of(table: CostTable, work: Sequence[WorkKey], recompute: Sequence[
     free_backward = of(Time.COMPUTE_BACKWARD) + of(Time.RECOMPUTE) - of(Time.HIDING_BACKWARD)
     may_split = np.array([mode is Recompute.NONE for mode in recompute])[:, None]
     later, twice = of(Time.WEIGHT_GRADIENT) * may_split, of(Time.SPLIT_EXTRA) * may_split
+    of_spare = (Time.SPARE_FORWARD, Time.SPARE_BACKWARD)
+    spare = [np.minimum(of(time), most_s) for time, most_s in zip(of_spare, most_hooks_s(table), strict=True)]
     times = (
+        whole(Pass.FORWARD) - spare[0],
+        whole(Pass.BACKWARD) - spare[1],
+        spare[0] - free_forward,
+        spare[1] - free_backward,
         whole(Pass.FORWARD),
         whole(Pass.BACKWARD),
         -free_forward,

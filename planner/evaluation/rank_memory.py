@@ -10,7 +10,6 @@ from itertools import groupby
 from operator import attrgetter
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
-from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
@@ -319,8 +318,7 @@ class RankMemoryModel:
     @cached_property
     def _leaves_whole(self) -> bool:
         """Whether parameters have no copy and gradients no buffer."""
-        layout = self._layout
-        return self._table.framework.leaves_whole and layout.zero_stage == 0 and layout.offload is Offload.NONE
+        return not self._table.framework.shards(self._layout.zero_stage, self._layout.offload)
 
     def _unit_at_work(self, variant: int) -> UnitAtWork:
         if variant not in self._units_at_work:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.overlap import Overlap, exposed_s
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Data, Pass, Term, Time
@@ -62,6 +62,11 @@ class _BesideKey(NamedTuple):
     zero_stage: int
 
 
+class _ShardedKey(NamedTuple):
+    zero_stage: int
+    offload: Offload
+
+
 def _hides_exchanges(table: CostTable, key: _BesideKey) -> bool:
     """What ZeRO gathers or reduces in every micro-batch hides behind the same compute, and there is one of that."""
     framework = table.framework
@@ -85,6 +90,7 @@ class LayoutRows:
     zero_stage: Positions
     num_microbatches: Array
     splits_backward: NDArray[np.bool]
+    is_sharded: NDArray[np.bool]  # parameters have hooks of the framework's around them
     num_shards: Array
     expert_parts: Array
     hides_exchanges: NDArray[np.bool]  # of experts, beside passes of other micro-batches
@@ -107,6 +113,7 @@ class LayoutRows:
             zero_stage=layouts.numbers("zero_stage").astype(np.intp),
             num_microbatches=layouts.numbers("num_microbatches"),
             splits_backward=layouts.each(_ScheduleKey, lambda key: key.schedule.rules.splits_backward).astype(bool),
+            is_sharded=layouts.each(_ShardedKey, lambda key: table.framework.shards(*key)).astype(bool),
             num_shards=layouts.numbers("num_shards"),
             expert_parts=layouts.numbers("expert_parts"),
             hides_exchanges=layouts.each(_BesideKey, partial(_hides_exchanges, table)).astype(bool),
@@ -130,6 +137,7 @@ class LayoutRows:
             *rows,
             num_microbatches=np.array([layout.num_microbatches], dtype=np.float64),
             splits_backward=np.array([layout.schedule.rules.splits_backward]),
+            is_sharded=np.array([table.framework.shards(layout.zero_stage, layout.offload)]),
             num_shards=np.array([layout.mesh.num_shards], dtype=np.float64),
             expert_parts=np.array([layout.mesh.expert_parts], dtype=np.float64),
             hides_exchanges=np.array([_hides_exchanges(table, key_of(_BesideKey, layout))]),
@@ -146,7 +154,7 @@ class LayoutRows:
         combined = np.zeros(len(self.work), dtype=np.int64)
         for column in (
             self.work, self.mode, self.data, self.zero_stage, self.num_microbatches > 1, self.splits_backward,
-            self.hides_exchanges,
+            self.is_sharded, self.hides_exchanges,
         ):  # fmt: skip
             combined = combined * (int(column.max(initial=0)) + 1) + column
         _, first, like = np.unique(combined, return_index=True, return_inverse=True)
@@ -157,8 +165,9 @@ class LayoutRows:
 class UnitTimes:
     """Seconds of one micro-batch through each unit kind, [layouts, kinds, ...].
 
-    ``time_s``: by ``Time``, where COMPUTE_BACKWARD holds besides what the layout adds to it: adding up gradients, and
-    kernels that run twice in split backward passes. ``data_s``: communication of data parallelism that stays exposed,
+    ``time_s``: by ``Time``, where compute holds besides what the layout adds to it: what hooks of sharded parameters
+    take of the host where this has no time to spare, and backward also adding up gradients and kernels that run twice
+    in split backward passes. ``data_s``: communication of data parallelism that stays exposed,
     forward and backward. ``weight_s``: part of the backward pass that a schedule which splits it runs later.
     ``exchanges_s``: forward and backward, exchanges of experts that may run beside another micro-batch, nothing hidden;
     ``time_s`` has what is left of them where all are hidden. ``offload_s``: copies of activations to the host and back
@@ -234,7 +243,8 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     adds_up = ~_SHARDS_GRADIENTS[zero] & (rows.num_microbatches[:, None] > 1)
     accumulation = np.where(adds_up, data[..., PLACE[Data.ACCUMULATE]], 0.0)
     twice = np.where(rows.splits_backward[:, None], time_s[..., PLACE[Time.SPLIT_EXTRA]], 0.0)
-    time_s[..., PLACE[Time.COMPUTE_BACKWARD]] += accumulation + twice
+    time_s[..., PLACE[Time.COMPUTE_FORWARD]] += _hooks_s(table, rows, Pass.FORWARD, time_s)
+    time_s[..., PLACE[Time.COMPUTE_BACKWARD]] += accumulation + twice + _hooks_s(table, rows, Pass.BACKWARD, time_s)
     in_forward = np.where(_SHARDS_PARAMETERS[zero], data[..., PLACE[Data.GATHER]], 0.0)
     in_backward = in_forward + np.where(_SHARDS_GRADIENTS[zero], data[..., PLACE[Data.REDUCE]], 0.0)
     if table.framework.gathers_to_recompute:
@@ -265,6 +275,27 @@ def _copies_s(table: CostTable, rows: LayoutRows, moved_s: Array, compute_s: Arr
     return exposed_s(copied_s, free_s, Overlap(1.0, copies.slowdown))
 
 
+def _hooks_s(table: CostTable, rows: LayoutRows, run: Pass, time_s: Array) -> Array:
+    """Seconds by which hooks of sharded parameters delay one pass, where the host has this to spare: ``time_s``."""
+    hooks = table.framework.hooks
+    if hooks is None:
+        return np.zeros(1)
+    zero, is_forward = rows.zero_stage, run is Pass.FORWARD
+    each_s = (hooks.forward_s if is_forward else hooks.backward_s) + hooks.gather_s * _SHARDS_PARAMETERS[zero]
+    if not is_forward:
+        each_s = each_s + hooks.reduce_s * _SHARDS_GRADIENTS[zero]
+    spare = PLACE[Time.SPARE_FORWARD if is_forward else Time.SPARE_BACKWARD]
+    return np.maximum(0.0, (each_s * rows.is_sharded)[:, None] - time_s[..., spare])
+
+
+def most_hooks_s(table: CostTable) -> tuple[float, float]:
+    """The most that hooks of sharded parameters take of the host in a unit, forward and backward, in any layout."""
+    hooks = table.framework.hooks
+    if hooks is None:
+        return 0.0, 0.0
+    return hooks.forward_s + hooks.gather_s, hooks.backward_s + hooks.gather_s + hooks.reduce_s
+
+
 def _free_forward_s(time_s: Array) -> Array:
     return time_s[..., PLACE[Time.COMPUTE_FORWARD]] - time_s[..., PLACE[Time.HIDING_FORWARD]]
 
@@ -282,8 +313,10 @@ def hiding_s(table: CostTable, rows: LayoutRows, device: int) -> tuple[Array, Ar
     work, of = np.unique(rows.work, return_inverse=True)
     time_s = table.time_s[device][work]
     forward_s, backward_s = _free_forward_s(time_s), _free_backward_s(time_s) + time_s[..., PLACE[Time.SPLIT_EXTRA]]
+    least_spare = time_s.min(axis=1)[of]
+    late = [_hooks_s(table, rows, run, least_spare) for run in Pass]
     accumulation = data_times(table, rows, device)[..., PLACE[Data.ACCUMULATE]]
-    return forward_s.max(axis=1)[of], backward_s.max(axis=1)[of] + accumulation
+    return forward_s.max(axis=1)[of] + late[0], backward_s.max(axis=1)[of] + accumulation + late[1]
 
 
 def data_times(table: CostTable, rows: LayoutRows, device: int) -> Array:

@@ -62,6 +62,7 @@ def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
     if WHOLE_STEP_GRAPHS in kernels:
         issued = recipe.host_s_per_kernel.model_copy(update=_UNFITTED | _REPLAYED)
         update |= {"host_s_per_kernel": issued, "host_s_per_collective": issued, "host_s_per_sharded_kernel": None}
+        update["hooks"] = None
     return recipe.model_copy(update=update)
 
 

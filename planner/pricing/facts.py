@@ -5,13 +5,14 @@ from __future__ import annotations
 from costmodels.ledger import SoftwareBytes
 from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from costmodels.offload import HostWork, copy_s_per_byte, download_s, host_update_s, missing_facts
+from costmodels.recipe import HookTimes
 from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
 from costmodels.vocabulary.choices import Offload
 from hardware_profiles.schema import ClusterSpec
 from planner.layout.layout import Training
 from planner.pricing.machine import Machine
 from planner.pricing.target import PricingTarget
-from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostCopies, HostFacts, Line
+from planner.table.facts import ClusterFacts, DeviceFacts, FrameworkFacts, HostCopies, HostFacts, Line, ShardedHooks
 
 # FSDP2 prefetches the next unit while one computes: two units' parameters or gradients are whole at once.
 UNITS_IN_TRANSIT = 2
@@ -100,6 +101,19 @@ def _host_work(training: Training, offload: Offload) -> HostWork:
     )
 
 
+def _sharded_hooks(hooks: HookTimes | None, item_bytes: int) -> ShardedHooks | None:
+    """The hooks around units whose parameters are computed with in so many bytes."""
+    if hooks is None:
+        return None
+    is_cast = item_bytes < FP32_BYTES
+    return ShardedHooks(
+        hooks.sharded_forward_s + is_cast * hooks.cast_forward_s,
+        hooks.sharded_backward_s + is_cast * hooks.cast_backward_s,
+        hooks.gather_s,
+        hooks.reduce_s,
+    )
+
+
 def framework_facts(target: PricingTarget) -> FrameworkFacts:
     """How the framework runs a layout."""
     recipe = target.recipe
@@ -122,6 +136,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         keeps_gradients=recipe.memory.keeps_gradients,
         reduces_in_place=recipe.state.reduces_in_place,
         leaves_whole=recipe.state.leaves_whole and target.precision == "fp32",
+        hooks=_sharded_hooks(recipe.hooks, COMPUTE_BYTES[target.precision]),
         reduction_bytes=recipe.state.reduced_bytes(target.precision),
         bucket_elements=0.0 if bucket is None else bucket.value,
         extra_communicators=recipe.memory.extra_communicators.value,

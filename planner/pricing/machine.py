@@ -61,6 +61,11 @@ class Machine:
         return math.inf if queued is None else queued.value
 
     @property
+    def is_launched_on(self) -> bool:
+        """Whether a driver launches kernels on the devices; otherwise the host runs them itself, or a whole program."""
+        return self.cluster.profile.device.sm_count is not None
+
+    @property
     def overlap(self) -> Overlap:
         """How well compute hides communication."""
         software = self.cluster.profile.software

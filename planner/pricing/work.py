@@ -122,6 +122,14 @@ class _Repeated(NamedTuple):
     share_issued: float  # of the kernels that the host issues forward
 
 
+class _Again(NamedTuple):
+    """Forward work that the backward pass repeats, at each size."""
+
+    seconds: Array
+    hiding_s: Array  # that hide what is sent again
+    spare_s: Array  # that the host does not need
+
+
 class _PricedUnit:
     """One unit at several sizes of the micro-batch; what its cases share is computed once."""
 
@@ -180,23 +188,46 @@ class _PricedUnit:
         found[:, PLACE[Time.SPLIT_EXTRA]] = twice
         found[:, PLACE[Time.HIDING_FORWARD]] = exchanges.hidden_behind(Pass.FORWARD, self._zero)
         found[:, PLACE[Time.HIDING_BACKWARD]] = exchanges.hidden_behind(Pass.BACKWARD, self._zero)
+        found[:, PLACE[Time.SPARE_FORWARD]] = forward - (host_forward - in_forward)
+        found[:, PLACE[Time.SPARE_BACKWARD]] = backward - (host_backward - in_backward)
         every = np.repeat(found[:, None], len(self._unit.recomputations), axis=1)
         for place, mode in enumerate(self._unit.recomputations):
-            again, hiding_again = self._again_s(exchanges, mode)
-            every[:, place, PLACE[Time.RECOMPUTE]] = again
-            every[:, place, PLACE[Time.HIDING_BACKWARD]] += hiding_again
+            again = self._again_s(exchanges, mode)
+            every[:, place, PLACE[Time.RECOMPUTE]] = again.seconds
+            every[:, place, PLACE[Time.HIDING_BACKWARD]] += again.hiding_s
+            every[:, place, PLACE[Time.SPARE_BACKWARD]] += again.spare_s
+            self._add_checkpoint(every[:, place], mode)
         return every
 
-    def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> tuple[Array, Array]:
-        """Forward work that the backward pass repeats, and how much of it hides what is sent again."""
+    def _add_checkpoint(self, found: Array, mode: Recomputation) -> None:
+        """Adds to [sizes, ``Time``] what hooks of recomputation take of the host, as far as this has none to spare."""
+        hooks = self._framework.recipe.hooks
+        if hooks is None or not mode.kernels:
+            return
+        selected = 0 if mode.waits_for_host else self._num_launches[Pass.FORWARD]
+        forward_s = hooks.checkpoint_forward_s + selected * hooks.selected_forward_s
+        backward_s = hooks.checkpoint_backward_s + selected * hooks.selected_backward_s
+        for more_s, into, spare in (
+            (forward_s, Time.COMPUTE_FORWARD, Time.SPARE_FORWARD),
+            (backward_s, Time.RECOMPUTE, Time.SPARE_BACKWARD),
+        ):
+            left = found[:, PLACE[spare]] - more_s
+            found[:, PLACE[into]] += np.maximum(0.0, -left)
+            found[:, PLACE[spare]] = np.maximum(0.0, left)
+
+    def _again_s(self, exchanges: _Exchanges, mode: Recomputation) -> _Again:
+        """Forward work that the backward pass repeats."""
         if id(mode) not in self._again:
             self._again[id(mode)] = self._repeated(mode)
         again = self._again[id(mode)]
         compute = again.compute_s + exchanges.blocks.forward_s if again.has_attention else again.compute_s
         sent, hiding = exchanges.repeated(mode, self._zero)
+        spare = self._zero  # selective recomputation: what the host issues again counts with its hooks
         if mode.waits_for_host:
-            compute = np.maximum(compute, exchanges.host_s[0] * again.share_issued - sent)
-        return compute + sent, hiding
+            host_s = exchanges.host_s[0] * again.share_issued - sent
+            compute = np.maximum(compute, host_s)
+            spare = compute - host_s
+        return _Again(compute + sent, hiding, spare)
 
     def _repeated(self, mode: Recomputation) -> _Repeated:
         places = [place for place, kernel in enumerate(self._unit.kernels) if kernel.id in mode.kernels]
@@ -238,9 +269,11 @@ class _PricedUnit:
         Of the collectives only those count that the placements of tensor parallelism ask for.
         """
         recipe = self._framework.recipe
-        seconds = self._num_launches[run] * recipe.issue_s(is_sharded=self._unit.is_split)
+        launch_s = recipe.hooks.launch_s if recipe.hooks is not None and self._machine.is_launched_on else 0.0
+        seconds = self._num_launches[run] * (recipe.issue_s(is_sharded=self._unit.is_split) + launch_s)
         # Inside attention tensors are a rank's own: nothing of them is sharded.
-        seconds += more_kernels(self._unit, work.num_blocks, self._framework, run) * recipe.issue_s(is_sharded=False)
+        more = more_kernels(self._unit, work.num_blocks, self._framework, run)
+        seconds += more * (recipe.issue_s(is_sharded=False) + launch_s)
         per_rank = recipe.host_s_per_collective_rank
         for collective in issued_by_host(work.collectives, run):
             seconds += recipe.host_s_per_collective.value

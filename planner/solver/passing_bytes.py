@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
@@ -90,7 +89,7 @@ class PassingBytes:
         """``RankMemoryModel`` asks the same of one layout: in a pipeline the first unit's gradients wait."""
         framework, zero = self._of.table.framework, self._of.rows.zero_stage
         whole = (slice(None), *[None] * len(stage))
-        is_left = framework.leaves_whole & (zero == 0) & (self._of.offload is Offload.NONE)
+        is_left = ~self._of.rows.is_sharded
         sharding = Sharding(
             gathers_units=_SHARDS_PARAMETERS[zero][whole],
             reduces_each=(_SHARDS_GRADIENTS[zero] | (self._of.num_microbatches == 1))[whole],

@@ -108,6 +108,15 @@ class ClusterFacts:
         return found
 
 
+class ShardedHooks(NamedTuple):
+    """Seconds of the host that FSDP2's hooks take around a unit, a micro-batch (``costmodels.recipe.HookTimes``)."""
+
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    reduce_s: float
+
+
 @dataclass(frozen=True)
 class FrameworkFacts:
     """How the framework runs what the arrays hold the prices of; the words are ``costmodels.recipe.Recipe``'s."""
@@ -128,6 +137,7 @@ class FrameworkFacts:
     keeps_gradients: bool
     reduces_in_place: bool
     leaves_whole: bool  # parameters that neither ZeRO nor offloading moves, and that are computed with in fp32
+    hooks: ShardedHooks | None
     reduction_bytes: float
     bucket_elements: float  # of each of the two flat buffers of a sharded optimiser
     extra_communicators: float
@@ -136,3 +146,7 @@ class FrameworkFacts:
     overflow_s_per_byte: float | None
     item_bytes: int  # of one gathered parameter
     error_between_layouts: float | None  # of predicted ratios of two layouts' times; None: never measured
+
+    def shards(self, zero_stage: int, offload: Offload) -> bool:
+        """Whether parameters are the framework's to shard, cast or move, and not left as the model made them."""
+        return not (self.leaves_whole and zero_stage == 0 and offload is Offload.NONE)

@@ -46,7 +46,7 @@ CLUSTERS: list[Factors] = [
 
 @pytest.fixture(scope="module")
 def target() -> PricingTarget:
-    return PricingTarget(graph_of("gpt2-1.5b", SEQ_LEN), cluster_of("dgx-a100-80gb", 16), "bf16")
+    return PricingTarget(graph_of("llama3-8b", SEQ_LEN), cluster_of("dgx-a100-80gb", 16), "bf16")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,11 @@ def test_experts_fuse_the_weights_of_rows_as_well() -> None:
 
 
 COPYING = OURS.model_copy(
-    update={"eight_bit_copy_bytes": Quantity(value=5.0, tag="specified", source="a test"), "fuses_kernels": True}
+    update={
+        "eight_bit_copy_bytes": Quantity(value=5.0, tag="specified", source="a test"),
+        "fuses_kernels": True,
+        "hooks": None,
+    }
 )
 
 

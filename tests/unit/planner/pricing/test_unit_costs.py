@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from costmodels.recipe import load_recipe
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Holding, Time
 from planner.axes.traced import representatives
@@ -35,8 +36,9 @@ def costs(
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[Prices, ...]:
-    """Of every kind of unit, in order."""
-    target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 64), "bf16")
+    """Of every kind of unit, in order, as if hooks took no time of the host."""
+    recipe = load_recipe().model_copy(update={"hooks": None})
+    target = PricingTarget(graph_of(model, seq_len), cluster_of(A100, 64), "bf16", recipe)
     split = TensorSplit(tp, sequence_parallel)
     return unit_prices(target, decision_of(target, split), WorkKey(split, 1, cp, micro_batch_size), recompute)
 

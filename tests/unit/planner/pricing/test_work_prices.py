@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from costmodels.communication import collective_time_s, dispatch_parts
-from costmodels.recipe import attention_kernel, load_recipe
+from costmodels.recipe import HookTimes, attention_kernel, load_recipe
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Data, Element, Holding, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
@@ -163,7 +163,7 @@ def test_a_slow_host_is_waited_for() -> None:
     """A block of a few positions takes the host's time to issue its kernels and collectives, less these."""
     recipe = load_recipe("planner")
     slow = recipe.host_s_per_kernel.model_copy(update={"value": 1.0})
-    framework = Framework.of(recipe.model_copy(update={"host_s_per_kernel": slow}), "bf16")
+    framework = Framework.of(recipe.model_copy(update={"host_s_per_kernel": slow, "hooks": None}), "bf16")
     block = representatives(graph_of("llama3-8b", 2048))[BLOCK]
     nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in block.nodes]
     row = Row("llama3-8b", 2048, WorkKey(WHOLE, 1, 1, 1), framework)
@@ -175,6 +175,62 @@ def test_a_slow_host_is_waited_for() -> None:
     assert whole.seconds(Time.RECOMPUTE, Recompute.FULL) == whole.seconds(Time.COMPUTE_FORWARD)
     # Selective recomputation repeats kernels without the wait.
     assert row.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) < 0.1
+
+
+# A power of two each, so that a sum tells which of them it has.
+HOOKS = HookTimes(
+    sharded_forward_s=1.0,
+    sharded_backward_s=2.0,
+    cast_forward_s=4.0,
+    cast_backward_s=8.0,
+    gather_s=16.0,
+    reduce_s=32.0,
+    checkpoint_forward_s=64.0,
+    checkpoint_backward_s=128.0,
+    selected_forward_s=256.0,
+    selected_backward_s=512.0,
+    launch_s=1024.0,
+    source="a test",
+)
+
+
+def test_hooks_of_recomputation_and_launches_take_the_hosts_time() -> None:
+    """Where the host is waited for, each is added once; the device's own time is nothing beside them."""
+    framework = framework_of()
+    recipe = framework.recipe.model_copy(update={"hooks": HOOKS, "host_s_per_kernel": framework.recipe.product_rate})
+    row = Row("llama3-8b", 2048, WorkKey(WHOLE, 1, 1, 1), replace(framework, recipe=recipe))
+    block = representatives(graph_of("llama3-8b", 2048))[BLOCK]
+    nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in block.nodes]
+    kernels, backward = sum(node.num_kernels for node in nodes), sum(node.num_backward_kernels for node in nodes)
+    none, selective, full = (row.seconds(Time.COMPUTE_FORWARD, mode) for mode in Recompute)
+    assert none == pytest.approx(kernels * (1 + 1024))
+    assert selective == pytest.approx(none + 64 + 256 * kernels)
+    assert full == pytest.approx(none + 64)
+    for mode in Recompute:
+        assert row.seconds(Time.COMPUTE_BACKWARD, mode) == pytest.approx(backward * (1 + 1024))
+    assert row.seconds(Time.RECOMPUTE, Recompute.SELECTIVE) == pytest.approx(128 + 512 * kernels, rel=1e-4)
+    # Full recomputation stops behind the last input that is saved.
+    again = (row.seconds(Time.RECOMPUTE, Recompute.FULL) - 128) / (1 + 1024)
+    assert again == pytest.approx(round(again))
+    assert kernels - 4 <= again <= kernels
+
+
+def test_hooks_take_nothing_where_the_host_has_time_to_spare() -> None:
+    """Hooks of a microsecond behind blocks of milliseconds: prices are those without them, but for what is spare."""
+    framework = framework_of()
+    tiny = HOOKS.scaled(1e-9).model_copy(update={"launch_s": 0.0})
+    rows = [
+        Row("llama3-8b", 8192, WorkKey(WHOLE, 1, 1, 1), replace(framework, recipe=recipe))
+        for recipe in (framework.recipe.model_copy(update={"hooks": hooks}) for hooks in (None, tiny))
+    ]
+    for mode in Recompute:
+        for time in Time:
+            if time not in (Time.SPARE_FORWARD, Time.SPARE_BACKWARD):
+                assert rows[0].seconds(time, mode) == rows[1].seconds(time, mode)
+    graph = graph_of("llama3-8b", 8192)
+    spent = 64e-9 + 256e-9 * sum(graph.nodes[i].num_kernels for i in representatives(graph)[BLOCK].nodes)
+    left = rows[1].seconds(Time.SPARE_FORWARD, Recompute.SELECTIVE)
+    assert rows[0].seconds(Time.SPARE_FORWARD, Recompute.SELECTIVE) - left == pytest.approx(spent, rel=1e-3)
 
 
 def test_collectives_take_what_their_bytes_take() -> None:
