@@ -30,6 +30,8 @@ from benchmarks.host_cost import (
     WARM_UPS,
     fake_world,
     processor,
+    reading_line,
+    reading_s,
 )
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.terms import Pass
@@ -162,7 +164,7 @@ def timings_of(model: str, name: str) -> list[HookTiming]:
     return found
 
 
-def write_results(fitted: list[HookTiming], held: list[HookTiming]) -> None:
+def write_results(fitted: list[HookTiming], held: list[HookTiming], reading: float) -> None:
     """One markdown and one JSON file, named after the day; the table is printed too."""
     forward, backward = fit_pass(fitted, forward=True), fit_pass(fitted, forward=False)
     name = f"hook_times_cpu_{date.today()}"
@@ -175,6 +177,8 @@ def write_results(fitted: list[HookTiming], held: list[HookTiming]) -> None:
         "| fitted, microseconds | forward | backward |",
         "|---|---|---|",
         *(_fitted_row(forward, backward, field, what) for field, what in _WORDS.items()),
+        "",
+        reading_line(reading),
         "",
         "| model | precision | ZeRO | recomputation | more ms | predicted | error | |",
         "|---|---|---|---|---|---|---|---|",
@@ -190,7 +194,12 @@ def write_results(fitted: list[HookTiming], held: list[HookTiming]) -> None:
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    document = {"processor": processor(), "forward": asdict(forward), "backward": asdict(backward)}
+    document = {
+        "processor": processor(),
+        "reading_s": reading,
+        "forward": asdict(forward),
+        "backward": asdict(backward),
+    }
     document["rows"] = [{**asdict(timing), "held_back": timing in held} for timing in (*fitted, *held)]
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
@@ -212,13 +221,15 @@ def _fitted_row(forward: PassTimes, backward: PassTimes, field: str, what: str) 
 def main() -> None:
     """Measures, fits, predicts, and writes the results."""
     torch.set_num_threads(1)
+    before_s = reading_s()
     with tempfile.TemporaryDirectory() as folder:
         fitted: list[HookTiming] = []
         for layers in (4, 8):
             file = Path(folder) / f"llama_{layers}.py"
             file.write_text(LLAMA.format(layers=layers))
             fitted += timings_of(str(file), f"Llama, {layers} layers")
-    write_results(fitted, timings_of(str(ROOT / "examples" / "tiny_gpt.py"), "GPT, 4 layers"))
+    held = timings_of(str(ROOT / "examples" / "tiny_gpt.py"), "GPT, 4 layers")
+    write_results(fitted, held, (before_s + reading_s()) / 2)
 
 
 if __name__ == "__main__":

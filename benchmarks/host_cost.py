@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.terms import Pass
+from hardware_profiles.probes.issuing import time_issuing
 from planner.api import find_plan
 from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_work
@@ -117,6 +118,7 @@ def fake_world(num_ranks: int) -> Generator[None]:
 def main() -> None:
     """Measures, fits, predicts, and writes the results."""
     torch.set_num_threads(1)
+    before_s = reading_s()
     settings = ((1, False), (2, False), (2, True), (4, True))
     with tempfile.TemporaryDirectory() as folder:
         fitted: list[HostTiming] = []
@@ -126,10 +128,10 @@ def main() -> None:
             fitted += [measure(str(file), f"Llama, {layers} layers", tp, sequence_parallel=sp) for tp, sp in settings]
     gpt = str(ROOT / "examples" / "tiny_gpt.py")
     held = [measure(gpt, "GPT, 4 layers", tp, sequence_parallel=sp) for tp, sp in settings]
-    write_results(fit_host_cost(fitted), fitted, held)
+    write_results(fit_host_cost(fitted), fitted, held, (before_s + reading_s()) / 2)
 
 
-def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTiming]) -> None:
+def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTiming], reading: float) -> None:
     """One markdown and one JSON file, named after the day; the table is printed too."""
     name = f"host_cost_cpu_{date.today()}"
     rows = [{**asdict(case), "predicted_s": cost.predict(case), "held_back": case in held} for case in (*fitted, *held)]
@@ -143,6 +145,7 @@ def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTimin
         f"- a kernel of DTensors: {cost.sharded_kernel_s * 1e6:.1f} us",
         f"- a redistribution of a DTensor: {cost.collective_s * 1e6:.0f} us",
         f"- a micro-batch, whatever the model: {cost.microbatch_s * 1e3:.1f} ms",
+        reading_line(reading),
         "",
         "| model | tp | sequence parallel | kernels | collectives | measured ms | predicted ms | error | |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -156,8 +159,19 @@ def write_results(cost: HostCost, fitted: list[HostTiming], held: list[HostTimin
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    document = {"processor": processor(), "torch": torch.__version__.partition("+")[0], **asdict(cost), "rows": rows}
+    document = {"processor": processor(), "torch": torch.__version__.partition("+")[0], "reading_s": reading}
+    document |= {**asdict(cost), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def reading_s() -> float:
+    """What `planner profile` reads as a host's time of a kernel: how fast this one is now."""
+    return statistics.median(time_issuing(torch.device("cpu")))
+
+
+def reading_line(reading: float) -> str:
+    """How to compare these times with others'."""
+    return f"- `planner profile` reads {reading * 1e6:.2f} us a kernel of this host (mean of before and after)"
 
 
 def processor() -> str:

@@ -1,16 +1,17 @@
-"""A framework's recipe on a cluster whose calibration says how long its hosts take."""
+"""A framework's recipe on a cluster of which is known how long its hosts take: by its profile, or by its calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from costmodels.recipe import Recipe
-from hardware_profiles.schema import Calibration, FactorName, Quantity
+from hardware_profiles.schema import ClusterProfile, FactorName, Quantity
 
 # The recipe's times of the host, all of which one factor corrects: hosts differ in speed.
 HOST_TIMES = (
     "host_s_per_kernel",
     "host_s_per_sharded_kernel",
+    "host_s_per_launch",
     "host_s_per_collective",
     "host_s_per_collective_rank",
 )
@@ -39,6 +40,16 @@ def scaled_recipe(recipe: Recipe, factors: Mapping[FactorName, float]) -> Recipe
     return recipe.model_copy(update={**times, "hooks": hooks})
 
 
-def calibrated_recipe(recipe: Recipe, calibration: Calibration | None) -> Recipe:
-    """``recipe`` on a cluster with this calibration; itself where there is none."""
-    return recipe if calibration is None else scaled_recipe(recipe, calibration.values)
+def recipe_on(recipe: Recipe, profile: ClusterProfile) -> Recipe:
+    """``recipe`` on the hosts of ``profile``; itself where nothing is known of them."""
+    factors: dict[FactorName, float] = dict(profile.calibration.values) if profile.calibration else {}
+    factors["host_time"] = factors.get("host_time", 1.0) * host_factor(recipe, profile)
+    return recipe if set(factors.values()) == {1.0} else scaled_recipe(recipe, factors)
+
+
+def host_factor(recipe: Recipe, profile: ClusterProfile) -> float:
+    """How many times as long hosts take as the one that the recipe's times hold for; 1 where that is not known."""
+    reading, known, launch = profile.node.host_s_per_kernel, recipe.host_reading_s, recipe.host_s_per_launch
+    if reading is None or known is None:
+        return 1.0
+    return reading.value / (known.value + (launch.value if launch is not None and profile.is_launched_on else 0.0))

@@ -135,8 +135,6 @@ class HookTimes(_Value):
     # every operator of both passes, whether its result is kept.
     selected_forward_s: Annotated[float, Field(ge=0)]
     selected_backward_s: Annotated[float, Field(ge=0)]  # with the kernels that run again
-    # More for each kernel on devices that kernels are launched on: the other times are of a processor alone.
-    launch_s: Annotated[float, Field(ge=0)]
     source: Annotated[str, Field(min_length=1)]
 
     def scaled(self, factor: float) -> HookTimes:
@@ -181,6 +179,12 @@ class Recipe(_Value):
     # By so much, on average, a rank's host comes late to a collective of tensor parallelism (costmodels.stragglers).
     collective_delay_s: Quantity | None = None  # None: not at all
     host_s_per_sharded_kernel: Quantity | None = None  # under tensor parallelism; None: as any other
+    # More for each kernel that a driver launches on a device, where the times above are of a processor alone; None: no
+    # more.
+    host_s_per_launch: Quantity | None = None
+    # What `planner profile` reads as ``host_s_per_kernel`` on the host that these times hold for; None: on other hosts
+    # they are taken to be the same.
+    host_reading_s: Quantity | None = None
     hooks: HookTimes | None = None  # None: no time of theirs is known apart from that of kernels
     state: StateFacts
     memory: MemoryFacts

@@ -180,6 +180,7 @@ def _node(node: NodeProfile) -> Iterator[str]:
     yield from _positive("node.host_memory_bandwidth_bytes_per_s", node.host_memory_bandwidth_bytes_per_s)
     yield from _positive("node.nvme_bandwidth_bytes_per_s", node.nvme_bandwidth_bytes_per_s)
     yield from _positive("node.nvme_bytes", node.nvme_bytes)
+    yield from _positive("node.host_s_per_kernel", node.host_s_per_kernel)
 
 
 def _tiers(profile: ClusterProfile) -> Iterator[str]:

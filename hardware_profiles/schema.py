@@ -134,6 +134,8 @@ class NodeProfile(_Value):
     host_memory_bandwidth_bytes_per_s: Annotated[Quantity | None, Weakest.LEAST] = None
     nvme_bandwidth_bytes_per_s: Annotated[Quantity | None, Weakest.LEAST] = None  # per node
     nvme_bytes: Annotated[Quantity | None, Weakest.LEAST] = None
+    # The host issues a small kernel of a training step in so much time (hardware_profiles/probes/issuing.py).
+    host_s_per_kernel: Annotated[Quantity | None, Weakest.MOST] = None
 
 
 class EfficiencyAtScale(_Value):
@@ -278,6 +280,16 @@ class ClusterProfile(_Value):
     software: SoftwareProfile
     notes: tuple[str, ...] = ()  # what stood out when the cluster was measured, in words
     calibration: Calibration | None = None  # what measured runs say beyond all that stands above
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether its devices are processes of the host, whose Python delays what they compute."""
+        return self.backend == "gloo"
+
+    @property
+    def is_launched_on(self) -> bool:
+        """Whether a driver launches kernels on its devices; otherwise the host runs them itself, or a whole program."""
+        return self.device.sm_count is not None
 
 
 # To use as many devices of each node, a job takes at most so many times the nodes that it would fill.

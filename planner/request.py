@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from costmodels.bands import with_bands
-from costmodels.calibrated import calibrated_recipe
+from costmodels.calibrated import recipe_on
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import Recipe, attention_kernel
 from costmodels.vocabulary.bounds import (
@@ -352,7 +352,7 @@ def target_as_run(graph: ModelGraph, cluster: ClusterSpec, precision: Precision,
     calibration, device = cluster.profile.calibration, cluster.profile.device.name
     framework, where = software.framework, Where(cluster.profile.node.num_devices, device, precision.value)
     kernels = kernels_of(framework, software.version, software.kernels, where)
-    recipe = with_bands(calibrated_recipe(software.recipe_with(kernels), calibration), device, calibration, framework)
+    recipe = with_bands(recipe_on(software.recipe_with(kernels), cluster.profile), device, calibration, framework)
     name = attention_name_for(recipe, software.kernels, device, uses_flash=software.uses_flash)
     once_a_node = dispatches_once_a_node(kernels)
     kernel = attention_kernel(name)

@@ -44,6 +44,7 @@ class DeviceMeasurement(_Value):
     context_bytes: int | None  # held before any tensor; None: not known
     launch_samples_s: tuple[float, ...]
     operators: tuple[OpTiming, ...]
+    issuing_samples_s: tuple[float, ...] = ()  # of the host, a kernel
     core_share: float = 1.0  # of the time for which a process of a CPU had a core
     host_link_samples_bytes_per_s: tuple[float, ...] = ()  # pinned copies, the slower direction
 

@@ -17,6 +17,7 @@ from hardware_profiles.probes import communication
 from hardware_profiles.probes.compute import TORCH_DTYPES, time_attention, time_gemms
 from hardware_profiles.probes.detect import DetectedHardware, detect
 from hardware_profiles.probes.hosts import host_facts
+from hardware_profiles.probes.issuing import time_issuing
 from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, OpTiming
 from hardware_profiles.probes.memory import context_bytes, pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
@@ -90,7 +91,7 @@ def _ranks() -> Generator[torch.device]:
 
 
 def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *, quick: bool) -> DeviceMeasurement:
-    """Times launches, element-wise operators, attention, matrix products and pinned copies on one device."""
+    """Times launches, what issues them, element-wise operators, attention, matrix products and pinned copies on one device."""
     held = context_bytes(device)
     deadline_s = time.monotonic() + (QUICK_OPERATORS_S if quick else FULL_OPERATORS_S)
     stride = QUICK_STRIDE if quick else 1
@@ -98,7 +99,7 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
     primary, secondary = (half, "fp32") if device.type == "cuda" else ("fp32", half)
     core = CoreShare(device)
     say("launches and element-wise operators")
-    launches = time_launches(device)
+    launches, issuing = time_launches(device), time_issuing(device)
     operators: list[OpTiming] = [*time_element_wise(device, primary, TORCH_DTYPES[primary], deadline_s)]
     say(f"attention in {primary}")
     operators += time_attention(device, primary, deadline_s, stride=stride)
@@ -114,6 +115,7 @@ def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *
         context_bytes=held,
         launch_samples_s=tuple(sample / share for sample in launches),
         operators=tuple(op.slowed(share) for op in operators),
+        issuing_samples_s=tuple(sample / share for sample in issuing),
         core_share=share,
         host_link_samples_bytes_per_s=pinned_copy_bytes_per_s(device),
     )

@@ -42,6 +42,7 @@ def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfi
     storage = measurement.storage
     links = [statistics.median(d.host_link_samples_bytes_per_s) for d in measurement.devices
              if d.host_link_samples_bytes_per_s]  # fmt: skip
+    issuing = [statistics.median(d.issuing_samples_s) for d in measurement.devices if d.issuing_samples_s]
     return NodeProfile(
         num_devices=nearest.node.num_devices if measurement.num_ranks == 1 else measurement.devices_per_node,
         cpu_cores=host.cpu_cores,
@@ -56,6 +57,9 @@ def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfi
             f"slower of writing and reading a file of 256 MiB in {storage.folder}",
         ) if storage else None,
         nvme_bytes=measured(measurement, storage.free_bytes, f"free space in {storage.folder}") if storage else None,
+        host_s_per_kernel=measured(
+            measurement, statistics.median(issuing), "small kernels of a training step, one after another"
+        ) if issuing else None,
     )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
         update["memory"] = recipe.memory.model_copy(update=dict.fromkeys(_LOGITS, logits))
     if WHOLE_STEP_GRAPHS in kernels:
         issued = recipe.host_s_per_kernel.model_copy(update=_UNFITTED | _REPLAYED)
-        update |= {"host_s_per_kernel": issued, "host_s_per_collective": issued, "host_s_per_sharded_kernel": None}
-        update["hooks"] = None
+        update |= {"host_s_per_kernel": issued, "host_s_per_collective": issued}
+        update |= dict.fromkeys(("host_s_per_sharded_kernel", "host_s_per_launch", "hooks"))
     return recipe.model_copy(update=update)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from costmodels.communication import Line, collective_lines, collective_times_s, dispatch_parts
 from costmodels.compute import Roofline, roofline
 from costmodels.overlap import Overlap
+from costmodels.recipe import Recipe
 from costmodels.stragglers import straggler_slowdown
 from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import ClusterSpec, DTypeName
@@ -61,9 +62,17 @@ class Machine:
         return math.inf if queued is None else queued.value
 
     @property
-    def is_launched_on(self) -> bool:
-        """Whether a driver launches kernels on the devices; otherwise the host runs them itself, or a whole program."""
-        return self.cluster.profile.device.sm_count is not None
+    def computes_on_host(self) -> bool:
+        """Whether what the host does in Python delays what is computed."""
+        return self.cluster.profile.computes_on_host
+
+    def issue_s(self, recipe: Recipe, *, is_sharded: bool) -> float:
+        """Seconds of the host for one kernel; on a processor those besides what the kernel's own time begins with."""
+        seconds, launch = recipe.issue_s(is_sharded=is_sharded), recipe.host_s_per_launch
+        profile = self.cluster.profile
+        if profile.computes_on_host:
+            return max(0.0, seconds - profile.device.kernel_launch_s.value)
+        return seconds if launch is None or not profile.is_launched_on else seconds + launch.value
 
     @property
     def overlap(self) -> Overlap:

@@ -163,6 +163,8 @@ class _PricedUnit:
 
         Each unit takes the host h seconds and the device d: when the host has issued n, the device has run n · h / d.
         """
+        if self._machine.computes_on_host:
+            return self._zero
         device_s = self._compute_s[0] + exchanges.blocks.forward_s + exchanges.summed(Pass.FORWARD, self._zero)
         behind = np.maximum(0.0, device_s - exchanges.host_s[0])
         return np.divide(behind, device_s, where=device_s > 0, out=np.zeros_like(device_s))
@@ -177,19 +179,19 @@ class _PricedUnit:
             compute + more for compute, more in zip(self._compute_s, exchanges.blocks, strict=True)
         )
         host_forward, host_backward = exchanges.host_s
-        forward = np.maximum(compute_forward, host_forward - in_forward)
-        backward = np.maximum(compute_backward, host_backward - in_backward)
+        forward, spare_forward = self._passed(compute_forward, host_forward, in_forward)
+        backward, spare_backward = self._passed(compute_backward, host_backward, in_backward)
         factor = self._framework.recipe.split_host_factor
-        host_of_halves = host_backward * (1.0 if factor is None else factor.value)
-        twice = np.maximum(backward + self._weights.repeated_s, host_of_halves - in_backward) - backward
+        more_s = 0.0 if factor is None else (factor.value - 1) * host_backward
+        twice, _ = self._passed(self._weights.repeated_s, more_s, spare_backward)
         found[:, PLACE[Time.COMPUTE_FORWARD]] = forward
         found[:, PLACE[Time.COMPUTE_BACKWARD]] = backward
         found[:, PLACE[Time.WEIGHT_GRADIENT]] = self._weights.share * backward
         found[:, PLACE[Time.SPLIT_EXTRA]] = twice
         found[:, PLACE[Time.HIDING_FORWARD]] = exchanges.hidden_behind(Pass.FORWARD, self._zero)
         found[:, PLACE[Time.HIDING_BACKWARD]] = exchanges.hidden_behind(Pass.BACKWARD, self._zero)
-        found[:, PLACE[Time.SPARE_FORWARD]] = forward - (host_forward - in_forward)
-        found[:, PLACE[Time.SPARE_BACKWARD]] = backward - (host_backward - in_backward)
+        found[:, PLACE[Time.SPARE_FORWARD]] = spare_forward
+        found[:, PLACE[Time.SPARE_BACKWARD]] = spare_backward
         every = np.repeat(found[:, None], len(self._unit.recomputations), axis=1)
         for place, mode in enumerate(self._unit.recomputations):
             again = self._again_s(exchanges, mode)
@@ -198,6 +200,16 @@ class _PricedUnit:
             every[:, place, PLACE[Time.SPARE_BACKWARD]] += again.spare_s
             self._add_checkpoint(every[:, place], mode)
         return every
+
+    def _passed(self, compute_s: Array, host_s: float, besides_s: Array) -> tuple[Array, Array]:
+        """Seconds of a pass, and how many of them the host does not need: it may issue ``besides_s`` as well.
+
+        A host that computes itself needs them all: it issues nothing meanwhile.
+        """
+        if self._machine.computes_on_host:
+            return compute_s + host_s, self._zero
+        passed_s = np.maximum(compute_s, host_s - besides_s)
+        return passed_s, passed_s - (host_s - besides_s)
 
     def _add_checkpoint(self, found: Array, mode: Recomputation) -> None:
         """Adds to [sizes, ``Time``] what hooks of recomputation take of the host, as far as this has none to spare."""
@@ -224,9 +236,7 @@ class _PricedUnit:
         sent, hiding = exchanges.repeated(mode, self._zero)
         spare = self._zero  # selective recomputation: what the host issues again counts with its hooks
         if mode.waits_for_host:
-            host_s = exchanges.host_s[0] * again.share_issued - sent
-            compute = np.maximum(compute, host_s)
-            spare = compute - host_s
+            compute, spare = self._passed(compute, exchanges.host_s[0] * again.share_issued, sent)
         return _Again(compute + sent, hiding, spare)
 
     def _repeated(self, mode: Recomputation) -> _Repeated:
@@ -268,12 +278,11 @@ class _PricedUnit:
 
         Of the collectives only those count that the placements of tensor parallelism ask for.
         """
-        recipe = self._framework.recipe
-        launch_s = recipe.hooks.launch_s if recipe.hooks is not None and self._machine.is_launched_on else 0.0
-        seconds = self._num_launches[run] * (recipe.issue_s(is_sharded=self._unit.is_split) + launch_s)
+        recipe, machine = self._framework.recipe, self._machine
+        seconds = self._num_launches[run] * machine.issue_s(recipe, is_sharded=self._unit.is_split)
         # Inside attention tensors are a rank's own: nothing of them is sharded.
         more = more_kernels(self._unit, work.num_blocks, self._framework, run)
-        seconds += more * (recipe.issue_s(is_sharded=False) + launch_s)
+        seconds += more * machine.issue_s(recipe, is_sharded=False)
         per_rank = recipe.host_s_per_collective_rank
         for collective in issued_by_host(work.collectives, run):
             seconds += recipe.host_s_per_collective.value

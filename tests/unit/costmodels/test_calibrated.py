@@ -2,8 +2,10 @@
 
 import pytest
 
-from costmodels.calibrated import USUAL_DELAY_S, scaled_recipe
+from costmodels.calibrated import USUAL_DELAY_S, host_factor, recipe_on, scaled_recipe
 from costmodels.recipe import Recipe, load_recipe
+from hardware_profiles.catalog import load_profile
+from hardware_profiles.schema import ClusterProfile, Quantity
 from tests.recipes import STUDY_RECIPES
 
 
@@ -35,3 +37,31 @@ def test_slow_hosts_take_longer_for_all_that_they_do_themselves() -> None:
     assert recipe.host_s_per_sharded_kernel is not None
     assert slow.host_s_per_sharded_kernel is not None
     assert slow.host_s_per_sharded_kernel.value == 3 * recipe.host_s_per_sharded_kernel.value
+
+
+def read(name: str, host_s: float) -> ClusterProfile:
+    """A shipped profile, as if a host's time of a kernel had been read."""
+    profile = load_profile(name)
+    reading = Quantity(value=host_s, tag="measured", source="a test")
+    return profile.model_copy(update={"node": profile.node.model_copy(update={"host_s_per_kernel": reading})})
+
+
+def test_the_profiles_reading_of_its_hosts_scales_all_that_hosts_do() -> None:
+    """A host read to be three times as slow takes three times as long for everything, launches on a GPU included."""
+    recipe = load_recipe("planner")
+    assert recipe.host_reading_s is not None
+    assert recipe.host_s_per_launch is not None
+    assert recipe.hooks is not None
+    known = recipe.host_reading_s.value
+    launched = known + recipe.host_s_per_launch.value
+    for profile in (read("cpu-gloo", 3 * known), read("dgx-h100-80gb", 3 * launched)):
+        assert host_factor(recipe, profile) == pytest.approx(3.0)
+        slow = recipe_on(recipe, profile)
+        assert slow.host_s_per_kernel.value == pytest.approx(3 * recipe.host_s_per_kernel.value)
+        assert slow.host_s_per_launch is not None
+        assert slow.host_s_per_launch.value == pytest.approx(3 * recipe.host_s_per_launch.value)
+        assert slow.hooks is not None
+        assert slow.hooks.reduce_s == pytest.approx(3 * recipe.hooks.reduce_s)
+    assert recipe_on(recipe, load_profile("cpu-gloo")) == recipe
+    # Nothing is known of the hosts that other recipes' times were fitted on.
+    assert recipe_on(load_recipe("torchtitan"), read("dgx-h100-80gb", 1.0)) == load_recipe("torchtitan")

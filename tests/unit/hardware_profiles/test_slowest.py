@@ -41,7 +41,7 @@ def test_nothing_that_all_nodes_know_is_dropped():
     one = NodeProfile(
         num_devices=8, cpu_cores=96, num_numa_nodes=2, ram_bytes=quantity(1e12), host_link_bytes_per_s=quantity(2e10),
         devices_per_host_link=quantity(2), host_memory_bandwidth_bytes_per_s=quantity(3e11),
-        nvme_bandwidth_bytes_per_s=quantity(1e10), nvme_bytes=quantity(1e13),
+        nvme_bandwidth_bytes_per_s=quantity(1e10), nvme_bytes=quantity(1e13), host_s_per_kernel=quantity(1e-5),
     )  # fmt: skip
     other = one.model_copy(
         update={"cpu_cores": 64, "host_memory_bandwidth_bytes_per_s": quantity(2e11), "devices_per_host_link": None}

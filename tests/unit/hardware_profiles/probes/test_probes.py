@@ -1,17 +1,21 @@
 """The probes themselves, on this machine's CPU and disk, as small as they can be."""
 
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardware_profiles.probes import timing
 from hardware_profiles.probes.communication import Placement, pair_rounds, placements_of
 from hardware_profiles.probes.compute import time_attention, time_gemms
 from hardware_profiles.probes.detect import detect
 from hardware_profiles.probes.hosts import host_facts, shaper_rate_bytes_per_s
+from hardware_profiles.probes.issuing import time_issuing
 from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
 from hardware_profiles.probes.timing import CoreShare, seconds_per_call, seconds_per_cold_call
@@ -140,3 +144,27 @@ def test_groups_fill_the_world():
     assert Placement(2, 2).groups(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert placements_of((2, 4, 8)) == (Placement(2, 1), Placement(2, 2), Placement(2, 4), Placement(8, 1))
     assert placements_of((4,)) == (Placement(4, 1),)
+
+
+class _Delayed(TorchDispatchMode):
+    """A host that takes so much longer for every kernel."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if not func.is_view:
+            _busy(self._seconds)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_a_host_that_takes_longer_for_each_kernel_is_read_as_such():
+    with _Delayed(0.0):
+        usual = statistics.median(time_issuing(CPU))
+    with _Delayed(1e-3):
+        delayed = statistics.median(time_issuing(CPU))
+    assert 0 < usual < 1e-3
+    assert delayed - usual == pytest.approx(1e-3, rel=0.1)

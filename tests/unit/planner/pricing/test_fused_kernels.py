@@ -71,6 +71,7 @@ COPYING = OURS.model_copy(
         "eight_bit_copy_bytes": Quantity(value=5.0, tag="specified", source="a test"),
         "fuses_kernels": True,
         "hooks": None,
+        "host_s_per_launch": None,
     }
 )
 

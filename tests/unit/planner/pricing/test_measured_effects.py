@@ -92,7 +92,8 @@ def test_collectives_wait_for_as_much_as_the_host_is_ahead() -> None:
     def prices(host_s: float) -> Prices:
         host = {"host_s_per_kernel": quantity(host_s), "host_s_per_collective": quantity(0.0)}
         memory = OURS.memory.model_copy(update={"waiting_tensors": quantity(2.0)})
-        update = {**host, "host_s_per_sharded_kernel": None, "memory": memory, "hooks": None}
+        unset = dict.fromkeys(("host_s_per_sharded_kernel", "host_s_per_launch", "hooks"))
+        update = {**host, **unset, "memory": memory}
         return block_prices(OURS.model_copy(update=update), 4, sequence_parallel=True)
 
     def forward_s(found: Prices) -> float:

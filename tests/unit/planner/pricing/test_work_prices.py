@@ -50,9 +50,11 @@ def decision_of(model: str, seq_len: int, split: TensorSplit) -> Decision:
 class Row:
     """The prices of a model's blocks under one key."""
 
-    def __init__(self, model: str, seq_len: int, key: WorkKey, framework: Framework | None = None) -> None:
+    def __init__(
+        self, model: str, seq_len: int, key: WorkKey, framework: Framework | None = None, machine: Machine = MACHINE
+    ) -> None:
         decisions = {key.tensor: decision_of(model, seq_len, key.tensor)}
-        rows = work_rows(graph_of(model, seq_len), decisions, [key], MACHINE, framework or framework_of())
+        rows = work_rows(graph_of(model, seq_len), decisions, [key], machine, framework or framework_of())
         self._time_s, self._num_bytes = rows.time_s[0, :, BLOCK], rows.num_bytes[0, :, BLOCK]
 
     def seconds(self, time: Time, mode: Recompute = Recompute.NONE) -> float:
@@ -163,7 +165,8 @@ def test_a_slow_host_is_waited_for() -> None:
     """A block of a few positions takes the host's time to issue its kernels and collectives, less these."""
     recipe = load_recipe("planner")
     slow = recipe.host_s_per_kernel.model_copy(update={"value": 1.0})
-    framework = Framework.of(recipe.model_copy(update={"host_s_per_kernel": slow, "hooks": None}), "bf16")
+    update = {"host_s_per_kernel": slow, "host_s_per_launch": None, "hooks": None}
+    framework = Framework.of(recipe.model_copy(update=update), "bf16")
     block = representatives(graph_of("llama3-8b", 2048))[BLOCK]
     nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in block.nodes]
     row = Row("llama3-8b", 2048, WorkKey(WHOLE, 1, 1, 1), framework)
@@ -189,7 +192,6 @@ HOOKS = HookTimes(
     checkpoint_backward_s=128.0,
     selected_forward_s=256.0,
     selected_backward_s=512.0,
-    launch_s=1024.0,
     source="a test",
 )
 
@@ -197,7 +199,9 @@ HOOKS = HookTimes(
 def test_hooks_of_recomputation_and_launches_take_the_hosts_time() -> None:
     """Where the host is waited for, each is added once; the device's own time is nothing beside them."""
     framework = framework_of()
-    recipe = framework.recipe.model_copy(update={"hooks": HOOKS, "host_s_per_kernel": framework.recipe.product_rate})
+    one = framework.recipe.product_rate.model_copy(update={"value": 1.0})
+    issued = {"host_s_per_kernel": one, "host_s_per_launch": one.model_copy(update={"value": 1024.0})}
+    recipe = framework.recipe.model_copy(update={"hooks": HOOKS, **issued})
     row = Row("llama3-8b", 2048, WorkKey(WHOLE, 1, 1, 1), replace(framework, recipe=recipe))
     block = representatives(graph_of("llama3-8b", 2048))[BLOCK]
     nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in block.nodes]
@@ -215,10 +219,30 @@ def test_hooks_of_recomputation_and_launches_take_the_hosts_time() -> None:
     assert kernels - 4 <= again <= kernels
 
 
+def test_a_processor_computes_and_issues_in_turn() -> None:
+    """What the host issues beyond the launches that kernels' own times begin with is added, and nothing is spare."""
+    machine, framework, key = Machine(cluster_of("cpu-gloo", 4)), framework_of(), WorkKey(WHOLE, 1, 1, 1)
+    launch = machine.cluster.profile.device.kernel_launch_s
+    recipe = framework.recipe.model_copy(update={"hooks": None, "host_s_per_kernel": launch})
+    issued = launch.model_copy(update={"value": 1.0})
+    slow = recipe.model_copy(update={"host_s_per_kernel": issued, "host_s_per_launch": issued})
+    rows = [Row("llama3-8b", 2048, key, replace(framework, recipe=each), machine) for each in (recipe, slow)]
+    nodes = [graph_of("llama3-8b", 2048).nodes[i] for i in representatives(graph_of("llama3-8b", 2048))[BLOCK].nodes]
+    assert rows[0].seconds(Time.COMPUTE_FORWARD) > 1.0  # nothing that is issued could hide behind less
+    for time, kernels in (
+        (Time.COMPUTE_FORWARD, sum(node.num_kernels for node in nodes)),
+        (Time.COMPUTE_BACKWARD, sum(node.num_backward_kernels for node in nodes)),
+    ):
+        more = rows[1].seconds(time) - rows[0].seconds(time)
+        assert more == pytest.approx(kernels * (1.0 - launch.value))
+    for time in (Time.SPARE_FORWARD, Time.SPARE_BACKWARD):
+        assert rows[1].seconds(time, Recompute.FULL) == 0
+
+
 def test_hooks_take_nothing_where_the_host_has_time_to_spare() -> None:
     """Hooks of a microsecond behind blocks of milliseconds: prices are those without them, but for what is spare."""
     framework = framework_of()
-    tiny = HOOKS.scaled(1e-9).model_copy(update={"launch_s": 0.0})
+    tiny = HOOKS.scaled(1e-9)
     rows = [
         Row("llama3-8b", 8192, WorkKey(WHOLE, 1, 1, 1), replace(framework, recipe=recipe))
         for recipe in (framework.recipe.model_copy(update={"hooks": hooks}) for hooks in (None, tiny))
