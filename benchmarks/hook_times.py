@@ -199,8 +199,8 @@ def write_results(fitted: list[HookTiming], held: list[HookTiming], reading: flo
         "reading_s": reading,
         "forward": asdict(forward),
         "backward": asdict(backward),
+        "rows": [{**asdict(timing), "held_back": timing in held} for timing in (*fitted, *held)],
     }
-    document["rows"] = [{**asdict(timing), "held_back": timing in held} for timing in (*fitted, *held)]
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A framework's recipe on a cluster of which is known how long its hosts take: by its profile, or by its calibration."""
+"""A framework's recipe on a cluster whose profile, or whose calibration, says how long its hosts take."""
 
 from __future__ import annotations
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hardware_profiles.probes.measurement import CollectiveTiming, PairTiming
+from hardware_profiles.probes.measurement import CollectiveTiming, OverlapTiming, PairTiming
 from hardware_profiles.probes.timing import synchronize
 from hardware_profiles.schema import CollectiveName
 
@@ -26,6 +28,10 @@ HOSTS_ONE_PAIR_AT_A_TIME = 8
 _PAIR_BYTES = (2**18, 2**28)  # sizes of messages, from the first tried to the largest
 _NUM_LATENCY_SAMPLES, _NUM_PAIR_SAMPLES = 20, 5
 _BATCH_S, _MAX_CALLS = 0.02, 20
+# Products that an all-reduce runs beside take so many times as long as it does: all of it can hide.
+_COMPUTE_OVER_COMMUNICATION = 1.5
+_PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
+_NUM_OVERLAP_SAMPLES = 7
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,33 @@ def time_collectives(
                 )
         dist.destroy_process_group(group.handle)
     return tuple(found)
+
+
+def time_overlap(device: torch.device, effort: Effort) -> OverlapTiming:
+    """An all-reduce over all ranks, products, and both at once; on every rank alike."""
+    sent, sent_s = torch.zeros(SMALLEST_BYTES // 4, device=device), 0.0
+    while sent_s < effort.pair_message_s and 4 * len(sent) < LARGEST_BYTES[device.type]:
+        sent = torch.zeros(4 * len(sent), device=device)
+        sent_s = min(_batch_s(partial(dist.all_reduce, sent), device, 1) for _ in range(2))
+    size = _PRODUCT_SIZE[device.type]
+    left, right, out = (torch.ones(size, size, device=device) for _ in range(3))
+    product_s = min(_batch_s(partial(torch.mm, left, right, out=out), device, _MAX_CALLS) for _ in range(3))
+    num_products = math.ceil(_COMPUTE_OVER_COMMUNICATION * sent_s / product_s)
+
+    def compute() -> None:
+        for _ in range(num_products):
+            torch.mm(left, right, out=out)
+
+    def both() -> None:
+        work = dist.all_reduce(sent, async_op=True)
+        compute()
+        assert work is not None
+        work.wait()
+
+    calls = (compute, partial(dist.all_reduce, sent), both)
+    rounds = [[_batch_s(call, device, 1) for call in calls] for _ in range(_NUM_OVERLAP_SAMPLES)]
+    computed, communicated, together = zip(*rounds, strict=True)
+    return OverlapTiming(compute_samples_s=computed, communication_samples_s=communicated, both_samples_s=together)
 
 
 def gathered(value: _Value) -> list[_Value]:

@@ -112,6 +112,20 @@ class CollectiveTiming(_Value):
         return statistics.median(self.samples_s)
 
 
+class OverlapTiming(_Value):
+    """An all-reduce over all ranks beside products that take longer: each alone, and both at once; the slowest rank."""
+
+    compute_samples_s: tuple[float, ...]
+    communication_samples_s: tuple[float, ...]
+    both_samples_s: tuple[float, ...]
+
+    @property
+    def slowdown(self) -> float:
+        """Of a second that is hidden, what compute then takes longer; at most 1, where it might as well come first."""
+        rounds = zip(self.compute_samples_s, self.communication_samples_s, self.both_samples_s, strict=True)
+        return min(1.0, max(0.0, statistics.median((both - compute) / sent for compute, sent, both in rounds)))
+
+
 class ClusterMeasurement(_Value):
     """All that one run of ``planner profile`` timed; rank by rank where lists are as long as the world."""
 
@@ -124,6 +138,7 @@ class ClusterMeasurement(_Value):
     pairs: tuple[PairTiming, ...] = ()
     domains: tuple[int, ...] = ()  # devices of one domain of each tier, innermost first; the last is the world
     collectives: tuple[CollectiveTiming, ...] = ()
+    overlap: OverlapTiming | None = None  # of one rank alone: nothing
 
     @property
     def num_ranks(self) -> int:

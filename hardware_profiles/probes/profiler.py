@@ -91,7 +91,7 @@ def _ranks() -> Generator[torch.device]:
 
 
 def measure_device(device: torch.device, detected: DetectedHardware, say: Say, *, quick: bool) -> DeviceMeasurement:
-    """Times launches, what issues them, element-wise operators, attention, matrix products and pinned copies on one device."""
+    """Times launches and their issue, element-wise operators, attention, products and pinned copies on one device."""
     held = context_bytes(device)
     deadline_s = time.monotonic() + (QUICK_OPERATORS_S if quick else FULL_OPERATORS_S)
     stride = QUICK_STRIDE if quick else 1
@@ -134,4 +134,7 @@ def _measure_network(
     domains = discover_domains(message_times_s(pairs, keys), keys)
     placements = communication.placements_of(domains)
     collectives = communication.time_collectives(placements, device, effort, say)
-    return measurement.model_copy(update={"pairs": pairs, "domains": domains, "collectives": collectives})
+    say("an all-reduce beside matrix products")
+    overlap = communication.time_overlap(device, effort)
+    found = {"pairs": pairs, "domains": domains, "collectives": collectives, "overlap": overlap}
+    return measurement.model_copy(update=found)

@@ -8,10 +8,18 @@ import statistics
 from hardware_profiles.catalog import parse_profile
 from hardware_profiles.probes.diagnosis import diagnose
 from hardware_profiles.probes.measurement import ClusterMeasurement, HostFacts
-from hardware_profiles.schema import ClusterProfile, NodeProfile, SoftwareProfile
+from hardware_profiles.schema import ClusterProfile, NodeProfile, Quantity, SoftwareProfile
 from planner.calibration.device import device_of
 from planner.calibration.network import tiers_of
 from planner.calibration.provenance import measured
+
+# Where a slowdown was measured, and the nearest profile takes nothing to be hidden.
+OVERLAPPABLE = Quantity(
+    value=0.9,
+    tag="published",
+    source="as on GPUs: the last bucket has nothing to hide behind, with ten or more blocks one tenth at most (PyTorch "
+    "DDP, Li et al. 2020, section on buckets)",
+)
 
 
 def profile_of(measurement: ClusterMeasurement, nearest: ClusterProfile, name: str | None = None) -> ClusterProfile:
@@ -64,8 +72,14 @@ def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfi
 
 
 def _software(measurement: ClusterMeasurement, nearest: SoftwareProfile) -> SoftwareProfile:
+    found: dict[str, Quantity] = {}
     held = [device.context_bytes for device in measurement.devices if device.context_bytes is not None]
-    if not held:
-        return nearest
-    context = measured(measurement, statistics.median(held), "memory held before the first tensor")
-    return nearest.model_copy(update={"context_bytes": context})
+    if held:
+        what = "memory held before the first tensor"
+        found["context_bytes"] = measured(measurement, statistics.median(held), what)
+    if measurement.overlap is not None:
+        what = "an all-reduce over all ranks beside matrix products that take longer"
+        found["overlap_slowdown"] = measured(measurement, measurement.overlap.slowdown, what)
+        if nearest.overlappable_fraction.value == 0:
+            found["overlappable_fraction"] = OVERLAPPABLE
+    return nearest.model_copy(update=found)

@@ -35,16 +35,18 @@ def once_a_step_s(layout: Layout, data: Collected, passes: Passes, framework: Fr
 
     Reduction hides behind the backward of the last micro-batch, except for the last bucket, and not at all where a
     schedule splits it: it waits for the last weight gradient. Gathering hides behind the forward of the first, except
-    for the first unit.
+    for the first unit. What every micro-batch gathers or reduces stands in its passes already.
     """
     return _reduced_s(layout, data, passes, framework) + _gathered_s(layout, data, passes, framework)
 
 
 def _reduced_s(layout: Layout, data: Collected, passes: Passes, framework: FrameworkFacts) -> float | Array:
-    if not framework.overlaps_reduction or layout.schedule.rules.splits_backward:
+    if layout.schedule.rules.splits_backward:
         return data.reduce_s
     if ZERO_STAGES[layout.zero_stage].shards_gradients:
-        return data.first_reduce_s
+        return _never_hidden_s(data.first_reduce_s, framework)
+    if not framework.hides_reduction(layout.zero_stage, layout.offload):
+        return data.reduce_s
     return np.maximum(
         exposed_s(np.asarray(data.reduce_s), np.asarray(passes.backward_s), passes.overlap), data.first_reduce_s
     )
@@ -55,9 +57,14 @@ def _gathered_s(layout: Layout, data: Collected, passes: Passes, framework: Fram
     if not zero.shards_optimizer:
         return np.zeros_like(data.gather_s)
     if zero.shards_parameters:
-        return data.first_gather_s
+        return _never_hidden_s(data.first_gather_s, framework)
     if not framework.overlaps_gather:
         return data.gather_s
     return np.maximum(
         exposed_s(np.asarray(data.gather_s), np.asarray(passes.forward_s), passes.overlap), data.first_gather_s
     )
+
+
+def _never_hidden_s(first_s: float | Array, framework: FrameworkFacts) -> float | Array:
+    """Of what every micro-batch moves: the first unit's share, unless nothing of it hides and all of it counts there."""
+    return first_s if framework.overlaps_micro_batches else np.zeros_like(first_s)

@@ -119,11 +119,14 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
     recipe = target.recipe
     overflow, band, bucket = recipe.overflow_s_per_byte, recipe.error_band, recipe.state.bucket_elements
     plain = target.cluster.profile.software.plain_reserve_share
+    # On a processor FSDP2 has no streams, and waits for each of its collectives.
+    has_streams = not target.cluster.profile.computes_on_host
     return FrameworkFacts(
         name=recipe.name,
-        overlaps_reduction=recipe.overlaps_reduction,
-        overlaps_gather=recipe.overlaps_gather,
-        overlaps_micro_batches=recipe.overlaps_micro_batches,
+        overlaps_reduction=recipe.overlaps_reduction and has_streams,
+        overlaps_whole_reduction=recipe.overlaps_reduction,
+        overlaps_gather=recipe.overlaps_gather and has_streams,
+        overlaps_micro_batches=recipe.overlaps_micro_batches and has_streams,
         gathers_to_recompute=recipe.gathers_to_recompute,
         sends_block=recipe.sends_block,
         exchanges_hide_under=recipe.exchanges_hide_under,

@@ -182,8 +182,9 @@ class AlikeLayouts(AlikeMemory):
         forward_s, backward_s = (each @ self.counts for each in hiding_s(self.table, rows, 0))
         reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ self.counts, data[..., PLACE[Data.GATHER]] @ self.counts
         overlap = self.table.cluster.devices[0].overlap
-        if framework.overlaps_reduction and not self.schedule.rules.splits_backward:
-            reduce_s = exposed_s(reduce_s, backward_s, overlap)
+        if not self.schedule.rules.splits_backward:
+            hides = np.where(rows.is_sharded, framework.overlaps_reduction, framework.overlaps_whole_reduction)
+            reduce_s = np.where(hides, exposed_s(reduce_s, backward_s, overlap), reduce_s)
         if framework.overlaps_gather:
             gather_s = exposed_s(gather_s, forward_s, overlap)
         zero = rows.zero_stage

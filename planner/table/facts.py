@@ -123,6 +123,7 @@ class FrameworkFacts:
 
     name: str
     overlaps_reduction: bool
+    overlaps_whole_reduction: bool  # the same of parameters that nothing shards
     overlaps_gather: bool
     overlaps_micro_batches: bool
     gathers_to_recompute: bool
@@ -146,6 +147,10 @@ class FrameworkFacts:
     overflow_s_per_byte: float | None
     item_bytes: int  # of one gathered parameter
     error_between_layouts: float | None  # of predicted ratios of two layouts' times; None: never measured
+
+    def hides_reduction(self, zero_stage: int, offload: Offload) -> bool:
+        """Whether gradients that are reduced once a step are reduced beside a backward pass."""
+        return self.overlaps_reduction if self.shards(zero_stage, offload) else self.overlaps_whole_reduction
 
     def shards(self, zero_stage: int, offload: Offload) -> bool:
         """Whether parameters are the framework's to shard, cast or move, and not left as the model made them."""

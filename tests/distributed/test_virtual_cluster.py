@@ -92,6 +92,12 @@ def test_the_profile_of_two_hosts_finds_their_link_and_tiers(tmp_path: Path):
     assert link.bandwidth_bytes_per_s.tag == "measured"
     assert link.bandwidth_bytes_per_s.value < profile.tiers[0].bandwidth_bytes_per_s.value
     assert ClusterMeasurement.model_validate_json(timings.read_text()).domains == (2, 4)
+    # Two hosts with a core a rank wait for a slow link: most of what is sent hides behind products.
+    assert profile.software.overlap_slowdown.tag == "measured"
+    assert profile.software.overlap_slowdown.value < 0.9
+    assert profile.software.overlappable_fraction.value > 0
+    assert profile.node.host_s_per_kernel is not None
+    assert 1e-7 < profile.node.host_s_per_kernel.value < 1e-3
     assert not any("is slow" in note for note in profile.notes)
     assert "distance" in outputs[0].stderr  # progress, on rank 0 alone
     assert "distance" not in outputs[1].stderr

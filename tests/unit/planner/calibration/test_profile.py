@@ -10,7 +10,7 @@ from costmodels.communication import collective_time_s
 from costmodels.compute import op_time_s
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass, OpWorkload
 from hardware_profiles.catalog import load_profile, parse_profile
-from hardware_profiles.probes.measurement import ClusterMeasurement, PairTiming, devices_per_host
+from hardware_profiles.probes.measurement import ClusterMeasurement, OverlapTiming, PairTiming, devices_per_host
 from hardware_profiles.schema import ClusterSpec
 from planner.calibration.network import steps_and_share, tiers_of
 from planner.calibration.profile import profile_of
@@ -95,6 +95,34 @@ def test_one_rank_measures_a_device_and_takes_over_the_network():
     assert "network taken over from cpu-gloo" in profile.description
     assert profile.device.kernel_launch_s.tag == "measured"
     assert profile.software.context_bytes.value == 2**28
+
+
+@pytest.mark.parametrize(("both_s", "slowdown"), [(3.2, 0.2 / 2), (2.9, 0.0), (7.0, 1.0)])
+def test_what_runs_beside_compute_slows_it_as_measured(both_s: float, slowdown: float):
+    """3 s of products and 2 s of an all-reduce together; faster than the products alone is noise, slower than one after
+    the other is no reason to overlap."""
+    timed = OverlapTiming(
+        compute_samples_s=(3.0, 3.0, 3.0),
+        communication_samples_s=(2.0, 2.0, 2.0),
+        both_samples_s=(both_s, both_s, 99.0),
+    )
+    profile = profile_of(cluster_measurement(2)[1].model_copy(update={"overlap": timed}), NEAREST)
+    assert NEAREST.software.overlappable_fraction.value == 0
+    assert profile.software.overlap_slowdown.value == pytest.approx(slowdown)
+    assert profile.software.overlap_slowdown.tag == "measured"
+    assert profile.software.overlappable_fraction.value > 0
+
+
+def test_the_hosts_time_of_a_kernel_is_that_of_the_middle_rank():
+    _, timed = cluster_measurement(2)
+    assert profile_of(timed, NEAREST).node.host_s_per_kernel is None
+    devices = tuple(
+        device.model_copy(update={"issuing_samples_s": (rank * 1e-6, (rank + 1) * 1e-6, 1.0)})
+        for rank, device in enumerate(timed.devices)
+    )
+    found = profile_of(timed.model_copy(update={"devices": devices}), NEAREST).node.host_s_per_kernel
+    assert found is not None
+    assert found.value == pytest.approx(8.5e-6)  # of 1 to 16
 
 
 def test_a_measured_profile_survives_its_file(tmp_path: Path):

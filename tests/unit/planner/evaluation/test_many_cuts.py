@@ -23,7 +23,7 @@ def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> N
     problem = problem_of(model, num_devices, **options)
     rng, fit, short, left_out = random.Random(2), 0, 0, 0
     pipelines = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
-    for layout in rng.sample(pipelines, min(60, len(pipelines))):
+    for layout in rng.sample(pipelines, min(100, len(pipelines))):
         pricer = Pricer(problem.table, layout)
         if not ManyCuts.can_price(pricer.evaluator):
             continue
