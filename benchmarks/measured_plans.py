@@ -172,6 +172,7 @@ def main() -> int:
     parser.add_argument("--link-mbit", type=float, default=500.0, help="rate of every host's link, Mbit/s")
     parser.add_argument("--random", type=int, default=10, help="plans drawn at random")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the profile, the plans and what was measured of each")
     parser.add_argument("--output", type=Path, help="a Markdown file, by default one of today under results/")
     parser.add_argument("--rank", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -183,7 +184,9 @@ def main() -> int:
         print(f"nothing was run: {reason}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as name:
-        rows = measure(options, Path(name))
+        folder = options.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = measure(options, folder)
         text = page(rows, options)
     today = datetime.datetime.now(datetime.UTC).date()
     output = options.output or RESULTS / f"measured_plans_{options.hosts}x{options.processes}_{today}.md"

@@ -50,7 +50,8 @@ NOT_MODELLED = """## What is not modelled
   may also permute rows while these travel is left out.
 - Fragmentation as such: the allocator's reserve is one share of what is allocated.
 - Caches of the chip: memory-bound kernels move every byte through device memory.
-- The host: each kernel takes the same time to issue, whatever the machine's processor.
+- The host of a published run: each kernel takes the same time to issue, whatever the machine's processor. A profile
+  that `planner profile` wrote says how fast its own hosts are.
 - Which share of the blocks is recomputed where a source does not say (IBM fms-fsdp, "selective"): all are.
 - Rows whose global batch was inferred by the table's makers: in some 13B rows of the layout study step time grows with
   the micro-batch as if there were eight times fewer micro-batches; they are priced as they stand.
