@@ -41,6 +41,9 @@ class ManyCuts:
         self._numbers: dict[range, int] = {}  # of each row of units: the number of its kinds
         self._number_of_kinds: dict[tuple[bool, tuple[int, ...]], int] = {}
         self._timed: dict[tuple[object, ...], _OfRank] = {}
+        self.makespans_s: dict[
+            Starts, float
+        ] = {}  # of the schedule under each cut that was priced, on all micro-batches
 
     @staticmethod
     def can_price(evaluator: Evaluator) -> bool:
@@ -50,11 +53,11 @@ class ManyCuts:
     def step_s(self, cuts: Sequence[Starts], limit_s: float = np.inf) -> Array:
         """Seconds of a step under each cut; infinite where a rank fits its device with no choice.
 
-        Also where one rank alone works ``limit_s`` or longer.
+        Also where what one rank works, and waits for its first micro-batch, takes ``limit_s`` or longer.
         """
         found = np.full(len(cuts), np.inf)
         most_s = limit_s / self._evaluator.layout.num_microbatches * (1 + 1e-9)
-        works = self._works_s(cuts)[0].tolist()
+        works = self._works_s(np.array(cuts, dtype=np.intp))[0].tolist()
         ranks = [
             self._of_ranks(cut, work, most_s) if max(work) < most_s else None
             for cut, work in zip(cuts, works, strict=True)
@@ -63,34 +66,54 @@ class ManyCuts:
         priced = [each for each in ranks if each is not None]
         if not priced:
             return found
-        once = [max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced]
-        found[fits] = self._makespans_s(priced) + np.array(once)
+        once = np.array([max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced])
+        seconds, work_s = self._seconds(priced), np.array([[rank.work_s for rank in each] for each in priced]).T
+        left = np.flatnonzero(self._least_s(seconds, work_s) + once < limit_s)
+        makespans_s = self._makespans_s(seconds[:, left], work_s[:, left].max(axis=0))
+        places = np.array(fits)[left]
+        found[places] = makespans_s + once[left]
+        self.makespans_s.update(zip([cuts[place] for place in places.tolist()], makespans_s.tolist(), strict=True))
         return found
 
-    def worth_a_look(self, base: Starts, cuts: Sequence[Starts]) -> list[Starts]:
+    def _least_s(self, seconds: Array, work_s: Array) -> Array:
+        """What the schedule takes at least under each cut: line (1) of ``solver.bounds``, of the ranks as they are.
+
+        Where backward passes are split, only forward passes are known to go through the ranks before.
+        """
+        rules, p = self._evaluator.layout.schedule.rules, self._evaluator.layout.mesh.pp
+        whole_s = self._evaluator.layout.num_microbatches * work_s
+        if p > 1 and not rules.overlaps_steps:
+            forward, backward = seconds.reshape(4, -1, seconds.shape[1])[:2, :p]  # of the ranks' first stages
+            passes_s, way_s = forward if rules.splits_backward else forward + backward, self._evaluator.send_s[: p - 1]
+            whole_s += np.cumsum(passes_s, axis=0) - passes_s
+            whole_s += (1 if rules.splits_backward else 2) * np.cumsum([0.0, *way_s])[:, None]
+        found: Array = whole_s.max(axis=0) * (1 - 1e-9)
+        return found
+
+    def worth_a_look(self, base: Starts, cuts: Positions) -> Positions:
         """Of ``cuts`` those under which no rank works longer than the longest does under ``base``; the shortest first.
 
         ``base`` must fit. A rank that holds no fewer units than under ``base`` recomputes no less. This proves nothing:
-        a step may be shorter although its longest rank works longer.
+        a step may be shorter although its longest rank works longer. ``cuts``: [cuts, stages].
         """
-        if not cuts:
-            return []
-        work, held = self._works_s([base, *cuts])
+        if not len(cuts):
+            return cuts
+        work, held = self._works_s(np.concatenate([[base], cuts]))
         now = self._of_ranks(base, work[0].tolist())
         if now is None:
-            return list(cuts)
+            return cuts
         now_s = np.array([rank.work_s for rank in now])
         least = work + np.where(held >= held[0], now_s - work[0], 0.0)
         longest = least[1:].max(axis=1)
         order = np.argsort(longest, kind="stable")
-        return [cuts[k] for k in order.tolist() if longest[k] <= now_s.max() * (1 + 1e-9)]
+        return cuts[order[longest[order] <= now_s.max() * (1 + 1e-9)]]
 
-    def _works_s(self, cuts: Sequence[Starts]) -> tuple[Array, Array]:
+    def _works_s(self, cuts: Positions) -> tuple[Array, Array]:
         """Seconds of every rank on one micro-batch if nothing is recomputed, and its units; [cuts, ranks]."""
         layout, num_units = self._evaluator.layout, len(self._kinds)
         rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
         by_rank = np.argsort(rank_of, kind="stable")
-        borders = np.array([(*starts, num_units) for starts in cuts], dtype=np.intp)
+        borders = np.concatenate([cuts, np.full((len(cuts), 1), num_units)], axis=1)
         seconds = np.empty((len(cuts), len(rank_of)))
         for place in set(map(self._evaluator.place_of, range(layout.mesh.pp))):
             there = [stage for stage, rank in enumerate(rank_of) if self._evaluator.place_of(rank) == place]
@@ -149,13 +172,12 @@ class ManyCuts:
             self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s, work_s)
         return self._timed[key]
 
-    def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+    def _makespans_s(self, seconds: Array, work_s: Array) -> Array:
+        """``work_s``: of the busiest rank under each cut, on one micro-batch."""
         layout = self._evaluator.layout
         rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
-        work_s = np.array([max(rank.work_s for rank in each) for each in priced])
-        if p == 1:
+        if p == 1 or not len(work_s):
             return m * work_s
-        seconds = self._seconds(priced)
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
             schedule = rules.actions(p, layout.virtual_stages, num_microbatches)

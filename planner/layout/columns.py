@@ -43,7 +43,7 @@ class _Column:
         """``values``, of which some may be equal, of the records with ``codes``; without codes one of each."""
         known: dict[object, int] = {}
         places = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
-        places = places.astype(np.min_scalar_type(len(known)))
+        places = _slim(places, len(known))
         return _Column(tuple(known), places if codes is None else places[codes])
 
     @staticmethod
@@ -59,6 +59,11 @@ class _Column:
             for part, own in zip(parts, places, strict=True)
         ]
         return _Column(tuple(known), np.concatenate(codes))
+
+
+def _slim(codes: NDArray[np.integer], number: int) -> NDArray[np.integer]:
+    """Codes of so many values in the smallest type that holds them."""
+    return codes.astype(np.min_scalar_type(number), copy=False)
 
 
 class _Leaf(NamedTuple):
@@ -113,7 +118,10 @@ class Columns(Sequence[T]):
             raise ValueError("the places of a column must be a list of whole numbers")
         if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
             raise ValueError("a column points beyond its values")
-        return Columns(kind, {name: _Column(tuple(values), codes) for name, (values, codes) in columns.items()})
+        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
+        return Columns(
+            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
+        )
 
     def values_of(self, name: str) -> tuple[object, ...]:
         """The distinct values of a field."""
@@ -144,7 +152,7 @@ class Columns(Sequence[T]):
         columns = {
             own: _Column(column.values, np.tile(column.codes, len(values))) for own, column in self._columns.items()
         }
-        columns[name] = _Column.of(values, np.repeat(np.arange(len(values), dtype=np.int32), len(self)))
+        columns[name] = _Column.of(values, np.repeat(_slim(np.arange(len(values)), len(values)), len(self)))
         return Columns(self._kind, columns)
 
     def numbers(self, name: str) -> Array:

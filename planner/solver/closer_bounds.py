@@ -19,7 +19,7 @@ from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
-from planner.evaluation.unit_times import LayoutRows, unit_times
+from planner.evaluation.unit_times import Hiding, LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
@@ -47,7 +47,7 @@ class CloserBounds:
     """Of layouts with the prices of one table."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table = table
+        self._table, self._hiding = table, Hiding(table, 0)
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
@@ -69,7 +69,7 @@ class CloserBounds:
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part))
+                alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part), self._hiding)
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:

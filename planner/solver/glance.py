@@ -21,7 +21,7 @@ from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey
 
 # Layouts whose units are timed at once.
-CHUNK = 20_000
+CHUNK = 8_000
 
 
 class RecomputeKey(NamedTuple):
@@ -91,8 +91,13 @@ def at_a_glance_s(table: CostTable, layouts: Columns[Layout], rows: LayoutRows) 
         # Rows that a kind of device does not run are not priced for it.
         work_s[start : start + CHUNK] = np.fmin.reduce([times.forward_s + times.backward_s for times in each])
     whole_s = (work_s @ table.counts)[like] * layouts.each(_ShapeKey, _times_whole)
-    held = layouts.each(_RanksKey, lambda key: np.ceil(table.counts / key.pp))
-    longest_s = rows.num_microbatches * (work_s[like] * held).max(axis=1)
+    sizes, of = layouts.by(_RanksKey)
+    held = np.array([np.ceil(table.counts / key.pp) for key in sizes])
+    longest_s = np.empty(len(like))
+    for start in range(0, len(like), CHUNK):
+        part = slice(start, start + CHUNK)
+        longest_s[part] = (work_s[like[part]] * held[of[part]]).max(axis=1)
+    longest_s *= rows.num_microbatches
     return np.maximum(whole_s, longest_s) * (1 - 1e-12)
 
 
