@@ -46,11 +46,12 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Data, Element
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import Hiding, LayoutRows, data_times, unit_times
+from planner.evaluation.unit_times import CHUNK, LayoutRows, UnitPasses, data_times, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.glance import CHUNK, at_a_glance_s, pipeline_coefficient
+from planner.solver.glance import at_a_glance_s, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
+from planner.solver.of_table import OfTable
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import StateKey
@@ -83,14 +84,16 @@ def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf
     if not layouts:
         return found
     rows = LayoutRows.of(table, listed)
-    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, rows)
-    left, hiding = np.flatnonzero(found.step_time_s < enough_s), Hiding(table, 0)
+    passes = [UnitPasses.of(table, rows, place) for place in range(len(table.cluster.devices))]
+    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, passes)
+    left, of_table = np.flatnonzero(found.step_time_s < enough_s), OfTable(table)
     keys, alike = listed.take(left).by(AlikeKey)
     by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
     for key, members in zip(keys, by_key, strict=False):  # without members no key
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part), hiding), enough_s)
+            group = AlikeLayouts(of_table, key, listed.take(part), rows.take(part), passes[0].take(part))
+            _fill(found, part, group, enough_s)
     return found
 
 
@@ -116,16 +119,9 @@ def _where(stays: NDArray[np.bool], part: Positions, group: AlikeLayouts) -> tup
 class AlikeLayouts(AlikeMemory):
     """Lower bounds of the time of layouts that are alike in what ``AlikeKey`` says, and of their memory."""
 
-    def __init__(
-        self, table: CostTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows, hiding: Hiding
-    ) -> None:
-        """``hiding``: on the first devices of ``table``."""
-        super().__init__(table, key, layouts, rows)
-        self._hiding = hiding
-
     def take(self, places: Positions) -> AlikeLayouts:
         """Some of the layouts."""
-        return AlikeLayouts(self.table, self._key, self.layouts.take(places), self.rows.take(places), self._hiding)
+        return AlikeLayouts(*self._parts_of(places))
 
     @cached_property
     def _updated(self) -> Array:
@@ -186,7 +182,7 @@ class AlikeLayouts(AlikeMemory):
         if self._key.groups:
             return np.zeros_like(self.num_microbatches)
         data = data_times(self.table, rows, 0)
-        forward_s, backward_s = (each @ self.counts for each in self._hiding.of(rows))
+        forward_s, backward_s = (each @ self.counts for each in self._of_table.hiding.of(rows))
         reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ self.counts, data[..., PLACE[Data.GATHER]] @ self.counts
         overlap = self.table.cluster.devices[0].overlap
         if framework.overlaps_reduction and not self.schedule.rules.splits_backward:

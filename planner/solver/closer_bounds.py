@@ -19,11 +19,12 @@ from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
-from planner.evaluation.unit_times import Hiding, LayoutRows, unit_times
+from planner.evaluation.unit_times import LayoutRows, UnitPasses, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches, flying_by_stage
+from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.table.cost_table import CostTable
 
@@ -47,7 +48,7 @@ class CloserBounds:
     """Of layouts with the prices of one table."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table, self._hiding = table, Hiding(table, 0)
+        self._table, self._of_table = table, OfTable(table)
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
@@ -61,6 +62,7 @@ class CloserBounds:
         """
         found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
         rows = LayoutRows.of(self._table, listed)
+        passes = UnitPasses.of(self._table, rows, 0)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
             if key.pp == 1 or key.groups:
@@ -69,7 +71,7 @@ class CloserBounds:
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part), self._hiding)
+                alike_part = AlikeLayouts(self._of_table, key, listed.take(part), rows.take(part), passes.take(part))
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
