@@ -313,15 +313,22 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
     for actions in _actions(name, p, v, m):
         kinds, stages, _ = zip(*actions, strict=True)
         place = np.unique(stages, return_inverse=True)[1]
-        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v))
+        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v), dtype=np.intp)
         changes[every, place] = [_HELD[kind] for kind in kinds]
         changes[every, v + place] = [_WAITING[kind] for kind in kinds]
         before = np.cumsum(changes, axis=0) - changes
         is_backward = np.array([kind != FORWARD for kind in kinds])
-        place_first = np.concatenate([place[:, None].astype(np.float64), before], axis=1)
-        moments: NDArray[np.float64] = np.unique(place_first[is_backward], axis=0)  # sorted
+        moments = _unlike_rows(np.concatenate([place[:, None], before], axis=1)[is_backward]).astype(np.float64)
         found.append(HeldCounts(moments[:, 1:], np.searchsorted(moments[:, 0], np.arange(v))))
     return tuple(found)
+
+
+def _unlike_rows(numbers: NDArray[np.intp]) -> NDArray[np.integer]:
+    """Each row of whole numbers from 0 on once, sorted: bytes of big-endian numbers lie in the order of the numbers."""
+    rows = np.ascontiguousarray(numbers, dtype=">u4")
+    whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
+    found: NDArray[np.integer] = np.unique(whole).view(">u4").reshape(-1, rows.shape[1])
+    return found
 
 
 def peak_in_flight(

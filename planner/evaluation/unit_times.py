@@ -261,48 +261,6 @@ def unit_times(table: CostTable, rows: LayoutRows, device: int) -> UnitTimes:
     return UnitTimes(time_s, np.stack(exposed, axis=-1), weight_s, hidden, np.stack(offloaded, axis=-1))
 
 
-# Layouts whose units are timed at once.
-CHUNK = 8_000
-
-
-@dataclass(frozen=True)
-class UnitPasses:
-    """``forward_s``, ``backward_s`` and ``weight_s`` of ``unit_times``, of many layouts that are mostly alike."""
-
-    unlike_s: Array  # [forward backward weight, layouts of which no two are alike, kinds]
-    like: Positions  # which of these each layout is like
-
-    @staticmethod
-    def of(table: CostTable, rows: LayoutRows, device: int) -> UnitPasses:
-        """On the devices at place ``device``."""
-        first, like = rows.unlike()
-        found = np.empty((3, len(first), len(table.counts)))
-        for start in range(0, len(first), CHUNK):
-            part = slice(start, start + CHUNK)
-            times = unit_times(table, rows.take(first[part]), device)
-            found[:, part] = times.forward_s, times.backward_s, times.weight_s
-        return UnitPasses(found, like)
-
-    def take(self, places: Positions) -> UnitPasses:
-        """Those of some of the layouts."""
-        return UnitPasses(self.unlike_s, self.like[places])
-
-    @cached_property
-    def forward_s(self) -> Array:
-        """The forward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[0][self.like]
-
-    @cached_property
-    def backward_s(self) -> Array:
-        """The backward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[1][self.like]
-
-    @cached_property
-    def weight_s(self) -> Array:
-        """Part of the backward pass that a schedule which splits it runs later, [layouts, kinds]."""
-        return self.unlike_s[2][self.like]
-
-
 def _copies_s(table: CostTable, rows: LayoutRows, moved_s: Array, compute_s: Array, fraction: float) -> Array:
     """What stays exposed of one pass's copies of activations between device and host, [layouts, kinds].
 

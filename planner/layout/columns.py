@@ -170,9 +170,13 @@ class Columns(Sequence[T]):
         first, which = _combinations(leaves)
         return _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves)), which
 
+    def keys(self, key: type[K]) -> list[K]:
+        """The combinations of the fields of ``key`` that there are, in the order of ``by``."""
+        return self.one_of_each(key).by(key)[0]
+
     def one_of_each(self, key: type[K]) -> Columns[T]:
         """For each combination of the fields of ``key`` that there is, one record that has it."""
-        return self.take(_combinations(self._leaves(key))[0])
+        return self.take(_last_of_each(*_combined(self._leaves(key)))[0])
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
@@ -205,6 +209,11 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
 
     Combinations are in order, with the last leaf fastest.
     """
+    return _numbered(*_combined(leaves))
+
+
+def _combined(leaves: Sequence[_Leaf]) -> tuple[NDArray[np.integer], int]:
+    """A number for every record that says its combination, and below which number all are."""
     combined, total = np.zeros(len(leaves[0].column.codes), dtype=np.int64), 1
     for at, part in enumerate(_parts(leaves)):
         size = _num_combinations(part)
@@ -212,7 +221,7 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
             records, combined = _numbered(combined, total)
             total = len(records)
         combined, total = combined * size + _places(part) if at else _places(part), total * size
-    return _numbered(combined, total)
+    return combined, total
 
 
 def _num_combinations(leaves: Sequence[_Leaf]) -> int:
@@ -254,10 +263,19 @@ def _numbered(combined: NDArray[np.integer], total: int) -> tuple[Positions, Pos
     if total > MOST_MARKED:
         numbers, combined = np.unique(combined, return_inverse=True)
         total = len(numbers)
+    records, occurs = _last_of_each(combined, total)
+    return records, (np.cumsum(occurs) - 1)[combined]
+
+
+def _last_of_each(combined: NDArray[np.integer], total: int) -> tuple[Positions, NDArray[np.bool]]:
+    """Of each number below ``total`` that occurs the last record with it, and whether each number does."""
+    if total > MOST_MARKED:
+        combined = np.unique(combined, return_inverse=True)[1]
+        total = int(combined.max(initial=-1)) + 1
     last = np.full(total, -1, dtype=np.int32)
     last[combined] = np.arange(len(combined), dtype=np.int32)
     occurs = last >= 0
-    return last[occurs].astype(np.intp), (np.cumsum(occurs) - 1)[combined]
+    return last[occurs].astype(np.intp), occurs
 
 
 @lru_cache(maxsize=64)

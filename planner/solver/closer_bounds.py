@@ -19,7 +19,7 @@ from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
-from planner.evaluation.unit_times import LayoutRows, UnitPasses, unit_times
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
@@ -62,7 +62,7 @@ class CloserBounds:
         """
         found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
         rows = LayoutRows.of(self._table, listed)
-        passes = UnitPasses.of(self._table, rows, 0)
+        passes = self._of_table.passes(rows)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
             if key.pp == 1 or key.groups:

@@ -15,9 +15,9 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Term, Time
 from planner.evaluation.block_modes import MODES
-from planner.evaluation.unit_times import CHUNK, UnitPasses
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
+from planner.solver.of_table import CHUNK, UnitPasses
 from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey
 

@@ -22,10 +22,10 @@ from planner.evaluation.layout_units import device_places
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.evaluation.software import reserve_fraction
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import LayoutRows, UnitPasses, unit_times
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.of_table import OfTable
+from planner.solver.of_table import OfTable, UnitPasses
 from planner.table.facts import UnitRow
 from planner.table.keys import SendKey
 
