@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.pipeline_many import simulate_many, whole_s
 from planner.evaluation.evaluator import Evaluator
@@ -89,6 +90,11 @@ class ManyCuts:
         found[places] = makespans_s + once[left]
         self.makespans_s.update(zip([cuts[place] for place in places], makespans_s.tolist(), strict=True))
         return found
+
+    def may_take_less(self, cuts: Positions, limit_s: float) -> NDArray[np.bool]:
+        """Which of ``cuts``, [cuts, stages], may take less: of the others it is plain that none does."""
+        of_cuts = self._of_cuts(cuts)
+        return self._least_s(of_cuts.first_s, of_cuts.work_s) < limit_s
 
     @property
     def _splits_backward(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.evaluation.cuts import are_allowed, balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
@@ -92,8 +93,16 @@ class Pricer:
         """Of ``cuts`` those that may be faster than ``base``, the likeliest first."""
         return self._many.worth_a_look(base, cuts) if ManyCuts.can_price(self.evaluator) else cuts
 
+    def may_take_less(self, cuts: Positions, limit_s: float) -> NDArray[np.bool]:
+        """Which of ``cuts`` are worth a price where only those that take less than ``limit_s`` are of interest."""
+        if not ManyCuts.can_price(self.evaluator):
+            return np.ones(len(cuts), dtype=bool)
+        return self._many.may_take_less(cuts, limit_s)
+
     def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
         """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
+        if not cuts:
+            return None
         if not ManyCuts.can_price(self.evaluator):
             found = _fastest(self.price(starts) for starts in cuts)
             return None if found is None or found.step_time_s >= limit_s else found
@@ -179,8 +188,15 @@ def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
 
 def _first_faster(pricer: Pricer, cuts: Positions, step_s: float) -> Evaluated | None:
     """The fastest of the first few that hold one which is faster than ``step_s``; None where there is none."""
-    parts = ([tuple(cut) for cut in cuts[at : at + AT_ONCE].tolist()] for at in range(0, len(cuts), AT_ONCE))
-    return next((found for part in parts if (found := pricer.fastest(part, step_s * (1 - 1e-6)))), None)
+    if not len(cuts):
+        return None
+    limit_s = step_s * (1 - 1e-6)
+    places = np.flatnonzero(pricer.may_take_less(cuts, limit_s))
+    for part in np.split(places, np.flatnonzero(np.diff(places // AT_ONCE)) + 1):
+        found = pricer.fastest([tuple(cut) for cut in cuts[part].tolist()], limit_s)
+        if found is not None:
+            return found
+    return None
 
 
 def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> Positions:
