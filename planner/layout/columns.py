@@ -38,6 +38,10 @@ class _Column:
         """Of the records at these positions, or where the mask is set."""
         return _Column(self.values, self.codes[positions], self._attributes)
 
+    def repeated(self, times: int) -> _Column:
+        """All records, so many times one behind the other."""
+        return _Column(self.values, np.concatenate([self.codes[:0], *[self.codes] * times]), self._attributes)
+
     @staticmethod
     def of(values: Iterable[object], codes: NDArray[np.integer] | None = None) -> _Column:
         """``values``, of which some may be equal, of the records with ``codes``; without codes one of each."""
@@ -149,10 +153,9 @@ class Columns(Sequence[T]):
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
         """All records with the first of ``values`` in the field, then all with the second, and so on."""
-        columns = {
-            own: _Column(column.values, np.tile(column.codes, len(values))) for own, column in self._columns.items()
-        }
-        columns[name] = _Column.of(values, np.repeat(_slim(np.arange(len(values)), len(values)), len(self)))
+        times = len(values)
+        columns = {own: column if times == 1 else column.repeated(times) for own, column in self._columns.items()}
+        columns[name] = _Column.of(values, np.repeat(_slim(np.arange(times), times), len(self)))
         return Columns(self._kind, columns)
 
     def numbers(self, name: str) -> Array:
