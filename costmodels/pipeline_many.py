@@ -38,8 +38,8 @@ class _Levels:
     """The actions of a schedule, level by level; action k of them is number k + 1, and number 0 is the start."""
 
     ends: tuple[int, ...]  # of each level
-    before: Positions  # the rank's previous action
-    producer: Positions  # the action that makes the input
+    before: tuple[Positions, ...]  # of each level's actions the rank's previous one
+    producer: tuple[Positions, ...]  # and the one that makes the input
     border: Positions  # over which the input comes; the last of all: none
     leaves: Positions  # the border over which the result goes
     seconds: Positions  # place of its seconds among those of all kinds, each in all stages
@@ -63,7 +63,7 @@ def simulate_many(
     same = SameSchedule(schedule)
     levels = _levels(same, num_stages)
     ways = np.array([*ways_s(numbered(same, num_stages).rank_of_stage, send_s), 0.0])
-    each = max(1, MOST_NUMBERS // len(levels.before))
+    each = max(1, MOST_NUMBERS // len(levels.seconds))
     parts = [
         _spans(levels, seconds[:, at : at + each], ways, sends_block=sends_block)
         for at in range(0, seconds.shape[1], each)
@@ -92,19 +92,21 @@ def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: 
 
 
 def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -> tuple[Array, Array]:
-    end = np.zeros((len(levels.before) + 1, seconds.shape[1]))
+    end = np.zeros((len(levels.seconds) + 1, seconds.shape[1]))
+    np.take(seconds, levels.seconds, axis=0, out=end[1:], mode="clip")  # until its turn comes, what an action takes
     free = end  # when the rank can go on after an action
     if sends_block:
         free = np.zeros_like(end)
     way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
     start = 0
-    for stop in levels.ends:
-        begins = end.take(levels.producer[start:stop], axis=0)
+    for stop, producer, before in zip(levels.ends, levels.producer, levels.before, strict=True):
+        begins = end.take(producer, axis=0)
         begins += way_to[start:stop]
-        np.maximum(begins, free.take(levels.before[start:stop], axis=0), out=begins)
-        np.add(begins, seconds.take(levels.seconds[start:stop], axis=0), out=end[start + 1 : stop + 1])
+        np.maximum(begins, free.take(before, axis=0), out=begins)
+        ends = end[start + 1 : stop + 1]
+        ends += begins
         if sends_block:
-            np.add(end[start + 1 : stop + 1], held[start:stop], out=free[start + 1 : stop + 1])
+            np.add(ends, held[start:stop], out=free[start + 1 : stop + 1])
         start = stop
     began = end[levels.first] - seconds[levels.seconds[levels.first - 1]]
     return end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0)
@@ -123,10 +125,14 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     none = num_stages - 1  # no border
     comes = np.select([kind == 0, kind == 1], [stage - 1, stage], none)
     goes = np.select([kind == 0, kind == 1], [stage, stage - 1], none)
+    ends = np.cumsum(np.bincount(level[keys]))
+    producers = np.array(known.producers, dtype=np.intp)[keys]
+    before, producer = number[before_keys][order], number[producers][order]
+    parts = [slice(start, end) for start, end in zip((0, *ends[:-1].tolist()), ends.tolist(), strict=True)]
     return _Levels(
-        ends=tuple(np.cumsum(np.bincount(level[keys])).tolist()),
-        before=number[before_keys][order],
-        producer=number[np.array(known.producers, dtype=np.intp)[keys]][order],
+        ends=tuple(ends.tolist()),
+        before=tuple([before[part] for part in parts]),
+        producer=tuple([producer[part] for part in parts]),
         border=np.where(comes < 0, none, comes)[order],
         leaves=np.where(goes < 0, none, goes)[order],
         seconds=place_of_seconds(same, num_stages)[order],

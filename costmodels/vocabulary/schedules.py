@@ -61,6 +61,8 @@ _WAITING: Mapping[Kind, int] = {FORWARD: 0, BACKWARD: 0, INPUT_GRADIENT: 1, WEIG
 class ScheduleName(StrEnum):
     """Pipeline schedules, named as torch.distributed.pipelining names them."""
 
+    __hash__ = str.__hash__  # that of Enum is in Python, and searches look up a million times
+
     GPIPE = "GPipe"
     ONE_F_ONE_B = "1F1B"
     INTERLEAVED_1F1B = "Interleaved1F1B"
@@ -277,16 +279,16 @@ def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
 
 @lru_cache(maxsize=1024)
 def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    counts, waits = ([0] * (p * v) for _ in range(2))
     rules = SCHEDULES[name]
+    if rules.ahead_of_rank is not None:
+        return _held_interleaved((p, v, m), [rules.ahead_of_rank(rank, p) for rank in range(p)])
+    counts = [0] * (p * v)
     for rank in range(p):
-        if rules.ahead_of_rank is not None:
-            _count_interleaved(rank, (p, v, m), rules.ahead_of_rank(rank, p), (counts, waits))
-        elif rules.held_by_rank is not None:
+        if rules.held_by_rank is not None:
             counts[rank], counts[2 * p - 1 - rank] = rules.held_by_rank(rank, p, m)
         else:
             counts[rank] = rules.in_flight(p, m)[rank]
-    return tuple(counts), tuple(waits)
+    return tuple(counts), (0,) * len(counts)
 
 
 class HeldCounts(NamedTuple):
@@ -311,15 +313,22 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
     for actions in _actions(name, p, v, m):
         kinds, stages, _ = zip(*actions, strict=True)
         place = np.unique(stages, return_inverse=True)[1]
-        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v))
+        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v), dtype=np.intp)
         changes[every, place] = [_HELD[kind] for kind in kinds]
         changes[every, v + place] = [_WAITING[kind] for kind in kinds]
         before = np.cumsum(changes, axis=0) - changes
         is_backward = np.array([kind != FORWARD for kind in kinds])
-        place_first = np.concatenate([place[:, None].astype(np.float64), before], axis=1)
-        moments: NDArray[np.float64] = np.unique(place_first[is_backward], axis=0)  # sorted
+        moments = _unlike_rows(np.concatenate([place[:, None], before], axis=1)[is_backward]).astype(np.float64)
         found.append(HeldCounts(moments[:, 1:], np.searchsorted(moments[:, 0], np.arange(v))))
     return tuple(found)
+
+
+def _unlike_rows(numbers: NDArray[np.intp]) -> NDArray[np.integer]:
+    """Each row of whole numbers from 0 on once, sorted: bytes of big-endian numbers lie in the order of the numbers."""
+    rows = np.ascontiguousarray(numbers, dtype=">u4")
+    whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
+    found: NDArray[np.integer] = np.unique(whole).view(">u4").reshape(-1, rows.shape[1])
+    return found
 
 
 def peak_in_flight(
@@ -362,30 +371,32 @@ def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Ac
     return (*forwards[:num_warmup], *chain.from_iterable(in_turn), *backwards[num_microbatches - num_warmup :])
 
 
-def _count_interleaved(
-    rank: int, shape: tuple[int, int, int], ahead: Ahead, found: tuple[list[int], list[int]]
-) -> None:
-    """What ``in_flight_by_stage`` says of one rank, without its list of actions; ``found``: counts and waits.
+def _held_interleaved(shape: tuple[int, int, int], ahead: Sequence[Ahead]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What ``in_flight_by_stage`` says, without lists of actions; ``shape`` is (ranks, stages a rank, micro-batches).
 
     Each forward after the warm-up is followed by an input gradient, and that, once ``delay`` have passed, by a weight
-    gradient, which frees what a forward took. So the rank holds most at forward number warm-up + delay + 1.
+    gradient, which frees what a forward took. So a rank holds most at forward number warm-up + delay + 1.
     """
     num_ranks, virtual_stages, num_microbatches = shape
     per_round, total = num_microbatches // max(1, num_microbatches // num_ranks), virtual_stages * num_microbatches
-    num_warmup = min(total, (virtual_stages - 1) * per_round + ahead.forwards)
-    forwards = min(total, num_warmup + 1 + (ahead.delay or 0))
-    gradients = 0 if ahead.delay is None else max(0, forwards - num_warmup - 1)
-    counts, waits = found
-    for chunk in range(virtual_stages):
-        stage, last_first = chunk * num_ranks + rank, virtual_stages - 1 - chunk
-        counts[stage] = _of_chunk(forwards, chunk, per_round, virtual_stages)
-        waits[stage] = _of_chunk(gradients, last_first, per_round, virtual_stages)
+    num_warmup = np.minimum(total, (virtual_stages - 1) * per_round + np.array([each.forwards for each in ahead]))
+    forwards = np.minimum(total, num_warmup + 1 + np.array([each.delay or 0 for each in ahead]))
+    gradients = np.maximum(0, forwards - num_warmup - 1) * np.array([each.delay is not None for each in ahead])
+    chunks = np.arange(virtual_stages)[:, None]
+    counts = _of_chunk(forwards, chunks, per_round, virtual_stages)
+    waits = _of_chunk(gradients, virtual_stages - 1 - chunks, per_round, virtual_stages)
+    return tuple(counts.ravel().tolist()), tuple(waits.ravel().tolist())
 
 
-def _of_chunk(positions: int, chunk: int, per_round: int, virtual_stages: int) -> int:
-    """How many of the first ``positions`` lie in one chunk, where rounds go through the chunks in order."""
-    rounds, rest = divmod(positions, per_round * virtual_stages)
-    return rounds * per_round + min(per_round, max(0, rest - chunk * per_round))
+def _of_chunk(
+    positions: NDArray[np.intp], chunks: NDArray[np.intp], per_round: int, virtual_stages: int
+) -> NDArray[np.intp]:
+    """How many of each rank's first ``positions`` lie in each chunk, where rounds go through the chunks in order.
+
+    [chunks, ranks].
+    """
+    rounds, rest = np.divmod(positions, per_round * virtual_stages)
+    return rounds * per_round + np.clip(rest - chunks * per_round, 0, per_round)
 
 
 def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[Action, ...]:

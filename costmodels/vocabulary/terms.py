@@ -46,6 +46,8 @@ class Time(Enum):
     The value is (term, pass); a part that no term counts by itself has a name in place of the term.
     """
 
+    __hash__ = object.__hash__  # members are looked up a million times: that of Enum is in Python
+
     COMPUTE_FORWARD = Term.COMPUTE, Pass.FORWARD
     COMPUTE_BACKWARD = Term.COMPUTE, Pass.BACKWARD  # without recomputation
     RECOMPUTE = Term.RECOMPUTE, Pass.BACKWARD  # forward work that the backward pass repeats
@@ -76,6 +78,8 @@ class Time(Enum):
 class Holding(Enum):
     """Bytes that the table stores of one micro-batch in one unit on one rank; the value says when they are held."""
 
+    __hash__ = object.__hash__
+
     KEPT = "from its forward to its backward, for every micro-batch in flight"
     WORKING = "besides, while this unit's backward runs, or its loss forward"
     GRADIENTS = "as WORKING, but when gradients of this unit's parameters are there as well"
@@ -91,6 +95,8 @@ class Holding(Enum):
 class Data(Enum):
     """Seconds that the table stores of one unit's states over the data-parallel ranks, nothing hidden yet."""
 
+    __hash__ = object.__hash__
+
     GATHER = "its parameters, whole on every rank"
     REDUCE = "its gradients, summed where they belong"
     ACCUMULATE = "one micro-batch's gradients added to those before it"
@@ -98,6 +104,8 @@ class Data(Enum):
 
 class Element(Enum):
     """What is counted of a unit's parameters on one tensor-parallel rank."""
+
+    __hash__ = object.__hash__
 
     TRAINABLE = "all that are trained, experts among them"
     FROZEN = "the others"
@@ -133,6 +141,8 @@ class MemoryTerm(StrEnum):
     provenance: Provenance
     counted: Counted
     is_lasting: bool  # allocated once and kept: it leaves no gaps; all other tensors come and go in every step
+
+    __hash__ = str.__hash__  # that of Enum is in Python
 
     def __new__(
         cls,

@@ -113,14 +113,15 @@ class Evaluator(LayoutUnits):
         ways = (lines[:, 0] + lines[:, 1] * num_bytes).tolist()
         return tuple(ways) if layout.groups else (ways[0],) * num_borders
 
-    def evaluate(self, starts: tuple[int, ...], *, exact: bool = False) -> Evaluated:
+    def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:
         """Simulates the schedule.
 
         ``exact`` runs every micro-batch, and tells the time that is lost to sending from the bubble. Otherwise the
-        steady part of a long schedule is extrapolated, and the time lost to sending counts as bubble.
+        steady part of a long schedule is extrapolated, and the time lost to sending counts as bubble. ``makespan_s``:
+        what comes of that, where it is known.
         """
         times = self._stage_times(starts)
-        makespan = self._makespan_s(times, self.send_s, exact=exact)
+        makespan = self._makespan_s(times, self.send_s, exact=exact) if makespan_s is None else makespan_s
         send_on_path = makespan - self._makespan_s(times, 0.0, exact=False) if exact else 0.0
         m = self.layout.num_microbatches
         unhidden = self._unhidden_s(times)

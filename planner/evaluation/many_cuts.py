@@ -8,9 +8,11 @@ set of units; the schedule is simulated for all cuts together (``costmodels.pipe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.pipeline_many import simulate_many, whole_s
 from planner.evaluation.evaluator import Evaluator
@@ -31,6 +33,15 @@ class _OfRank(NamedTuple):
     work_s: float  # on one micro-batch, in all of its stages
 
 
+class _OfCuts(NamedTuple):
+    """Many cuts where nothing is recomputed."""
+
+    borders: Positions  # [cuts, stages + 1]
+    work_s: Array  # of every rank on one micro-batch, [ranks, cuts]
+    num_units: Positions  # of every rank, [ranks, cuts]
+    first_s: Array  # as ``ManyCuts._least_s`` takes it
+
+
 class ManyCuts:
     """Cuts of one layout whose exchanges, if it has any, hide behind nothing of other micro-batches."""
 
@@ -38,9 +49,12 @@ class ManyCuts:
         self._evaluator, self._least = evaluator, least
         self._kinds = tuple(evaluator.table.units.kinds)
         self._known: dict[tuple[int, ...], _OfRank | None] = {}
-        self._numbers: dict[range, int] = {}  # of each row of units: the number of its kinds
+        self._numbers: dict[tuple[int, int], int] = {}  # of each row of units: the number of its kinds
         self._number_of_kinds: dict[tuple[bool, tuple[int, ...]], int] = {}
         self._timed: dict[tuple[object, ...], _OfRank] = {}
+        self.makespans_s: dict[
+            Starts, float
+        ] = {}  # of the schedule under each cut that was priced, on all micro-batches
 
     @staticmethod
     def can_price(evaluator: Evaluator) -> bool:
@@ -50,89 +64,137 @@ class ManyCuts:
     def step_s(self, cuts: Sequence[Starts], limit_s: float = np.inf) -> Array:
         """Seconds of a step under each cut; infinite where a rank fits its device with no choice.
 
-        Also where one rank alone works ``limit_s`` or longer.
+        Also where what one rank works, and waits for its first micro-batch, takes ``limit_s`` or longer.
         """
-        found = np.full(len(cuts), np.inf)
+        found, of_cuts = np.full(len(cuts), np.inf), self._of_cuts(np.array(cuts, dtype=np.intp))
         most_s = limit_s / self._evaluator.layout.num_microbatches * (1 + 1e-9)
-        works = self._works_s(cuts)[0].tolist()
-        ranks = [
-            self._of_ranks(cut, work, most_s) if max(work) < most_s else None
-            for cut, work in zip(cuts, works, strict=True)
-        ]
-        fits = [place for place, each in enumerate(ranks) if each is not None]
-        priced = [each for each in ranks if each is not None]
-        if not priced:
+        may_do = np.flatnonzero(self._least_s(of_cuts.first_s, of_cuts.work_s) < limit_s)
+        if not len(may_do):
             return found
-        once = [max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced]
-        found[fits] = self._makespans_s(priced) + np.array(once)
+        keys = self._keys(of_cuts.borders[may_do])
+        works = of_cuts.work_s[:, may_do].T.tolist()
+        ranks = [
+            (place, each)
+            for place, of_ranks, work in zip(may_do.tolist(), keys, works, strict=True)
+            if (each := self._of_ranks(cuts[place], of_ranks, work, most_s)) is not None
+        ]
+        if not ranks:
+            return found
+        priced = [each for _, each in ranks]
+        once = np.array([max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced])
+        seconds, work_s = self._seconds(priced), np.array([[rank.work_s for rank in each] for each in priced]).T
+        passes = seconds.reshape(4, -1, len(priced))[: 1 if self._splits_backward else 2, : len(work_s)]
+        left = np.flatnonzero(self._least_s(passes.sum(axis=0), work_s) + once < limit_s)
+        makespans_s = self._makespans_s(seconds[:, left], work_s[:, left].max(axis=0))
+        places = [ranks[each][0] for each in left.tolist()]
+        found[places] = makespans_s + once[left]
+        self.makespans_s.update(zip([cuts[place] for place in places], makespans_s.tolist(), strict=True))
         return found
 
-    def worth_a_look(self, base: Starts, cuts: Sequence[Starts]) -> list[Starts]:
+    def may_take_less(self, cuts: Positions, limit_s: float) -> NDArray[np.bool]:
+        """Which of ``cuts``, [cuts, stages], may take less: of the others it is plain that none does."""
+        of_cuts = self._of_cuts(cuts)
+        return self._least_s(of_cuts.first_s, of_cuts.work_s) < limit_s
+
+    @property
+    def _splits_backward(self) -> bool:
+        return self._evaluator.layout.schedule.rules.splits_backward
+
+    def _least_s(self, first_s: Array, work_s: Array) -> Array:
+        """What the schedule takes at least under each cut: line (1) of ``solver.bounds``, of the ranks as they are.
+
+        ``first_s``: of the first stage of each rank the passes that a micro-batch makes before, or after, any of the
+        next rank; [ranks, cuts]. Where backward passes are split that is the forward pass alone.
+        """
+        layout = self._evaluator.layout
+        whole_s = layout.num_microbatches * work_s
+        if layout.mesh.pp > 1 and not layout.schedule.rules.overlaps_steps:
+            ways = np.cumsum([0.0, *self._evaluator.send_s[: layout.mesh.pp - 1]])[:, None]
+            whole_s += np.cumsum(first_s, axis=0) - first_s + (1 if self._splits_backward else 2) * ways
+        found: Array = whole_s.max(axis=0) * (1 - 1e-9)
+        return found
+
+    def worth_a_look(self, base: Starts, cuts: Positions) -> Positions:
         """Of ``cuts`` those under which no rank works longer than the longest does under ``base``; the shortest first.
 
         ``base`` must fit. A rank that holds no fewer units than under ``base`` recomputes no less. This proves nothing:
-        a step may be shorter although its longest rank works longer.
+        a step may be shorter although its longest rank works longer. ``cuts``: [cuts, stages].
         """
-        if not cuts:
-            return []
-        work, held = self._works_s([base, *cuts])
-        now = self._of_ranks(base, work[0].tolist())
+        if not len(cuts):
+            return cuts
+        of_cuts = self._of_cuts(np.concatenate([[base], cuts]))
+        work, held = of_cuts.work_s, of_cuts.num_units
+        now = self._of_ranks(base, self._keys(of_cuts.borders[:1])[0], work[:, 0].tolist())
         if now is None:
-            return list(cuts)
-        now_s = np.array([rank.work_s for rank in now])
-        least = work + np.where(held >= held[0], now_s - work[0], 0.0)
-        longest = least[1:].max(axis=1)
+            return cuts
+        now_s = np.array([[rank.work_s] for rank in now])
+        least = work + np.where(held >= held[:, :1], now_s - work[:, :1], 0.0)
+        longest = least[:, 1:].max(axis=0)
         order = np.argsort(longest, kind="stable")
-        return [cuts[k] for k in order.tolist() if longest[k] <= now_s.max() * (1 + 1e-9)]
+        return cuts[order[longest[order] <= now_s.max() * (1 + 1e-9)]]
 
-    def _works_s(self, cuts: Sequence[Starts]) -> tuple[Array, Array]:
-        """Seconds of every rank on one micro-batch if nothing is recomputed, and its units; [cuts, ranks]."""
-        layout, num_units = self._evaluator.layout, len(self._kinds)
+    @cached_property
+    def _by_rank(self) -> Positions:
+        """The stages of the first rank, then those of the second, and so on."""
+        layout = self._evaluator.layout
         rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
-        by_rank = np.argsort(rank_of, kind="stable")
-        borders = np.array([(*starts, num_units) for starts in cuts], dtype=np.intp)
-        seconds = np.empty((len(cuts), len(rank_of)))
-        for place in set(map(self._evaluator.place_of, range(layout.mesh.pp))):
-            there = [stage for stage, rank in enumerate(rank_of) if self._evaluator.place_of(rank) == place]
-            times = self._evaluator.unit_times_of(rank_of[there[0]])
-            passed = np.concatenate(([0.0], np.cumsum(np.add(times.forward_s, times.backward_s))))[borders]
-            seconds[:, there] = np.diff(passed, axis=1)[:, there]
-        shape = len(cuts), layout.mesh.pp, -1
-        work = seconds[:, by_rank].reshape(shape).sum(axis=2)
-        units = np.diff(borders, axis=1)[:, by_rank].reshape(shape).sum(axis=2)
-        return work, units
+        return np.argsort(rank_of, kind="stable")
 
-    def _of_ranks(self, starts: Starts, work: Sequence[float], most_s: float = np.inf) -> list[_OfRank] | None:
+    def _of_cuts(self, cuts: Positions) -> _OfCuts:
+        evaluator, pp = self._evaluator, self._evaluator.layout.mesh.pp
+        borders = np.concatenate([cuts, np.full((len(cuts), 1), len(self._kinds))], axis=1)
+        ranks_of = np.repeat(np.arange(pp), len(self._by_rank) // pp)  # of the stages in this order
+        whole_s, forward_s = (np.empty((len(cuts), len(self._by_rank))) for _ in range(2))
+        for place in set(map(evaluator.place_of, range(pp))):
+            there = [at for at, rank in enumerate(ranks_of.tolist()) if evaluator.place_of(rank) == place]
+            times = evaluator.unit_times_of(int(ranks_of[there[0]]))
+            stages = self._by_rank[there]
+            for found, seconds in ((whole_s, np.add(times.forward_s, times.backward_s)), (forward_s, times.forward_s)):
+                passed = np.concatenate(([0.0], np.cumsum(seconds)))[borders]
+                found[:, stages] = np.diff(passed, axis=1)[:, stages]
+        shape = len(cuts), pp, -1
+        work_s = whole_s[:, self._by_rank].reshape(shape).sum(axis=2).T
+        units = np.diff(borders, axis=1)[:, self._by_rank].reshape(shape).sum(axis=2).T
+        return _OfCuts(borders, work_s, units, (forward_s if self._splits_backward else whole_s)[:, :pp].T)
+
+    def _of_ranks(
+        self, starts: Starts, keys: Sequence[tuple[int, ...]], work: Sequence[float], most_s: float = np.inf
+    ) -> list[_OfRank] | None:
         """None where one does not fit, or works ``most_s`` or longer on a micro-batch.
 
         ``work``: seconds of each without recomputation. Those that are known come first, then those that work longest.
         """
-        held = self._evaluator.stages_of_ranks(starts)
-        keys = [self._key(rank, stages) for rank, stages in enumerate(held)]
         unknown: list[int] = []
         for rank, key in enumerate(keys):
             if key not in self._known:
                 unknown.append(rank)
             elif (each := self._known[key]) is None or each.work_s >= most_s:
                 return None
-        for rank in sorted(unknown, key=lambda rank: -work[rank]):
-            if keys[rank] not in self._known:
-                self._known[keys[rank]] = self._priced(rank, held[rank])
-            each = self._known[keys[rank]]
-            if each is None or each.work_s >= most_s:
-                return None
+        if unknown:
+            held = self._evaluator.stages_of_ranks(starts)
+            for rank in sorted(unknown, key=lambda rank: -work[rank]):
+                if keys[rank] not in self._known:
+                    self._known[keys[rank]] = self._priced(rank, held[rank])
+                each = self._known[keys[rank]]
+                if each is None or each.work_s >= most_s:
+                    return None
         return [each for key in keys if (each := self._known[key]) is not None]
 
-    def _key(self, rank: int, stages: Mapping[int, range]) -> tuple[int, ...]:
-        """Ranks with the same key hold units of the same kinds."""
-        numbers: list[int] = [rank]
-        for units in stages.values():
-            number = self._numbers.get(units)
-            if number is None:
-                alike = units.start == 0, self._kinds[units.start : units.stop]
-                number = self._numbers[units] = self._number_of_kinds.setdefault(alike, len(self._number_of_kinds))
-            numbers.append(number)
-        return tuple(numbers)
+    def _keys(self, borders: Positions) -> list[list[tuple[int, ...]]]:
+        """For each rank under each cut a key; ranks with the same key hold units of the same kinds."""
+        pp, width = self._evaluator.layout.mesh.pp, len(self._kinds) + 1
+        rows, which = np.unique(borders[:, :-1] * width + borders[:, 1:], return_inverse=True)
+        numbers = np.array([self._number(*divmod(row, width)) for row in rows.tolist()], dtype=np.intp)[which]
+        stages = numbers.reshape(len(borders), -1)[:, self._by_rank].reshape(len(borders), pp, -1)
+        ranks = np.broadcast_to(np.arange(pp)[:, None], (len(borders), pp, 1))
+        return [list(map(tuple, each)) for each in np.concatenate([ranks, stages], axis=2).tolist()]
+
+    def _number(self, start: int, end: int) -> int:
+        """Rows of units of the same kinds have the same number."""
+        if (start, end) not in self._numbers:
+            alike = start == 0, self._kinds[start:end]
+            self._numbers[start, end] = self._number_of_kinds.setdefault(alike, len(self._number_of_kinds))
+        return self._numbers[start, end]
 
     def _priced(self, rank: int, stages: Mapping[int, range]) -> _OfRank | None:
         choice = self._least.of_rank(rank, stages)
@@ -149,13 +211,12 @@ class ManyCuts:
             self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s, work_s)
         return self._timed[key]
 
-    def _makespans_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+    def _makespans_s(self, seconds: Array, work_s: Array) -> Array:
+        """``work_s``: of the busiest rank under each cut, on one micro-batch."""
         layout = self._evaluator.layout
         rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
-        work_s = np.array([max(rank.work_s for rank in each) for each in priced])
-        if p == 1:
+        if p == 1 or not len(work_s):
             return m * work_s
-        seconds = self._seconds(priced)
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
             schedule = rules.actions(p, layout.virtual_stages, num_microbatches)

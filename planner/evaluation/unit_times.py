@@ -305,18 +305,26 @@ def _free_backward_s(time_s: Array) -> Array:
     return compute_s - time_s[..., PLACE[Time.HIDING_BACKWARD]]
 
 
-def hiding_s(table: CostTable, rows: LayoutRows, device: int) -> tuple[Array, Array]:
-    """At most so much compute of one micro-batch hides what happens once a step, forward and backward.
+@dataclass(frozen=True)
+class Hiding:
+    """At most so much compute of one micro-batch hides what happens once a step, whatever is recomputed."""
 
-    Whatever is recomputed; [layouts, kinds].
-    """
-    work, of = np.unique(rows.work, return_inverse=True)
-    time_s = table.time_s[device][work]
-    forward_s, backward_s = _free_forward_s(time_s), _free_backward_s(time_s) + time_s[..., PLACE[Time.SPLIT_EXTRA]]
-    least_spare = time_s.min(axis=1)[of]
-    late = [_hooks_s(table, rows, run, least_spare) for run in Pass]
-    accumulation = data_times(table, rows, device)[..., PLACE[Data.ACCUMULATE]]
-    return forward_s.max(axis=1)[of] + late[0], backward_s.max(axis=1)[of] + accumulation + late[1]
+    table: CostTable
+    device: int
+
+    @cached_property
+    def _of_work(self) -> tuple[Array, Array, Array]:
+        """Forward and backward, and the least that is spare, of every row of the table's work; [rows, kinds, ...]."""
+        time_s = self.table.time_s[self.device]
+        backward_s = _free_backward_s(time_s) + time_s[..., PLACE[Time.SPLIT_EXTRA]]
+        return _free_forward_s(time_s).max(axis=1), backward_s.max(axis=1), time_s.min(axis=1)
+
+    def of(self, rows: LayoutRows) -> tuple[Array, Array]:
+        """Of layouts, forward and backward; [layouts, kinds]."""
+        forward_s, backward_s, least_spare = (each[rows.work] for each in self._of_work)
+        late = [_hooks_s(self.table, rows, run, least_spare) for run in Pass]
+        accumulation = data_times(self.table, rows, self.device)[..., PLACE[Data.ACCUMULATE]]
+        return forward_s + late[0], backward_s + accumulation + late[1]
 
 
 def data_times(table: CostTable, rows: LayoutRows, device: int) -> Array:

@@ -38,12 +38,16 @@ class _Column:
         """Of the records at these positions, or where the mask is set."""
         return _Column(self.values, self.codes[positions], self._attributes)
 
+    def repeated(self, times: int) -> _Column:
+        """All records, so many times one behind the other."""
+        return _Column(self.values, np.concatenate([self.codes[:0], *[self.codes] * times]), self._attributes)
+
     @staticmethod
     def of(values: Iterable[object], codes: NDArray[np.integer] | None = None) -> _Column:
         """``values``, of which some may be equal, of the records with ``codes``; without codes one of each."""
         known: dict[object, int] = {}
         places = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
-        places = places.astype(np.min_scalar_type(len(known)))
+        places = _slim(places, len(known))
         return _Column(tuple(known), places if codes is None else places[codes])
 
     @staticmethod
@@ -59,6 +63,11 @@ class _Column:
             for part, own in zip(parts, places, strict=True)
         ]
         return _Column(tuple(known), np.concatenate(codes))
+
+
+def _slim(codes: NDArray[np.integer], number: int) -> NDArray[np.integer]:
+    """Codes of so many values in the smallest type that holds them."""
+    return codes.astype(np.min_scalar_type(number), copy=False)
 
 
 class _Leaf(NamedTuple):
@@ -113,7 +122,10 @@ class Columns(Sequence[T]):
             raise ValueError("the places of a column must be a list of whole numbers")
         if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
             raise ValueError("a column points beyond its values")
-        return Columns(kind, {name: _Column(tuple(values), codes) for name, (values, codes) in columns.items()})
+        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
+        return Columns(
+            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
+        )
 
     def values_of(self, name: str) -> tuple[object, ...]:
         """The distinct values of a field."""
@@ -141,10 +153,9 @@ class Columns(Sequence[T]):
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
         """All records with the first of ``values`` in the field, then all with the second, and so on."""
-        columns = {
-            own: _Column(column.values, np.tile(column.codes, len(values))) for own, column in self._columns.items()
-        }
-        columns[name] = _Column.of(values, np.repeat(np.arange(len(values), dtype=np.int32), len(self)))
+        times = len(values)
+        columns = {own: column if times == 1 else column.repeated(times) for own, column in self._columns.items()}
+        columns[name] = _Column.of(values, np.repeat(_slim(np.arange(times), times), len(self)))
         return Columns(self._kind, columns)
 
     def numbers(self, name: str) -> Array:
@@ -162,9 +173,13 @@ class Columns(Sequence[T]):
         first, which = _combinations(leaves)
         return _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves)), which
 
+    def keys(self, key: type[K]) -> list[K]:
+        """The combinations of the fields of ``key`` that there are, in the order of ``by``."""
+        return self.one_of_each(key).by(key)[0]
+
     def one_of_each(self, key: type[K]) -> Columns[T]:
         """For each combination of the fields of ``key`` that there is, one record that has it."""
-        return self.take(_combinations(self._leaves(key))[0])
+        return self.take(_last_of_each(*_combined(self._leaves(key)))[0])
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
@@ -197,6 +212,11 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
 
     Combinations are in order, with the last leaf fastest.
     """
+    return _numbered(*_combined(leaves))
+
+
+def _combined(leaves: Sequence[_Leaf]) -> tuple[NDArray[np.integer], int]:
+    """A number for every record that says its combination, and below which number all are."""
     combined, total = np.zeros(len(leaves[0].column.codes), dtype=np.int64), 1
     for at, part in enumerate(_parts(leaves)):
         size = _num_combinations(part)
@@ -204,7 +224,7 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
             records, combined = _numbered(combined, total)
             total = len(records)
         combined, total = combined * size + _places(part) if at else _places(part), total * size
-    return _numbered(combined, total)
+    return combined, total
 
 
 def _num_combinations(leaves: Sequence[_Leaf]) -> int:
@@ -246,10 +266,19 @@ def _numbered(combined: NDArray[np.integer], total: int) -> tuple[Positions, Pos
     if total > MOST_MARKED:
         numbers, combined = np.unique(combined, return_inverse=True)
         total = len(numbers)
+    records, occurs = _last_of_each(combined, total)
+    return records, (np.cumsum(occurs) - 1)[combined]
+
+
+def _last_of_each(combined: NDArray[np.integer], total: int) -> tuple[Positions, NDArray[np.bool]]:
+    """Of each number below ``total`` that occurs the last record with it, and whether each number does."""
+    if total > MOST_MARKED:
+        combined = np.unique(combined, return_inverse=True)[1]
+        total = int(combined.max(initial=-1)) + 1
     last = np.full(total, -1, dtype=np.int32)
     last[combined] = np.arange(len(combined), dtype=np.int32)
     occurs = last >= 0
-    return last[occurs].astype(np.intp), (np.cumsum(occurs) - 1)[combined]
+    return last[occurs].astype(np.intp), occurs
 
 
 @lru_cache(maxsize=64)

@@ -63,10 +63,10 @@ def build_table(
     listed = Columns.of(Layout, layouts)
     over_groups = listed.where(_GroupsKey, lambda key: bool(key.groups))
     splits = tuple(sorted(decisions, key=lambda split: (split.tp, split.sequence_parallel, split.etp or 0)))
-    work, data, states = listed.by(WorkKey)[0], listed.by(DataKey)[0], _with_states_on_devices(listed.by(StateKey)[0])
-    sends = listed.by(SendKey)[0]
+    work, data, states = listed.keys(WorkKey), listed.keys(DataKey), _with_states_on_devices(listed.keys(StateKey))
+    sends = listed.keys(SendKey)
     deadline.check()
-    time_s, num_bytes = _work(target, decisions, work, over_groups.by(WorkKey)[0])
+    time_s, num_bytes = _work(target, decisions, work, over_groups.keys(WorkKey))
     deadline.check()
     return CostTable(
         units=unit_row(target.graph),
@@ -79,7 +79,7 @@ def build_table(
         send_keys=tuple(sends),
         time_s=time_s,
         num_bytes=num_bytes,
-        data_s=_data(target, decisions, data, over_groups.by(DataKey)[0]),
+        data_s=_data(target, decisions, data, over_groups.keys(DataKey)),
         elements=element_rows(target.graph, decisions, splits),
         state_bytes=np.array([_state_row(key, target, training) for key in states]),
         sends=tuple(np.array(_send_lines(key, target)).reshape(-1, 2) for key in sends),

@@ -39,27 +39,25 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.overlap import exposed_s
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import PLACE, Data, Element
+from costmodels.vocabulary.terms import Element
 from planner.evaluation.cuts import even_starts
 from planner.evaluation.states import held_elements
-from planner.evaluation.unit_times import LayoutRows, data_times, hiding_s, unit_times
+from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.glance import CHUNK, at_a_glance_s, pipeline_coefficient
+from planner.solver.glance import at_a_glance_s, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
+from planner.solver.of_table import CHUNK, OfTable
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import StateKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
-_PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
+_OPTIMIZER = 2  # on the last axis of the table's ``state_bytes``
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
-_SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
-_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,17 @@ def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf
     if not layouts:
         return found
     rows = LayoutRows.of(table, listed)
-    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, rows)
+    of_table = OfTable(table)
+    passes = [of_table.passes(rows, place) for place in range(len(table.cluster.devices))]
+    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, passes)
     left = np.flatnonzero(found.step_time_s < enough_s)
     keys, alike = listed.take(left).by(AlikeKey)
     by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
     for key, members in zip(keys, by_key, strict=False):  # without members no key
         for start in range(0, len(members), CHUNK):
             part = members[start : start + CHUNK]
-            _fill(found, part, AlikeLayouts(table, key, listed.take(part), rows.take(part)), enough_s)
+            group = AlikeLayouts(of_table, key, listed.take(part), rows.take(part), passes[0].take(part))
+            _fill(found, part, group, enough_s)
     return found
 
 
@@ -118,7 +119,7 @@ class AlikeLayouts(AlikeMemory):
 
     def take(self, places: Positions) -> AlikeLayouts:
         """Some of the layouts."""
-        return AlikeLayouts(self.table, self._key, self.layouts.take(places), self.rows.take(places))
+        return AlikeLayouts(*self._parts_of(places))
 
     @cached_property
     def _updated(self) -> Array:
@@ -172,24 +173,8 @@ class AlikeLayouts(AlikeMemory):
         What compute hides is a concave function of both that grows as they do, so all ranks hide no more than one that
         had all units would; the slowest rank takes no less than the average.
         """
-        return (self.update_s() + self._data_once_s()) / self.pp
-
-    def _data_once_s(self) -> Array:
-        framework, rows = self.table.framework, self.rows
-        if self._key.groups:
-            return np.zeros_like(self.num_microbatches)
-        data = data_times(self.table, rows, 0)
-        forward_s, backward_s = (each @ self.counts for each in hiding_s(self.table, rows, 0))
-        reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ self.counts, data[..., PLACE[Data.GATHER]] @ self.counts
-        overlap = self.table.cluster.devices[0].overlap
-        if not self.schedule.rules.splits_backward:
-            hides = np.where(rows.is_sharded, framework.overlaps_reduction, framework.overlaps_whole_reduction)
-            reduce_s = np.where(hides, exposed_s(reduce_s, backward_s, overlap), reduce_s)
-        if framework.overlaps_gather:
-            gather_s = exposed_s(gather_s, forward_s, overlap)
-        zero = rows.zero_stage
-        gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
-        return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
+        data_s = np.zeros_like(self.num_microbatches) if self._key.groups else self.times.data_once_s
+        return (self.update_s() + data_s) / self.pp
 
     def _pipeline_s(self, recomputed_s: Array) -> Array:
         if self._key.groups:

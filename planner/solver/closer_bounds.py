@@ -24,6 +24,7 @@ from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches, flying_by_stage
+from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.table.cost_table import CostTable
 
@@ -47,7 +48,7 @@ class CloserBounds:
     """Of layouts with the prices of one table."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table = table
+        self._table, self._of_table = table, OfTable(table)
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
@@ -61,6 +62,7 @@ class CloserBounds:
         """
         found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
         rows = LayoutRows.of(self._table, listed)
+        passes = self._of_table.passes(rows)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
             if key.pp == 1 or key.groups:
@@ -69,7 +71,7 @@ class CloserBounds:
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                alike_part = AlikeLayouts(self._table, key, listed.take(part), rows.take(part))
+                alike_part = AlikeLayouts(self._of_table, key, listed.take(part), rows.take(part), passes.take(part))
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
@@ -233,7 +235,7 @@ class _Pipelines:
         kind, p, num_stages = self._block, self._of.pp, self._of.pp * self._of.virtual_stages
         assert kind is not None
         rules, held = self._of.schedule.rules, self._held_of_modes[:, modes, kind]  # [layouts, modes, Holding]
-        extra_s, reserve = self._extra_s_of_modes[:, modes, kind], self._of.reserve[:, None, None, None]
+        reserve = self._of.reserve[:, None, None, None]
         least = np.array([self._sizes.least if 0 < stage < num_stages - 1 else 0 for stage in range(num_stages)])
         ranks = np.array([rules.rank_of(stage, p) for stage in range(num_stages)])
         of_rank = np.argsort(ranks, kind="stable").reshape(p, -1)  # [ranks, stages of one]
@@ -241,12 +243,16 @@ class _Pipelines:
         kept = held[:, :, PLACE[Holding.KEPT], None, None] * flying
         kept = (kept + held[:, :, PLACE[Holding.WAITING], None, None] * waits) * reserve  # [layouts, modes, *of_rank]
         least, static = least[of_rank], self._of.static_bytes[:, kind, None, None]
-        fewest, prices = least.sum(axis=1), self._prices(kept, extra_s)
+        fewest = least.sum(axis=1)
         slight = kept.min(axis=1)
         smallest = (slight * least).sum(axis=2)[..., None] + self._filled(slight[:, :, None], least)[:, :, 0]
         room = self._room_bytes(fewest, smallest.shape[2]) - more_bytes[:, None, None]
         states = (fewest[:, None] + np.arange(smallest.shape[2])) * static
         fits = smallest + states <= room * (1 + 1e-12)
+        if len(modes) == 1:  # there is nothing to choose
+            return fewest, np.where(fits, 0.0, np.inf)
+        extra_s = self._extra_s_of_modes[:, modes, kind]
+        prices = self._prices(kept, extra_s)
         # Of a block in each stage at each price, with its own states; [layouts, ranks, prices, stages of one].
         each = np.full((*prices.shape, least.shape[1]), np.inf)
         for mode in range(len(modes)):

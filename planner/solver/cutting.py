@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.evaluation.cuts import are_allowed, balanced_starts, even_starts, is_allowed
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.evaluation.many_cuts import ManyCuts
 from planner.evaluation.stage_program import refine, stage_problem
+from planner.layout.columns import Positions
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.table.cost_table import CostTable
@@ -83,14 +85,24 @@ class Pricer:
             return None
         evaluator = self.evaluator if modes == self.evaluator.modes else self.evaluator.with_modes(modes)
         host = evaluator.host(starts)
-        return None if host is not None and host.share > 1 else evaluator.evaluate(starts)
+        if host is not None and host.share > 1:
+            return None
+        return evaluator.evaluate(starts, makespan_s=self._many.makespans_s.get(starts))
 
-    def worth_a_look(self, base: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def worth_a_look(self, base: tuple[int, ...], cuts: Positions) -> Positions:
         """Of ``cuts`` those that may be faster than ``base``, the likeliest first."""
-        return self._many.worth_a_look(base, cuts) if ManyCuts.can_price(self.evaluator) else list(cuts)
+        return self._many.worth_a_look(base, cuts) if ManyCuts.can_price(self.evaluator) else cuts
+
+    def may_take_less(self, cuts: Positions, limit_s: float) -> NDArray[np.bool]:
+        """Which of ``cuts`` are worth a price where only those that take less than ``limit_s`` are of interest."""
+        if not ManyCuts.can_price(self.evaluator):
+            return np.ones(len(cuts), dtype=bool)
+        return self._many.may_take_less(cuts, limit_s)
 
     def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
         """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
+        if not cuts:
+            return None
         if not ManyCuts.can_price(self.evaluator):
             found = _fastest(self.price(starts) for starts in cuts)
             return None if found is None or found.step_time_s >= limit_s else found
@@ -174,16 +186,23 @@ def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
     return best
 
 
-def _first_faster(pricer: Pricer, cuts: Sequence[tuple[int, ...]], step_s: float) -> Evaluated | None:
+def _first_faster(pricer: Pricer, cuts: Positions, step_s: float) -> Evaluated | None:
     """The fastest of the first few that hold one which is faster than ``step_s``; None where there is none."""
-    parts = (cuts[at : at + AT_ONCE] for at in range(0, len(cuts), AT_ONCE))
-    return next((found for part in parts if (found := pricer.fastest(part, step_s * (1 - 1e-6)))), None)
+    if not len(cuts):
+        return None
+    limit_s = step_s * (1 - 1e-6)
+    places = np.flatnonzero(pricer.may_take_less(cuts, limit_s))
+    for part in np.split(places, np.flatnonzero(np.diff(places // AT_ONCE)) + 1):
+        found = pricer.fastest([tuple(cut) for cut in cuts[part].tolist()], limit_s)
+        if found is not None:
+            return found
+    return None
 
 
-def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[tuple[int, ...]]:
+def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> Positions:
     """Cuts with one unit less in one stage and one more in another, up to as many stages apart as there are ranks.
 
-    The borders between the two move by a unit each, so that every stage between them keeps its size.
+    The borders between the two move by a unit each, so that every stage between them keeps its size. [cuts, stages].
     """
     first, last = np.triu_indices(len(starts) + 1, 1)
     near = (first > 0) & (first < len(starts)) & (last - first <= num_ranks)
@@ -195,4 +214,4 @@ def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> list[t
     stage = np.arange(len(starts))
     moves = (stage >= first[:, None]) & (stage < last[:, None])
     moved = np.array(starts) + moves * way[:, None]
-    return [tuple(cut) for cut in moved[are_allowed(moved, units.is_block)].tolist()]
+    return moved[are_allowed(moved, units.is_block)]

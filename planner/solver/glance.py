@@ -5,6 +5,7 @@ The lines (1) to (3) and the symbols are those of ``solver.bounds``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,14 +15,11 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Term, Time
 from planner.evaluation.block_modes import MODES
-from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
+from planner.solver.of_table import CHUNK, UnitPasses
 from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey
-
-# Layouts whose units are timed at once.
-CHUNK = 20_000
 
 
 class RecomputeKey(NamedTuple):
@@ -78,21 +76,22 @@ def _times_filled(key: _ShapeKey) -> float:
     return 1 + (key.pp - 1) / (key.virtual_stages * key.num_microbatches)
 
 
-def at_a_glance_s(table: CostTable, layouts: Columns[Layout], rows: LayoutRows) -> Array:
+def at_a_glance_s(table: CostTable, layouts: Columns[Layout], passes: Sequence[UnitPasses]) -> Array:
     """What each layout takes at least on the fastest devices if nothing is sent and no block recomputes by need.
 
     The whole model goes through the pipeline, and some rank holds its share of each kind of units, rounded up.
+    ``passes``: on each kind of devices.
     """
-    first, like = rows.unlike()
-    work_s = np.empty((len(first), len(table.counts)))
-    for start in range(0, len(first), CHUNK):
-        part = rows.take(first[start : start + CHUNK])
-        each = [unit_times(table, part, place) for place in range(len(table.cluster.devices))]
-        # Rows that a kind of device does not run are not priced for it.
-        work_s[start : start + CHUNK] = np.fmin.reduce([times.forward_s + times.backward_s for times in each])
+    # Rows that a kind of device does not run are not priced for it.
+    work_s, like = np.fmin.reduce([each.unlike_s[0] + each.unlike_s[1] for each in passes]), passes[0].like
     whole_s = (work_s @ table.counts)[like] * layouts.each(_ShapeKey, _times_whole)
-    held = layouts.each(_RanksKey, lambda key: np.ceil(table.counts / key.pp))
-    longest_s = rows.num_microbatches * (work_s[like] * held).max(axis=1)
+    sizes, of = layouts.by(_RanksKey)
+    held = np.array([np.ceil(table.counts / key.pp) for key in sizes])
+    longest_s = np.empty(len(like))
+    for start in range(0, len(like), CHUNK):
+        part = slice(start, start + CHUNK)
+        longest_s[part] = (work_s[like[part]] * held[of[part]]).max(axis=1)
+    longest_s *= layouts.numbers("num_microbatches")
     return np.maximum(whole_s, longest_s) * (1 - 1e-12)
 
 

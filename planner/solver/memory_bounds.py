@@ -16,16 +16,16 @@ from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Element, Holding
-from planner.evaluation.block_modes import bytes_on_host, held_bytes, places_of_modes
+from planner.evaluation.block_modes import bytes_on_host, places_of_modes
 from planner.evaluation.cuts import stage_sizes
 from planner.evaluation.layout_units import device_places
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.evaluation.software import reserve_fraction
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
-from planner.layout.columns import Array, Columns
+from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.table.cost_table import CostTable
+from planner.solver.of_table import OfTable, UnitPasses
 from planner.table.facts import UnitRow
 from planner.table.keys import SendKey
 
@@ -60,12 +60,15 @@ class AlikeMemory:
     Arrays have the axes [layouts, kinds of units], or the first alone.
     """
 
-    def __init__(self, table: CostTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows) -> None:
-        self.table, self._key, self.layouts, self.rows = table, key, layouts, rows
+    def __init__(
+        self, of_table: OfTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows, passes: UnitPasses
+    ) -> None:
+        """``passes``: of units on the first devices of the table."""
+        self._of_table, self.table, table = of_table, of_table.table, of_table.table
+        self._key, self.layouts, self.rows, self.times = key, layouts, rows, passes
         self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
         self.offload, self.num_microbatches = key.offload, rows.num_microbatches
         self.counts = table.counts
-        self.times = unit_times(table, rows, 0)
         self.work_s = self.times.forward_s + self.times.backward_s
         self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
         self._places = device_places(table, layouts[0])
@@ -73,10 +76,15 @@ class AlikeMemory:
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
 
+    def _parts_of(self, places: Positions) -> tuple[OfTable, AlikeKey, Columns[Layout], LayoutRows, UnitPasses]:
+        """What some of the layouts are made of."""
+        rows, passes = self.rows.take(places), self.times.take(places)
+        return self._of_table, self._key, self.layouts.take(places), rows, passes
+
     @cached_property
     def _held(self) -> Array:
         """The least of every mode, [layouts, kinds, Holding]."""
-        return np.min([self._held_in(mode) for mode in self.modes], axis=0)
+        return self._of_table.held(tuple(self.modes))[self.rows.work]
 
     @cached_property
     def _lines(self) -> Array:
@@ -105,7 +113,7 @@ class AlikeMemory:
 
     def _held_in(self, mode: int) -> Array:
         """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
-        return held_bytes(self.table, self.rows.work, np.full_like(self.rows.mode, mode))
+        return self._of_table.held((mode,))[self.rows.work]
 
     @cached_property
     def elements(self) -> Array:
@@ -156,8 +164,7 @@ class AlikeMemory:
         if len(short) < len(lacking):
             found = np.zeros(len(lacking))
             if len(short):
-                part = AlikeMemory(self.table, self._key, self.layouts.take(short), self.rows.take(short))
-                found[short] = part._recomputed_s
+                found[short] = AlikeMemory(*self._parts_of(short))._recomputed_s
             return found
         saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -294,7 +301,7 @@ class AlikeMemory:
             )
         # Any weights give a bound. Those of what blocks keep on the device are near the best where some do.
         here = self.modes[: len(self.modes) // 2] if self._key.offloads_activations else self.modes
-        held = np.min([self._held_in(mode)[..., PLACE[Holding.KEPT]] for mode in here], axis=0)
+        held = self._of_table.held(tuple(here))[self.rows.work, :, PLACE[Holding.KEPT]]
         kept = held * self.reserve[:, None]
         states, activations = self.static_bytes @ self.counts, kept @ self.counts
         weights = self._room / (states[:, None] + flying * activations[:, None])

@@ -48,7 +48,7 @@ MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
 MOST_CLOSE = 2000
 # So many at a time, and each time more, since alike layouts share most of the work.
-FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 16, 512
+FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 64, 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 60_000, 16
 # Layouts are bounded so many at a time.

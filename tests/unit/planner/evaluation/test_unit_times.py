@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.vocabulary.choices import Offload, Precision
 from costmodels.vocabulary.terms import PLACE, Pass, Term, Time
-from planner.evaluation.unit_times import LayoutRows, hiding_s, unit_times
+from planner.evaluation.unit_times import Hiding, LayoutRows, unit_times
 from planner.layout.columns import Columns
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
@@ -59,6 +59,6 @@ def test_at_most_so_much_compute_hides_what_happens_once_a_step() -> None:
     rows = LayoutRows.of(problem.table, layouts)
     for factor in (1e-8, 1e-6, 1e-4):
         table = with_hooks(problem.table, ShardedHooks(*(factor * seconds for seconds in HOOKS)))
-        times, most = unit_times(table, rows, 0), hiding_s(table, rows, 0)
+        times, most = unit_times(table, rows, 0), Hiding(table, 0).of(rows)
         assert (times.compute_forward_s <= most[0] * (1 + 1e-12)).all()
         assert (times.compute_backward_s <= most[1] * (1 + 1e-12)).all()

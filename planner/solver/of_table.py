@@ -1,0 +1,100 @@
+"""What bounds ask of the rows of one cost table, worked out once for all layouts that are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from costmodels.overlap import exposed_s
+from costmodels.vocabulary.mesh import ZERO_STAGES
+from costmodels.vocabulary.terms import PLACE, Data
+from planner.evaluation.block_modes import held_bytes
+from planner.evaluation.unit_times import Hiding, LayoutRows, data_times, unit_times
+from planner.layout.columns import Array, Positions
+from planner.table.cost_table import CostTable
+
+# Layouts whose units are timed at once.
+CHUNK = 8_000
+
+_SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
+_SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
+_SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
+
+
+@dataclass(frozen=True)
+class UnitPasses:
+    """``forward_s``, ``backward_s`` and ``weight_s`` of ``unit_times``, of many layouts that are mostly alike."""
+
+    unlike_s: Array  # [forward backward weight, layouts of which no two are alike, kinds]
+    unlike_data_s: Array  # what ``data_once_s`` says of these
+    like: Positions  # which of these each layout is like
+
+    def take(self, places: Positions) -> UnitPasses:
+        """Those of some of the layouts."""
+        return UnitPasses(self.unlike_s, self.unlike_data_s, self.like[places])
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """The forward pass, everything included, [layouts, kinds]."""
+        return self.unlike_s[0][self.like]
+
+    @cached_property
+    def backward_s(self) -> Array:
+        """The backward pass, everything included, [layouts, kinds]."""
+        return self.unlike_s[1][self.like]
+
+    @cached_property
+    def weight_s(self) -> Array:
+        """Part of the backward pass that a schedule which splits it runs later, [layouts, kinds]."""
+        return self.unlike_s[2][self.like]
+
+    @property
+    def data_once_s(self) -> Array:
+        """Exposed communication of data parallelism once a step, of a rank that holds all units; [layouts]."""
+        return self.unlike_data_s[self.like]
+
+
+class OfTable:
+    """Of one table."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._held: dict[tuple[int, ...], Array] = {}
+
+    def held(self, modes: tuple[int, ...]) -> Array:
+        """The least that units hold in any of these modes, [rows of work, kinds, Holding]."""
+        if modes not in self._held:
+            every = np.arange(len(self.table.work_keys))
+            each = [held_bytes(self.table, every, np.full_like(every, mode)) for mode in modes]
+            self._held[modes] = np.min(each, axis=0)
+        return self._held[modes]
+
+    def passes(self, rows: LayoutRows, device: int = 0) -> UnitPasses:
+        """Of units of these layouts on the devices at place ``device``."""
+        first, like = rows.unlike()
+        unlike_s, data_s = np.empty((3, len(first), len(self.table.counts))), np.empty(len(first))
+        hiding = Hiding(self.table, device)
+        for start in range(0, len(first), CHUNK):
+            part = slice(start, start + CHUNK)
+            of_part = rows.take(first[part])
+            times = unit_times(self.table, of_part, device)
+            unlike_s[:, part] = times.forward_s, times.backward_s, times.weight_s
+            data_s[part] = self._data_once_s(of_part, hiding)
+        return UnitPasses(unlike_s, data_s, like)
+
+    def _data_once_s(self, rows: LayoutRows, hiding: Hiding) -> Array:
+        framework, counts = self.table.framework, self.table.counts
+        data = data_times(self.table, rows, hiding.device)
+        forward_s, backward_s = (each @ counts for each in hiding.of(rows))
+        reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ counts, data[..., PLACE[Data.GATHER]] @ counts
+        overlap = self.table.cluster.devices[hiding.device].overlap
+        may_hide = np.where(rows.is_sharded, framework.overlaps_reduction, framework.overlaps_whole_reduction)
+        hides = may_hide & ~rows.splits_backward
+        reduce_s = np.where(hides, exposed_s(reduce_s, backward_s, overlap), reduce_s)
+        if framework.overlaps_gather:
+            gather_s = exposed_s(gather_s, forward_s, overlap)
+        zero = rows.zero_stage
+        gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
+        return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
