@@ -118,7 +118,8 @@ class AlikeLayouts(AlikeMemory):
 
     def take(self, places: Positions) -> AlikeLayouts:
         """Some of the layouts."""
-        return AlikeLayouts(self.table, self._key, self.layouts.take(places), self.rows.take(places))
+        layouts, rows = self.layouts.take(places), self.rows.take(places)
+        return AlikeLayouts(self.table, self._key, layouts, rows, is_at_peak=self._is_at_peak)
 
     @cached_property
     def _updated(self) -> Array:

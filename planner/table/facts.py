@@ -147,6 +147,11 @@ class FrameworkFacts:
     item_bytes: int  # of one gathered parameter
     error_between_layouts: float | None  # of predicted ratios of two layouts' times; None: never measured
 
+    @property
+    def has_first_gradients(self) -> bool:
+        """Whether it is known that a stage of a pipeline has no gradients before its first backward pass of a step."""
+        return self.has_fsdp_moments and not self.keeps_gradients
+
     def shards(self, zero_stage: int, offload: Offload) -> bool:
         """Whether parameters are the framework's to shard, cast or move, and not left as the model made them."""
         return not (self.leaves_whole and zero_stage == 0 and offload is Offload.NONE)
