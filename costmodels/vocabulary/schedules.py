@@ -53,10 +53,6 @@ from costmodels.vocabulary.v_shaped import (
 # Rounds of micro-batches after which every rank has seen its peak of activations and the busiest works steadily.
 STEADY_ROUNDS = 4
 
-# What an action adds to the micro-batches in flight, and to those that wait for their weight gradients.
-_HELD: Mapping[Kind, int] = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
-_WAITING: Mapping[Kind, int] = {FORWARD: 0, BACKWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}
-
 
 class ScheduleName(StrEnum):
     """Pipeline schedules, named as torch.distributed.pipelining names them."""
@@ -178,6 +174,32 @@ class Schedule:
             return (m,) * p
         return tuple(min(m, p - rank) for rank in range(p))
 
+    @property
+    def begins_stage_by_stage(self) -> bool:
+        """Whether a rank's whole backward passes go through one of its stages many times before another's first."""
+        return not self.has_one_stage and not self.splits_backward
+
+    def peak_comes_again(self, p: int, v: int, m: int) -> bool:
+        """Whether each rank with whole backward passes holds as much at every stage before another than its first.
+
+        With one stage a rank, once a forward pass has followed the first backward pass. Where passes interleave, a
+        round later, when the last backward pass went through the rank's lowest stage. Rank 0 is the last to see it.
+        """
+        if self.splits_backward or self.forwards_first:
+            return False
+        if self.has_one_stage:
+            return m > p
+        assert self.ahead_of_rank is not None
+        per_round = self.microbatches_a_round(p, m)
+        return (2 * v - 1) * per_round + self.ahead_of_rank(0, p).forwards + 1 <= v * m
+
+    def in_flight_at_lowest(self, p: int, v: int, m: int) -> tuple[int, ...]:
+        """Micro-batches in flight at each stage before the first backward pass through its rank's lowest stage.
+
+        By then a backward pass has begun in all stages of the rank. Of schedules that ``begins_stage_by_stage``.
+        """
+        return _in_flight_at_lowest(self.name, p, v, m)
+
     def in_flight_by_stage(self, p: int, v: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Micro-batches in flight at each stage at the moment its rank holds most of them.
 
@@ -291,44 +313,17 @@ def _in_flight_by_stage(name: ScheduleName, p: int, v: int, m: int) -> tuple[tup
     return tuple(counts), (0,) * len(counts)
 
 
-class HeldCounts(NamedTuple):
-    """What a rank holds before each action of a backward pass, moments that are equal but for their order left out."""
-
-    # [moments, 2 v]: micro-batches in flight at each of its stages, lowest first; those waiting for weight gradients.
-    counts: NDArray[np.float64]
-    first: NDArray[np.intp]  # [v]: the first of the moments before an action of each stage, which follow each other
-
-    def most_of_each(self, bytes_of: Sequence[float]) -> tuple[float, ...]:
-        """The most bytes before an action of each stage. ``bytes_of``: those of one micro-batch, [2 v] as ``counts``.
-
-        The largest of them is what ``peak_in_flight`` finds: what a rank holds grows until a backward pass begins.
-        """
-        return tuple(np.maximum.reduceat(self.counts @ np.array(bytes_of), self.first).tolist())
-
-
-@lru_cache(maxsize=256)
-def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts, ...]:
-    """What each rank holds at every moment at which a backward pass goes on."""
-    found: list[HeldCounts] = []
-    for actions in _actions(name, p, v, m):
-        kinds, stages, _ = zip(*actions, strict=True)
-        place = np.unique(stages, return_inverse=True)[1]
-        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v), dtype=np.intp)
-        changes[every, place] = [_HELD[kind] for kind in kinds]
-        changes[every, v + place] = [_WAITING[kind] for kind in kinds]
-        before = np.cumsum(changes, axis=0) - changes
-        is_backward = np.array([kind != FORWARD for kind in kinds])
-        moments = _unlike_rows(np.concatenate([place[:, None], before], axis=1)[is_backward]).astype(np.float64)
-        found.append(HeldCounts(moments[:, 1:], np.searchsorted(moments[:, 0], np.arange(v))))
-    return tuple(found)
-
-
-def _unlike_rows(numbers: NDArray[np.intp]) -> NDArray[np.integer]:
-    """Each row of whole numbers from 0 on once, sorted: bytes of big-endian numbers lie in the order of the numbers."""
-    rows = np.ascontiguousarray(numbers, dtype=">u4")
-    whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
-    found: NDArray[np.integer] = np.unique(whole).view(">u4").reshape(-1, rows.shape[1])
-    return found
+@lru_cache(maxsize=1024)
+def _in_flight_at_lowest(name: ScheduleName, p: int, v: int, m: int) -> tuple[int, ...]:
+    """The passes before went through the other stages, the highest first, and a forward pass followed each of them."""
+    ahead_of_rank = SCHEDULES[name].ahead_of_rank
+    assert ahead_of_rank is not None
+    per_round, total, chunks = SCHEDULES[name].microbatches_a_round(p, m), v * m, np.arange(v)[:, None]
+    done = (v - 1) * per_round
+    num_warmup = np.minimum(total, done + np.array([ahead_of_rank(rank, p).forwards for rank in range(p)]))
+    forwards = np.minimum(total, num_warmup + done + 1)
+    found = _of_chunk(forwards, chunks, per_round, v) - per_round * (chunks > 0)
+    return tuple(found.ravel().tolist())
 
 
 def peak_in_flight(

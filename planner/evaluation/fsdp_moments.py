@@ -8,7 +8,8 @@ runs that code and counts the same. The pass goes over the units of a stage from
 - A unit begins with its own parameters and those gathered for the next one, and with the gradients of the unit behind
   it in the buffer from which they are reduced. There is one such buffer (``reduce_scatter_max_input_buffers``).
 - In a pipeline the buffer of the pass before, of another micro-batch or stage, is held until the first unit's gradients
-  follow (ZeRO 2 and 3); stages of a rank have one buffer together (``planner/executor/pipeline.py``).
+  follow (ZeRO 2 and 3), unless that was its stage's last pass, which waits; stages of a rank have one buffer together
+  (``planner/executor/pipeline.py``).
 - A unit makes its gradients in the dtype of compute, operator by operator: they are there beside all of the above and
   what the operators before still need, at last with what the unit kept freed. After its parameters are freed as well
   they are copied into the next buffer. Of the step's only micro-batch shards of what was reduced are added one by one.

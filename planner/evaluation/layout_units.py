@@ -18,7 +18,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
-from costmodels.vocabulary.schedules import HeldCounts, held_counts
+from costmodels.vocabulary.held_counts import FIRST, BackwardPass, HeldCounts, held_counts, of_one_stage
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
@@ -80,6 +80,13 @@ class OnDevice(NamedTuple):
     times: UnitTimes
     data_s: Array
     unit_times: StageTimes  # of every unit as a stage of its own
+
+
+class Flying(NamedTuple):
+    """A moment at which a backward pass begins on a rank."""
+
+    counts: tuple[int, ...]  # micro-batches in flight at each stage; 0 at stages of other ranks
+    made: tuple[int, ...]  # places of the rank's stages that have gradients, where it is known which
 
 
 class LayoutUnits:
@@ -204,7 +211,9 @@ class LayoutUnits:
         chosen = self if modes is None else self.with_some(modes)
         return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
 
-    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: Sequence[float]) -> float:
+    def excess_with(
+        self, rank: int, stages: Mapping[int, range], activation_bytes: Mapping[BackwardPass, float]
+    ) -> float:
         """The same with so many ``activation_bytes``, as the method of that name finds them."""
         needed = self.memory_model.peak_bytes(list(stages.values()), activation_bytes)
         return needed - self._ranks[rank].facts.memory_bytes
@@ -235,9 +244,12 @@ class LayoutUnits:
             rows.append(tuple([sum(seconds[start:end]) for start, end in borders]))
         return StageTimes(rows[0], rows[1], rows[2])
 
-    def room_bytes(self, rank: int, stages: Mapping[int, range]) -> float:
-        """At least so much of a device is not taken by states and software: tensors that come and go must fit in it."""
-        lasting = self.memory_model.lasting_bytes(list(stages.values()))
+    def room_bytes(self, rank: int, stages: Mapping[int, range], made: Sequence[int]) -> float:
+        """So much of a device is not taken by states and software: tensors that come and go must fit in it.
+
+        ``made``: places of the stages that have gradients.
+        """
+        lasting = self.memory_model.lasting_bytes(list(stages.values()), made)
         return (self._ranks[rank].facts.memory_bytes - lasting) / self.reserve
 
     def holding_of_modes(self, holding: Holding) -> Array:
@@ -254,22 +266,33 @@ class LayoutUnits:
         whole = times.forward_s + times.backward_s
         return whole - whole[MODES[Recompute.NONE]]
 
-    def flying(self, rank: int) -> tuple[int, ...]:
-        """Micro-batches in flight at each stage when ``rank`` holds most of them; 0 at stages of other ranks."""
+    def flying(self, rank: int) -> tuple[Flying, ...]:
+        """Moments that ``rank`` must have memory for: when it holds most micro-batches, and when it has all gradients.
+
+        One where both come together.
+        """
         return self._flying[rank]
 
     @cached_property
-    def _flying(self) -> list[tuple[int, ...]]:
+    def _flying(self) -> list[tuple[Flying, ...]]:
         return [self._flying_of(rank) for rank in range(self.layout.mesh.pp)]
 
-    def _flying_of(self, rank: int) -> tuple[int, ...]:
+    def _flying_of(self, rank: int) -> tuple[Flying, ...]:
         layout, rules = self.layout, self.layout.schedule.rules
-        pp, m = layout.mesh.pp, layout.num_microbatches
+        pp, v, m = layout.mesh.pp, layout.virtual_stages, layout.num_microbatches
+        every = tuple(range(v))
         if rules.has_one_stage or pp == 1:
             number = self._in_flight[rank] if pp > 1 else 1
-            return tuple(number if stage == rank else 0 for stage in range(self.num_stages))
-        counts, _ = rules.in_flight_by_stage(pp, layout.virtual_stages, rules.shortened_to_peak(pp, m))
-        return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
+            return (Flying(tuple(number if stage == rank else 0 for stage in range(self.num_stages)), every),)
+
+        def of_rank(counts: Sequence[int]) -> tuple[int, ...]:
+            return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
+
+        most = of_rank(rules.in_flight_by_stage(pp, v, rules.shortened_to_peak(pp, m))[0])
+        if not rules.begins_stage_by_stage or rules.peak_comes_again(pp, v, m):
+            return (Flying(most, every),)
+        # Most are in flight before the first backward pass, through the highest stage.
+        return Flying(most, every[-1:]), Flying(of_rank(rules.in_flight_at_lowest(pp, v, m)), every)
 
     def unit_times_of(self, rank: int) -> StageTimes:
         """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
@@ -327,17 +350,17 @@ class LayoutUnits:
         if self._passes_cross:
             return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
-        return max(self._most_in_flight(rank, kept, {}))
+        return max(self._most_in_flight(rank, kept, {}).values())
 
-    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> tuple[float, ...]:
-        """The most that a pipeline rank holds of activations while the backward pass of each of its stages goes on.
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> dict[BackwardPass, float]:
+        """The most that a pipeline rank holds of activations while each of its backward passes goes on.
 
         Found from what one micro-batch keeps in each of them.
         """
         held_of = self.memory_model.held_of
         if self._passes_cross:
             held = self.memory_model.held
-            return (self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units]),)
+            return {FIRST: self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units])}
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}
@@ -357,13 +380,17 @@ class LayoutUnits:
         filled = np.cumsum(kept)
         return float(np.max(filled + filled[::-1]))
 
-    def _most_in_flight(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> tuple[float, ...]:
-        """The most bytes of all micro-batches in flight while a backward pass of each stage goes on.
+    def _most_in_flight(
+        self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]
+    ) -> dict[BackwardPass, float]:
+        """The most bytes of all micro-batches in flight while each kind of backward pass goes on.
 
         ``kept``, ``waiting``: of one micro-batch, in each stage.
         """
         if self.layout.schedule.rules.has_one_stage:
-            return (self._in_flight[rank] * sum(kept.values()),)
+            numbers = of_one_stage(self._in_flight[rank], self.layout.num_microbatches)
+            once = sum(kept.values())
+            return {each: number * once for each, number in numbers.items()}
         # More, or less, from the first to the second half of a split backward pass.
         in_order = sorted(kept)
         each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]

@@ -27,6 +27,7 @@ from costmodels.vocabulary.choices import BlockMode, KeptOnHost
 from costmodels.vocabulary.terms import Holding
 from planner.evaluation.block_modes import MODES
 from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.layout_units import Flying
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.layout.columns import Array, Positions
 
@@ -61,8 +62,8 @@ class _Kind:
     mix: Mix
     counts: Array  # [choices, modes but the last]: how many are in each
     extra_s: Array  # [choices]
-    kept_bytes: Array  # [choices]: activations when the rank holds most micro-batches
-    host_bytes: Array  # [choices]: the same in host memory
+    kept_bytes: Array  # [moments, choices]: activations at each of ``Evaluator.flying``
+    host_bytes: Array  # [choices]: the same in host memory, when the rank holds most micro-batches
 
     def modes(self, choice: int) -> dict[int, BlockMode]:
         """The mode of every unit."""
@@ -80,7 +81,7 @@ class LeastRecompute:
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
         self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
-        # Of alike ranks the bytes of activations, a number a stage, that are known to fit, and those known not to.
+        # Of alike ranks the bytes of activations, a number a kind of backward pass: known to fit, and known not to.
         self._known_to_fit: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._known_not_to: dict[tuple[object, ...], tuple[float, ...]] = {}
 
@@ -138,13 +139,14 @@ class LeastRecompute:
     def _fits_with_nothing(self, rank: int, stages: Stages) -> bool:
         """Of ranks of alike devices and units, one that holds less of activations than another that fits does fit."""
         kinds = [(0 in held, *(self._units.kinds[unit] for unit in held)) for held in stages.values()]
-        alike = self._evaluator.place_of(rank), *kinds
-        activations = self._evaluator.activation_bytes(rank, stages)
+        activation_bytes = self._evaluator.activation_bytes(rank, stages)
+        alike = self._evaluator.place_of(rank), *activation_bytes, *kinds
+        activations = tuple(activation_bytes.values())
         if _is_no_more(activations, self._known_to_fit.get(alike)):
             return True
         if (too_many := self._known_not_to.get(alike)) and _is_no_more(too_many, activations):
             return False
-        fits = self._evaluator.excess_with(rank, stages, activations) <= 0
+        fits = self._evaluator.excess_with(rank, stages, activation_bytes) <= 0
         (self._known_to_fit if fits else self._known_not_to)[alike] = activations
         return fits
 
@@ -168,10 +170,11 @@ class LeastRecompute:
         """Of the choices of one mix, each of which has blocks on the host if the mix has any."""
         evaluator = self._evaluator
         kinds = self._kinds(rank, stages, mix)
-        extra_s, kept, host = np.zeros(1), np.zeros(1), np.zeros(1)
+        flying = evaluator.flying(rank)
+        extra_s, kept, host = np.zeros(1), np.zeros((len(flying), 1)), np.zeros(1)
         for kind in kinds:
             extra_s = (extra_s[:, None] + kind.extra_s).ravel()
-            kept = (kept[:, None] + kind.kept_bytes).ravel()
+            kept = (kept[:, :, None] + kind.kept_bytes[:, None]).reshape(len(flying), -1)
             host = (host[:, None] + kind.host_bytes).ravel()
         shape = [len(kind.extra_s) for kind in kinds]
 
@@ -184,18 +187,23 @@ class LeastRecompute:
         def excess(place: int) -> float:
             return evaluator.excess_bytes(rank, stages, modes_of(place))
 
-        fits = kept <= self._room_bytes(rank, stages, kinds)
+        rooms = np.array([self._room_bytes(rank, stages, kinds, moment) for moment in flying])
+        fits = (kept <= rooms[:, None]).all(axis=0)
+        needed = (kept + (rooms[0] - rooms)[:, None]).max(axis=0)  # as if there were no other moment than the first
         if isinstance(mix[0], KeptOnHost):
             fits &= (host > 0) & (host <= evaluator.host_room_bytes(stages))
-        found = _least_that_fits(np.flatnonzero(fits), extra_s, kept * evaluator.reserve, excess)
+        found = _least_that_fits(np.flatnonzero(fits), extra_s, needed * evaluator.reserve, excess)
         return None if found is None else (found, modes_of(found.place))
 
     def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
-        flying = self._evaluator.flying(rank)
+        flying = [moment.counts for moment in self._evaluator.flying(rank)]
         units = [
-            (-flying[stage], unit) for stage, held in stages.items() for unit in held if self._units.is_block[unit]
+            (tuple([-counts[stage] for counts in flying]), unit)
+            for stage, held in stages.items()
+            for unit in held
+            if self._units.is_block[unit]
         ]
-        groups: dict[int, list[tuple[int, int]]] = {}
+        groups: dict[int, list[tuple[tuple[int, ...], int]]] = {}
         for flies, unit in sorted(units):
             groups.setdefault(self._units.kinds[unit], []).append((flies, unit))
         every = _listed([len(found) for found in groups.values()], mix)
@@ -204,18 +212,20 @@ class LeastRecompute:
         times = times - times[-1]
         kinds: list[_Kind] = []
         for (kind, found), counts in zip(groups.items(), every, strict=True):
-            flies = np.concatenate(([0.0], np.cumsum([-number for number, _ in found])))
+            each = [[0.0] * len(flying), *([-number for number in numbers] for numbers, _ in found)]
+            flies = np.cumsum(each, axis=0)  # [units, moments]
             ends = np.cumsum(counts, axis=1).astype(int).T
             before = [np.zeros(len(counts), dtype=int), *ends]
-            held = np.array([flies[b] - flies[a] for a, b in zip(before, [*ends, np.array(len(found))], strict=True)])
+            behind = [*ends, np.full(len(counts), len(found))]
+            held = np.array([flies[b] - flies[a] for a, b in zip(before, behind, strict=True)]).transpose(2, 0, 1)
             kinds.append(
                 _Kind(
                     [unit for _, unit in found],
                     mix,
                     counts,
                     extra_s=_summed(counts.T, times[:-1, kind]),
-                    kept_bytes=_summed(held, self._kept[places, kind]),
-                    host_bytes=_summed(held, self._on_host[places, kind]),
+                    kept_bytes=np.array([_summed(of_moment, self._kept[places, kind]) for of_moment in held]),
+                    host_bytes=_summed(held[0], self._on_host[places, kind]),
                 )
             )
         return kinds
@@ -232,9 +242,9 @@ class LeastRecompute:
     def _working(self) -> Array:
         return self._evaluator.holding_of_modes(Holding.WORKING)
 
-    def _room_bytes(self, rank: int, stages: Stages, kinds: Sequence[_Kind]) -> float:
-        """At most so many bytes of blocks' activations fit: the device less what is there under every choice."""
-        flying = self._evaluator.flying(rank)
+    def _room_bytes(self, rank: int, stages: Stages, kinds: Sequence[_Kind], moment: Flying) -> float:
+        """At most so many bytes of blocks' activations fit then: the device less what is there under every choice."""
+        flying = moment.counts
         in_kinds = {unit for kind in kinds for unit in kind.units}
         others = sum(
             flying[stage] * self._kept[0, self._units.kinds[unit]]
@@ -248,7 +258,7 @@ class LeastRecompute:
         # which one's backward pass goes on when the rank holds most.
         working = min(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
         passing = working + BLOCKS_IN_TRANSIT * float(min(in_transit, default=0.0))
-        return self._evaluator.room_bytes(rank, stages) - passing - others
+        return self._evaluator.room_bytes(rank, stages, moment.made) - passing - others
 
 
 def _is_no_more(bytes_of: tuple[float, ...], most: tuple[float, ...] | None) -> bool:

@@ -66,5 +66,5 @@ def _gathered_s(layout: Layout, data: Collected, passes: Passes, framework: Fram
 
 
 def _never_hidden_s(first_s: float | Array, framework: FrameworkFacts) -> float | Array:
-    """Of what every micro-batch moves: the first unit's share, unless nothing of it hides and all of it counts there."""
+    """Of what every micro-batch moves: the first unit's share, unless nothing hides and all of it counts there."""
     return first_s if framework.overlaps_micro_batches else np.zeros_like(first_s)

@@ -10,13 +10,14 @@ from itertools import groupby
 from operator import attrgetter
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
+from costmodels.vocabulary.held_counts import FIRST, BackwardPass
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
-from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
 from planner.evaluation.software import num_communicators, outside_bytes, software_bytes
 from planner.evaluation.states import held_elements, num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows
+from planner.evaluation.variants import VariantsOfUnits
 from planner.layout.layout import Layout
 from planner.table.cost_table import CostTable
 
@@ -28,7 +29,6 @@ BLOCKS_IN_TRANSIT = 2
 class Transient:
     """Bytes of a rank besides states and kept activations."""
 
-    backward: tuple[Moment, ...]  # of each stage: of the unit that needs most, less what units behind it have freed
     last: Moment | None  # of the last micro-batch, with no other in flight, where only its gradients are reduced
     loss: float  # of the loss in forward
     gathered: float  # parameters of units in transit in forward (ZeRO 3)
@@ -38,32 +38,25 @@ class Transient:
     offloaded: float  # activations of blocks on their way to the host, or back
 
 
+_Variants = tuple[tuple[int, ...], ...]  # of the units of each stage of a rank
 _ROWS = {term.value: term for term in MemoryTerm}
 _total = attrgetter("total")
 
 
-class RankMemoryModel:
+class RankMemoryModel(VariantsOfUnits):
     """Memory of the ranks of one layout."""
 
     def __init__(self, table: CostTable, layout: Layout, rows: LayoutRows, modes: Sequence[int]) -> None:
         """``rows``: those of ``layout`` alone; ``modes``: place of the mode of recomputation of every unit."""
-        self._table, self._layout, self._rows = table, layout, rows
-        of_modes = held_bytes(table, rows.work, rows.mode)  # [modes, kinds, Holding]
-        self._num_kinds = of_modes.shape[1]
-        # A kind of units in one mode of recomputation is a variant.
-        self._held: list[list[float]] = of_modes.reshape(-1, of_modes.shape[2]).tolist()  # [variants, Holding]
-        self._on_host: list[float] = bytes_on_host(table, rows.work, rows.mode).ravel().tolist()  # [variants]
-        pairs = zip(modes, table.units.kinds, strict=True)
-        self._variants = [mode * self._num_kinds + kind for mode, kind in pairs]
-        self._counts: list[list[float]] = table.elements[rows.split[0]].tolist()  # [kinds, Element]
+        super().__init__(table, layout, rows, modes)
         self._state = table.state_bytes[rows.state[0]]
-        self._transients: dict[tuple[tuple[int, ...], ...], Transient] = {}
+        self._transients: dict[_Variants, Transient] = {}
         self._most_of: dict[frozenset[int], Transient] = {}
         self._elements_of: dict[tuple[tuple[bool, tuple[int, ...]], ...], tuple[float, float, float]] = {}
-        self._elements_of_kind: dict[tuple[int, bool], tuple[float, float, float]] = {}
         self._states_of: dict[tuple[float, float, float], StateBytes] = {}
         self._units_at_work: dict[int, UnitAtWork] = {}
         self._moments: dict[tuple[tuple[int, ...], float | None], Moment] = {}
+        self._at_work_of: dict[tuple[_Variants, tuple[BackwardPass, ...]], tuple[Moment, ...]] = {}
 
     def with_some(self, modes: Mapping[int, int]) -> RankMemoryModel:
         """The same with other modes of recomputation of some of its units."""
@@ -73,11 +66,22 @@ class RankMemoryModel:
             found._variants[unit] = mode * self._num_kinds + kinds[unit]
         return found
 
-    def lasting_bytes(self, stages: Sequence[range]) -> float:
-        """What is there while activations are, whatever the units keep: states, communicators and the context."""
+    def lasting_bytes(self, stages: Sequence[range], made: Sequence[int]) -> float:
+        """What is there while activations are, whatever the units keep: states, communicators and the context.
+
+        ``made``: places of the stages that have gradients, where it is known which (``BackwardPass``).
+        """
         states = self._states(*self.elements(stages))
-        gradients = states.gradients if self.holds_gradients else 0.0
+        gradients = self._gradients(states, stages, made)
         return states.parameters + states.optimizer + gradients + self._outside_bytes
+
+    def _gradients(self, states: StateBytes, stages: Sequence[range], made: Sequence[int]) -> float:
+        """Bytes of gradients while activations are there; ``states``: of all ``stages``."""
+        if not self.holds_gradients:
+            return 0.0
+        if len(made) == len(stages) or not self._table.framework.has_first_gradients:
+            return states.gradients
+        return self._states(*self.elements([stages[place] for place in made])).gradients
 
     @cached_property
     def _outside_bytes(self) -> float:
@@ -104,8 +108,8 @@ class RankMemoryModel:
         is_known = self._table.framework.has_fsdp_moments and self._layout.virtual_stages == 1
         return is_known and not self.holds_gradients
 
-    def rank(self, stages: Sequence[range], activation_bytes: Sequence[float]) -> RankMemory:
-        """The rank that holds ``stages``, rows of units, and of activations the most while each one's backward runs."""
+    def rank(self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]) -> RankMemory:
+        """The rank that holds ``stages``, rows of units, and of activations the most in each backward pass."""
         states = self._states(*self.elements(stages))
         lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
         return RankMemory(
@@ -119,7 +123,7 @@ class RankMemoryModel:
             )
         )
 
-    def peak_bytes(self, stages: Sequence[range], activation_bytes: Sequence[float]) -> float:
+    def peak_bytes(self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]) -> float:
         """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
         software, groups = self.software, self.num_communicators
         return max(
@@ -133,16 +137,19 @@ class RankMemoryModel:
         )
 
     def _step(
-        self, stages: Sequence[range], activation_bytes: Sequence[float]
+        self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]
     ) -> tuple[tuple[Phase, MemoryLedger, Transient | None], ...]:
         """The ledgers of the phases of a step without what the software takes, and what besides passes in them."""
         trainable, frozen, experts = self.elements(stages)
         states = self._states(trainable, frozen, experts)
         transient = self.transient(stages)
+        # A rank holds as much after a forward pass as before the backward pass that follows.
+        held = [(num_bytes, self._gradients(states, stages, each.made)) for each, num_bytes in activation_bytes.items()]
+        activations, gradients = max(held, key=sum)
         forward = self._ledger(
             states,
-            states.gradients if self.holds_gradients else 0.0,
-            activations=max(activation_bytes),
+            gradients,
+            activations=activations,
             working_set=transient.loss,
             gathered_parameters=transient.gathered,
             gather_buffers=transient.buffers,
@@ -183,7 +190,11 @@ class RankMemoryModel:
         return self._elements_of[key]
 
     def _backward(
-        self, states: StateBytes, stages: Sequence[range], activation_bytes: Sequence[float], transient: Transient
+        self,
+        states: StateBytes,
+        stages: Sequence[range],
+        activation_bytes: Mapping[BackwardPass, float],
+        transient: Transient,
     ) -> MemoryLedger:
         """The fullest moment.
 
@@ -203,20 +214,22 @@ class RankMemoryModel:
                 offload_buffers=transient.offloaded,
             )
 
-        pairs = zip(activation_bytes, transient.backward, strict=True)
-        activations, fullest = max(pairs, key=lambda pair: pair[0] + pair[1].total)
+        at_work = self._moments_of(stages, tuple(activation_bytes))
+        made = [self._gradients(states, stages, each.made) for each in activation_bytes]
+        passes = zip(activation_bytes.values(), at_work, made, strict=True)
+        activations, fullest, gradients = max(passes, key=lambda each: each[0] + each[1].total + each[2])
         if self.holds_gradients or self._leaves_shards:
-            gradients = fullest.gradients if self._leaves_shards else states.gradients
+            gradients = fullest.gradients if self._leaves_shards else gradients
             moments = [ledger(gradients, activations, fullest)]
             if transient.last is not None:
                 once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
-                moments.append(ledger(states.gradients, min(max(activation_bytes), once), transient.last))
+                moments.append(ledger(states.gradients, min(max(activation_bytes.values()), once), transient.last))
         else:
             first = [stage[:1] for stage in stages[:1]]
             kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
             of = self._table.units.kinds
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-            end = fullest._replace(working=self.transient(first).backward[0].working, reduced=reduced)
+            end = fullest._replace(working=self._moments_of(first, (FIRST,))[0].working, reduced=reduced)
             moments = [ledger(0.0, activations, fullest), ledger(states.gradients, kept, end)]
         return max(moments, key=lambda moment: moment.total_bytes)
 
@@ -231,22 +244,25 @@ class RankMemoryModel:
 
     def transient(self, stages: Sequence[range]) -> Transient:
         """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
-        of = self._variants
-        variants = tuple([tuple(of[stage.start : stage.stop]) for stage in stages])
+        variants = self._variants_of(stages)
         if variants not in self._transients:
             self._transients[variants] = self._transient_of(variants)
         return self._transients[variants]
 
-    def _transient_of(self, stages: Sequence[tuple[int, ...]]) -> Transient:
+    def _variants_of(self, stages: Sequence[range]) -> _Variants:
+        of = self._variants
+        return tuple([tuple(of[stage.start : stage.stop]) for stage in stages])
+
+    def _transient_of(self, stages: _Variants) -> Transient:
         variants = [variant for stage in stages for variant in stage]
         there, collective = frozenset(variants), PLACE[Holding.COLLECTIVE]
         if there not in self._most_of:
             self._most_of[there] = self._most_of_each(there)
         most, last = self._most_of[there], None
         if self._table.framework.has_fsdp_moments and not self._sharding.reduces_each:
-            last = max(self._fullest(stages, None), key=_total)
+            last = max([self._fullest(stage, None) for stage in dict.fromkeys(stages)], key=_total)
         waiting = min(sum([self._held[variant][collective] for variant in variants]), most.waiting)
-        return replace(most, backward=self._fullest_backward(stages), last=last, waiting=waiting)
+        return replace(most, last=last, waiting=waiting)
 
     def _most_of_each(self, there: Set[int]) -> Transient:
         """What does not depend on how many units of each variant there are; ``waiting`` is the most that there is."""
@@ -255,7 +271,6 @@ class RankMemoryModel:
             gathered += self._shared_elements * self._sharding.compute_bytes * self._sharding.gathers_units
             gathered = max(0.0, gathered - loss)  # while the loss is at work, nothing is
         return Transient(
-            backward=(),
             last=None,
             loss=loss,
             gathered=gathered,
@@ -265,28 +280,35 @@ class RankMemoryModel:
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
 
-    def _fullest_backward(self, stages: Sequence[tuple[int, ...]]) -> tuple[Moment, ...]:
-        """Of the backward pass of each stage, given by the variants of its units."""
-        if not self._table.framework.has_fsdp_moments:
-            return tuple([self._at_work(stage) for stage in stages])
-        # In a pipeline gradients of the pass before wait in the buffer: those of some stage's first unit.
-        first = [self._sizes[stage[0] % self._num_kinds] for stage in stages]
-        return self._fullest(stages, max(first) if self._layout.mesh.pp > 1 else 0.0)
+    def _moments_of(self, stages: Sequence[range], passes: tuple[BackwardPass, ...]) -> tuple[Moment, ...]:
+        """The fullest moment of each of these backward passes of a rank."""
+        variants = self._variants_of(stages)
+        if (variants, passes) not in self._at_work_of:
+            self._at_work_of[variants, passes] = tuple([self._moment_of(variants, each) for each in passes])
+        return self._at_work_of[variants, passes]
 
-    def _fullest(self, stages: Sequence[tuple[int, ...]], before: float | None) -> tuple[Moment, ...]:
-        """The fullest moment of each stage. Most are alike, and ranks share them.
+    def _moment_of(self, stages: _Variants, backward: BackwardPass) -> Moment:
+        """Of the unit that needs most, less what units behind it have freed."""
+        if not self._table.framework.has_fsdp_moments:
+            return self._at_work(stages[backward.stage])
+        # In a pipeline gradients of the pass before wait in the buffer: those of its stage's first unit.
+        waits = backward.before is not None and self._layout.mesh.pp > 1
+        before = self._sizes[stages[backward.before or 0][0] % self._num_kinds] if waits else 0.0
+        return self._fullest(stages[backward.stage], before)
+
+    def _fullest(self, stage: tuple[int, ...], before: float | None) -> Moment:
+        """The fullest moment of a stage. Most are alike, and ranks share them.
 
         ``before``: elements that wait in the buffer; None: of the last micro-batch.
         """
-        for stage in dict.fromkeys(stages):
-            if (stage, before) not in self._moments:
-                runs = [(self._unit_at_work(variant), len(list(row))) for variant, row in groupby(stage)]
-                self._moments[stage, before] = (
-                    fullest_last_moment(runs, self._sharding)
-                    if before is None
-                    else fullest_moment(runs, self._sharding, before)
-                )
-        return tuple([self._moments[stage, before] for stage in stages])
+        if (stage, before) not in self._moments:
+            runs = [(self._unit_at_work(variant), len(list(row))) for variant, row in groupby(stage)]
+            self._moments[stage, before] = (
+                fullest_last_moment(runs, self._sharding)
+                if before is None
+                else fullest_moment(runs, self._sharding, before)
+            )
+        return self._moments[stage, before]
 
     def _gathered(self, variants: Iterable[int]) -> float:
         return max([self.gathered_bytes(variant % self._num_kinds) for variant in variants], default=0.0)
@@ -355,42 +377,6 @@ class RankMemoryModel:
             return 0.0
         return framework.units_in_transit * framework.reduction_bytes * largest
 
-    def on_host(self, unit: int) -> float:
-        """Bytes of one micro-batch that one unit keeps in host memory."""
-        return self._on_host[self._variants[unit]]
-
-    def held(self, unit: int, holding: Holding) -> float:
-        """Bytes of one holding of one micro-batch in one unit."""
-        return self._held[self._variants[unit]][PLACE[holding]]
-
-    def held_of(self, units: range, holding: Holding) -> float:
-        """The same of several units together."""
-        held, place = self._held, PLACE[holding]
-        return sum([held[variant][place] for variant in self._variants[units.start : units.stop]])
-
-    def _of(self, variant: int, holding: Holding) -> float:
-        return self._held[variant][PLACE[holding]]
-
-    def _most(self, variants: Iterable[int], holding: Holding) -> float:
-        place = PLACE[holding]
-        return max([self._held[variant][place] for variant in variants], default=0.0)
-
-    def _count(self, kind: int, element: Element) -> float:
-        return self._counts[kind][PLACE[element]]
-
-    @cached_property
-    def _sizes(self) -> list[float]:
-        """Elements of a unit of each kind when it is gathered."""
-        parts, trainable, frozen, experts = (
-            self._layout.mesh.expert_parts,
-            *(PLACE[element] for element in (Element.TRAINABLE, Element.FROZEN, Element.EXPERT)),
-        )
-        return [held_elements(row[trainable] + row[frozen], row[experts], parts) for row in self._counts]
-
-    def _largest(self, kinds: Sequence[int]) -> float:
-        """Elements of the largest unit of ``kinds`` when it is gathered."""
-        return max((self._sizes[kind] for kind in set(kinds)), default=0.0)
-
     def _with_reserve(self, ledger: MemoryLedger, transient: Transient | None = None) -> MemoryLedger:
         return ledger.with_reserve(
             self.software,
@@ -398,15 +384,6 @@ class RankMemoryModel:
             waiting=transient.waiting if transient else 0.0,
             stranded=transient.stranded if transient else 0.0,
         )
-
-    def _elements(self, kind: int, *, tied_copy: bool) -> tuple[float, float, float]:
-        """Of a unit: trainable and frozen ones, and of the trainable those of experts."""
-        key = kind, tied_copy
-        if key not in self._elements_of_kind:
-            trainable = self._count(kind, Element.TRAINABLE) + (self._count(kind, Element.TIED) if tied_copy else 0.0)
-            others = self._count(kind, Element.FROZEN), self._count(kind, Element.EXPERT)
-            self._elements_of_kind[key] = trainable, *others
-        return self._elements_of_kind[key]
 
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""

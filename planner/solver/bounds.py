@@ -119,7 +119,7 @@ class AlikeLayouts(AlikeMemory):
 
     def take(self, places: Positions) -> AlikeLayouts:
         """Some of the layouts."""
-        return AlikeLayouts(*self._parts_of(places))
+        return AlikeLayouts(*self._parts_of(places), is_at_peak=self._is_at_peak)
 
     @cached_property
     def _updated(self) -> Array:

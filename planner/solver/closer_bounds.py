@@ -23,7 +23,8 @@ from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
-from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches, flying_by_stage
+from planner.solver.flying import flying_by_stage
+from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.table.cost_table import CostTable
@@ -216,8 +217,18 @@ class _Pipelines:
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:
         """The fewest blocks of each rank; what so many, one more, and so on must at least recompute so that they fit.
 
-        Seconds of one micro-batch, [layouts, ranks, numbers]; infinite where so many do not fit. Where blocks may go to
-        the host either none does, or they do in one way, for which the rank has buffers.
+        Seconds of one micro-batch, [layouts, ranks, numbers]; infinite where so many do not fit.
+        """
+        fewest, extra_s = self._extra_then
+        if self._of.at_peak is not None:
+            extra_s = np.maximum(extra_s, _Pipelines(self._of.at_peak, self._enough_s)._extra_then[1])
+        return fewest, extra_s
+
+    @property
+    def _extra_then(self) -> tuple[Positions, Array]:
+        """The same so that they fit at the moment at which memory is counted.
+
+        Where blocks may go to the host either none does, or they do in one way, for which the rank has buffers.
         """
         num_modes, ways = len(self._of.modes), self._of.buffers if self._of.offloads_activations else {}
         here = list(range(num_modes - len(ways)))
@@ -265,15 +276,15 @@ class _Pipelines:
 
     @cached_property
     def _flying(self) -> Array:
-        """Micro-batches in flight, and waiting for gradients of weights, at the peak of each stage's rank.
+        """Micro-batches in flight, and waiting for gradients of weights, at each stage; [layouts, 2, stages].
 
-        [layouts, 2, stages].
+        At the moment of its rank that ``AlikeMemory.is_at_lowest`` says.
         """
         p, v, schedule = self._of.pp, self._of.virtual_stages, self._of.schedule
 
         def peak(key: NumMicroBatches) -> Array:
             m = schedule.rules.shortened_to_peak(p, key.num_microbatches, MOST_ROUNDS)
-            return flying_by_stage(schedule, p, v, m)
+            return flying_by_stage(schedule, p, v, m, self._of.is_at_lowest(key))
 
         return self._of.layouts.each(NumMicroBatches, peak)
 

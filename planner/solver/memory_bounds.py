@@ -6,11 +6,12 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import permutations
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES
@@ -25,8 +26,8 @@ from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
+from planner.solver.flying import means_by_kind
 from planner.solver.of_table import OfTable, UnitPasses
-from planner.table.facts import UnitRow
 from planner.table.keys import SendKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
@@ -34,6 +35,9 @@ _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table'
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 # Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
+
+
+Flags: TypeAlias = NDArray[np.bool]
 
 
 class AlikeKey(NamedTuple):
@@ -61,9 +65,17 @@ class AlikeMemory:
     """
 
     def __init__(
-        self, of_table: OfTable, key: AlikeKey, layouts: Columns[Layout], rows: LayoutRows, passes: UnitPasses
+        self,
+        of_table: OfTable,
+        key: AlikeKey,
+        layouts: Columns[Layout],
+        rows: LayoutRows,
+        passes: UnitPasses,
+        *,
+        is_at_peak: bool = False,
     ) -> None:
-        """``passes``: of units on the first devices of the table."""
+        """``passes``: of units on the first devices of the table. ``is_at_peak``: see ``at_peak``."""
+        self._is_at_peak = is_at_peak
         self._of_table, self.table, table = of_table, of_table.table, of_table.table
         self._key, self.layouts, self.rows, self.times = key, layouts, rows, passes
         self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
@@ -127,7 +139,8 @@ class AlikeMemory:
 
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
-        return self._least(self._held) @ self.counts + self._besides
+        least = self._least(self._held) @ self.counts + self._besides
+        return least if self.at_peak is None else np.maximum(least, self.at_peak.memory_bytes())
 
     @cached_property
     def _besides(self) -> Array:
@@ -148,7 +161,13 @@ class AlikeMemory:
 
     @cached_property
     def _recomputed_s(self) -> Array:
-        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
+        """Seconds that all blocks must recompute of one micro-batch so that ranks have memory at every moment."""
+        found = self._recomputed_then_s
+        return found if self.at_peak is None else np.maximum(found, self.at_peak._recomputed_then_s)
+
+    @cached_property
+    def _recomputed_then_s(self) -> Array:
+        """The same so that the mean of ``_least`` stays in memory.
 
         Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
         cannot be parted take no less.
@@ -164,7 +183,8 @@ class AlikeMemory:
         if len(short) < len(lacking):
             found = np.zeros(len(lacking))
             if len(short):
-                found[short] = AlikeMemory(*self._parts_of(short))._recomputed_s
+                part = AlikeMemory(*self._parts_of(short), is_at_peak=self._is_at_peak)
+                found[short] = part._recomputed_then_s
             return found
         saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -314,15 +334,50 @@ class AlikeMemory:
         return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self.pp  # they may hold less
 
     def _means(self, key: NumMicroBatches) -> Array:
-        """``_means_by_kind`` of the micro-batches that it takes to see the peak, [3, kinds]."""
+        """``means_by_kind`` of the micro-batches that it takes to see the peak, [3, kinds]."""
         m = self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS)
-        return _means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m)
+        is_lowest = self.is_at_lowest(key)
+        return means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m, is_lowest)
+
+    @cached_property
+    def at_peak(self) -> Self | None:
+        """The same layouts when most micro-batches are in flight, where gradients may not be there; else None.
+
+        What ranks need is counted at a moment at which they have all gradients: when most micro-batches are in flight,
+        if they have them then, and otherwise before the first backward pass through their lowest stages, with what is
+        in flight then. The ledger takes the largest of all moments, so it is no less than what is counted at that one,
+        nor than what is counted at the peak without any gradients.
+        """
+        if self._is_at_peak or not self._may_be_at_lowest.any():
+            return None
+        return type(self)(self._of_table, self._key, self.layouts, self.rows, self.times, is_at_peak=True)
+
+    @cached_property
+    def at_lowest(self) -> Flags:
+        """``is_at_lowest`` of each layout."""
+        return self._may_be_at_lowest & (not self._is_at_peak)
+
+    @cached_property
+    def _may_be_at_lowest(self) -> Flags:
+        return self.layouts.each(NumMicroBatches, self._has_two_moments).astype(bool)
+
+    def is_at_lowest(self, key: NumMicroBatches) -> bool:
+        """Whether what ranks hold is counted before the first backward pass through their lowest stages."""
+        return not self._is_at_peak and self._has_two_moments(key)
+
+    def _has_two_moments(self, key: NumMicroBatches) -> bool:
+        rules, m = self.schedule.rules, key.num_microbatches
+        if m == 1 or not rules.begins_stage_by_stage or not self.table.framework.has_first_gradients:
+            return False
+        return not rules.peak_comes_again(self.pp, self.virtual_stages, m)
 
     @cached_property
     def static_bytes(self) -> Array:
-        """States of each unit kind when backward begins."""
+        """States of each unit kind when backward begins; of gradients those that are known to be there."""
         state = self.table.state_bytes[self.rows.state]  # [layouts, KindOfElement, ...]
         holds_gradients = (self.num_microbatches > 1) | self.table.framework.keeps_gradients
+        if self._is_at_peak:
+            holds_gradients &= ~self._may_be_at_lowest
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
         return np.einsum("lke,le->lk", by_kind(self.elements), each)
@@ -352,43 +407,3 @@ def by_kind(elements: Array) -> Array:
     """[..., KindOfElement] of [..., Element]."""
     dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
     return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
-
-
-@lru_cache(maxsize=1024)
-def flying_by_stage(schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Array:
-    """Micro-batches in flight, and waiting for gradients of weights, in each stage at its rank's peak; [2, stages]."""
-    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
-    return np.array(found, dtype=np.float64)
-
-
-@lru_cache(maxsize=4096)
-def _means_by_kind(
-    units: UnitRow, schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> Array:
-    """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
-    of weights at least, and waiting at most.
-    """
-    flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches)
-    return np.array([_least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)])
-
-
-def _least_means(units: UnitRow, each: Array) -> Array:
-    """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
-
-    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
-    """
-    num_blocks, num_stages = sum(units.is_block), len(each)
-    sizes = stage_sizes(num_blocks, num_stages)
-    found = np.full(len(units.counts), each.min())
-    for kind, number in enumerate(units.counts):
-        if not units.is_block[units.kinds.index(kind)]:
-            continue
-        held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
-        held[[0, -1]] = 0.0
-        order = np.argsort(each, kind="stable")
-        room, left = sizes.most - held[order], number - held.sum()
-        taken = np.clip(left - (np.cumsum(room) - room), 0.0, room)
-        taken[0] += min(0.0, left)
-        held[order] += taken
-        found[kind] = each @ held / number
-    return found

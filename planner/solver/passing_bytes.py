@@ -13,6 +13,7 @@ from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
 from planner.evaluation.states import held_elements
 from planner.layout.columns import Array
 from planner.solver.bounds import AlikeLayouts
+from planner.solver.memory_bounds import NumMicroBatches
 
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
@@ -30,9 +31,11 @@ class PassingBytes:
 
         ``ends``: kinds of the ends of the model that it holds. A stage needs no less than its last units alone,
         whatever each recomputes. Of a rank's only stage the last unit may be of any kind. Of several stages it counts
-        which one's backward pass goes on when the rank holds the micro-batches that ``in_flight_by_stage`` says. Where
-        whole passes interleave that is the first pass, through its last stage, which ends with a block, a unit that
-        stands between blocks and the model's end, or the model's end. Otherwise it may be any, so the least counts.
+        which one's backward pass goes on when the rank holds the micro-batches that are counted. Where whole passes
+        interleave that is the first pass, through its last stage, which ends with a block, a unit that stands between
+        blocks and the model's end, or the model's end; or the first through its lowest stage, which may end with any
+        but the model's end, of layouts that are ``at_lowest``. Otherwise it may be any, so the least counts. The
+        gradients that wait are those of the pass before, if there is one (``_waiting``).
         """
         units, rules = self._of.table.units, self._of.schedule.rules
         pairs = list(zip(units.kinds, units.is_block, strict=True))
@@ -41,26 +44,46 @@ class PassingBytes:
         has_one, is_last_stage = self._of.virtual_stages == 1, rules.runs_in_rounds and not rules.splits_backward
         of_ends = [] if is_last_stage else ends
         any_kind = range(len(units.counts)) if has_one else sorted({block, *between, *of_ends})
-        few = np.minimum.reduce([self._least(each) for each in any_kind])
+        first = ends[:1] if units.kinds[0] in ends[:1] else (block, *between, *(ends if has_one else ()))
+        few = np.minimum.reduce([self._least(each, first=first) for each in any_kind])
+        of_any = np.minimum.reduce([self._least(each, first=first) for each in sorted({block, *between, *ends})])
         if units.kinds[-1] in ends and (has_one or is_last_stage):
-            few = np.maximum(few, self._least(units.kinds[-1]))
-        return few, np.maximum(few, self._least(block, block)) if has_one and not between else few
+            few = np.maximum(few, self._least(units.kinds[-1], first=first))
+        few = np.where(self._of.at_lowest, np.minimum(few, of_any), few)
+        return few, np.maximum(few, self._least(block, block, first=first)) if has_one and not between else few
 
-    def _least(self, *kinds: int) -> Array:
-        """The least over all modes of what comes and goes in the backward pass of a stage of these kinds of units."""
-        if kinds not in self._found:
+    def _least(self, *kinds: int, first: tuple[int, ...]) -> Array:
+        """The least over all modes of what comes and goes in the backward pass of a stage of these kinds of units.
+
+        ``first``: kinds of which one is the first unit of the rank's lowest stage.
+        """
+        if (kinds, first) not in self._found:
             num_layouts, whole = len(self._of.num_microbatches), (slice(None), *[None] * len(kinds))
             units = [self._unit(kind, place, len(kinds)) for place, kind in enumerate(kinds)]
             at_work = [unit for unit, _, _ in units]
-            needed = self._of_moments(at_work) if self._of.table.framework.has_fsdp_moments else self._at_work(at_work)
+            has_moments = self._of.table.framework.has_fsdp_moments
+            needed = self._of_moments(at_work, self._waiting(first)) if has_moments else self._at_work(at_work)
             buffers, stranded = (np.maximum.reduce(np.broadcast_arrays(*[u[k] for u in units])) for k in (1, 2))
             passing = (needed + buffers) * self._of.reserve[whole] + stranded
-            self._found[kinds] = passing.reshape(num_layouts, -1).min(axis=1)
-        return self._found[kinds]
+            self._found[kinds, first] = passing.reshape(num_layouts, -1).min(axis=1)
+        return self._found[kinds, first]
 
     @cached_property
-    def _found(self) -> dict[tuple[int, ...], Array]:
+    def _found(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Array]:
         return {}
+
+    def _waiting(self, first: tuple[int, ...]) -> Array:
+        """Elements whose gradients wait at least in one of the moments at which a rank holds most micro-batches.
+
+        None before the first backward pass. Where the moment comes again the pass before went through the rank's
+        lowest stage, and its first unit is of one of these kinds.
+        """
+        return np.where(self._comes_again, self._sizes[:, list(first)].min(axis=1), 0.0)
+
+    @cached_property
+    def _comes_again(self) -> Array:
+        rules, p, v = self._of.schedule.rules, self._of.pp, self._of.virtual_stages
+        return self._of.layouts.each(NumMicroBatches, lambda key: rules.peak_comes_again(p, v, key.num_microbatches))
 
     def _unit(self, kind: int, place: int, number: int) -> tuple[UnitAtWork, Array, Array]:
         """One of so many units of a stage, and its buffers and stranded copies, [layouts, modes of each unit]."""
@@ -85,8 +108,8 @@ class PassingBytes:
         whole = elements[..., PLACE[Element.TRAINABLE]] + elements[..., PLACE[Element.FROZEN]]
         return held_elements(whole, elements[..., PLACE[Element.EXPERT]], self._of.rows.expert_parts[:, None])
 
-    def _of_moments(self, stage: Sequence[UnitAtWork]) -> Array:
-        """``RankMemoryModel`` asks the same of one layout: in a pipeline the first unit's gradients wait."""
+    def _of_moments(self, stage: Sequence[UnitAtWork], waiting: Array) -> Array:
+        """``RankMemoryModel`` asks the same of one layout. ``waiting``: elements in the buffer, [layouts]."""
         framework, zero = self._of.table.framework, self._of.rows.zero_stage
         whole = (slice(None), *[None] * len(stage))
         is_left = ~self._of.rows.is_sharded
@@ -96,7 +119,7 @@ class PassingBytes:
             compute_bytes=np.where(is_left, 0.0, framework.item_bytes)[whole],
             buffer_bytes=np.where(is_left, 0.0, framework.reduction_bytes)[whole],
         )
-        return most_bytes([(unit, 1) for unit in stage], sharding, before=stage[0].elements)
+        return most_bytes([(unit, 1) for unit in stage], sharding, before=waiting[whole])
 
     def _at_work(self, stage: Sequence[UnitAtWork]) -> Array:
         """The same of frameworks without these moments: as ``RankMemoryModel`` counts them."""

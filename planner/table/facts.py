@@ -152,6 +152,11 @@ class FrameworkFacts:
         """Whether gradients that are reduced once a step are reduced beside a backward pass."""
         return self.overlaps_reduction if self.shards(zero_stage, offload) else self.overlaps_whole_reduction
 
+    @property
+    def has_first_gradients(self) -> bool:
+        """Whether it is known that a stage of a pipeline has no gradients before its first backward pass of a step."""
+        return self.has_fsdp_moments and not self.keeps_gradients
+
     def shards(self, zero_stage: int, offload: Offload) -> bool:
         """Whether parameters are the framework's to shard, cast or move, and not left as the model made them."""
         return not (self.leaves_whole and zero_stage == 0 and offload is Offload.NONE)

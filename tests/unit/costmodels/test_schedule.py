@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.vocabulary.action import Action
-from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName, held_counts, peak_in_flight
-from tests.replay import before_each_backward
+from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName, peak_in_flight
 
 
 def counting(num_stages: int, weight: float = 1.0) -> dict[int, float]:
@@ -152,19 +151,3 @@ def test_only_backward_passes_that_are_split_stand_in_the_way_of_recomputation_a
     assert bool(rules.conflicts(zero_stage=2, recomputation=[])) is is_split
     assert rules.conflicts(zero_stage=1, recomputation=[]) == ()
     assert len(rules.conflicts(zero_stage=3, recomputation=["full", "selective"])) == 2 * is_split
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if not SCHEDULES[name].has_one_stage])
-def test_the_most_before_each_stage_s_backward_pass_is_that_of_a_replay(name: ScheduleName) -> None:
-    p, m = 4, 12
-    v = max(SCHEDULES[name].min_stages, min(3, SCHEDULES[name].max_stages or 3))
-    for actions, counts in zip(name.rules.actions(p, v, m), held_counts(name, p, v, m), strict=True):
-        stages = sorted({action.stage for action in actions})
-        kept = {stage: 3.0 + stage % 5 for stage in stages}
-        waiting = {stage: (-1.0) ** stage * 0.5 for stage in stages}
-        most = dict.fromkeys(stages, 0.0)
-        for stage, held in before_each_backward(actions, kept, waiting):
-            most[stage] = max(most[stage], held)
-        found = counts.most_of_each([*kept.values(), *waiting.values()])
-        assert found == pytest.approx(list(most.values()))
-        assert max(found) == pytest.approx(peak_in_flight(actions, kept, waiting))

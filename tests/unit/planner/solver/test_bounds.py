@@ -9,22 +9,32 @@ import pytest
 from costmodels.ledger import SoftwareBytes
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.terms import PLACE, Holding
 from hardware_profiles.schema import FactorName
+from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import is_allowed
+from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.problems import StageProblem, pipeline_bound_s
-from planner.solver.bounds import bounds
+from planner.solver.bounds import AlikeLayouts, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
+from planner.solver.flying import flying_by_stage
 from planner.solver.glance import pipeline_coefficient, rough_bound_s
+from planner.solver.memory_bounds import AlikeKey, NumMicroBatches
+from planner.solver.of_table import OfTable
+from planner.solver.passing_bytes import PassingBytes
 from planner.solver.search import search
 from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 
 SAMPLE = 25
 ROUNDING = 1 + 1e-9
+
+INTERLEAVED = Pins(schedule=ScheduleName.INTERLEAVED_1F1B)
 
 PROBLEMS = [
     ("gpt2-1.5b", 8, {"batch": 64}),
@@ -32,6 +42,7 @@ PROBLEMS = [
     ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
     ("moe-tiny", 8, {"batch": 32, "seq_len": 64}),
     ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=ScheduleName.GPIPE)}),
+    ("gpt2-1.5b", 8, {"batch": 16, "pins": INTERLEAVED}),
     ("llama3-8b", 32, {"batch": 256, "seq_len": 2048, "pins": Pins(pp=8)}),
     *(
         ("gpt2-1.5b", 8, {"batch": 64, "pins": Pins(schedule=schedule)})
@@ -57,6 +68,48 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
             assert rough_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "options"),
+    [
+        ("gpt2-1.5b", 8, {"batch": 64, "pins": INTERLEAVED}),
+        ("gpt2-1.5b", 8, {"batch": 16, "pins": INTERLEAVED}),
+        ("gpt2-1.5b", 8, {"batch": 16, "pins": Pins(schedule=ScheduleName.ONE_F_ONE_B)}),
+        ("gpt2-1.5b", 8, {"batch": 16, "pins": Pins(schedule=ScheduleName.GPIPE)}),
+        ("gpt2-1.5b", 8, {"batch": 16, "pins": Pins(schedule=ScheduleName.ZBV_ZERO_BUBBLE)}),
+        ("llama3-8b", 16, {"batch": 32, "seq_len": 2048, "pins": INTERLEAVED}),
+    ],
+)
+def test_no_rank_holds_less_than_its_bound_at_either_moment(model: str, num_devices: int, options: dict) -> None:
+    """States, what is in flight and what passes, where blocks recompute nothing: see ``CloserBounds``."""
+    problem, seen = problem_of(model, num_devices, **options), {False: 0, True: 0}
+    rng, table = random.Random(3), problem.table
+    several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1 and not layout.offloads_activations]
+    for layout in rng.sample(several, min(60, len(several))):
+        one = Columns.of(Layout, [layout])
+        ((key,), _), rows = one.by(AlikeKey), LayoutRows.of(table, one)
+        of_table, units, evaluator = OfTable(table), table.units, Evaluator(table, layout)
+        of = AlikeLayouts(of_table, key, one, rows, of_table.passes(rows))
+        held = np.stack([held_bytes(table, rows.work, np.full_like(rows.mode, mode)) for mode in of.modes], axis=1)
+        kept, kinds, m = (
+            held[0, 0, :, PLACE[Holding.KEPT]],
+            np.array(units.kinds),
+            NumMicroBatches(of.num_microbatches[0]),
+        )
+        for at_moment in [of, *([] if of.at_peak is None else [of.at_peak])]:
+            flying, _ = flying_by_stage(key.schedule, key.pp, key.virtual_stages, *m, at_moment.is_at_lowest(m))
+            static, passing = at_moment.static_bytes[0], PassingBytes(at_moment, held)
+            for starts in Pricer(table, layout).first_cuts():
+                for ledger, stages in zip(evaluator.ledgers(starts), evaluator.stages_of_ranks(starts), strict=True):
+                    own = [unit for held_units in stages.values() for unit in held_units]
+                    ends = tuple(units.kinds[unit] for unit in (0, len(kinds) - 1) if unit in own)
+                    least = static[kinds[own]].sum() + of.outside_bytes[0] + passing.while_at_work(ends)[0][0]
+                    in_flight = sum(flying[stage] * kept[kinds[list(each)]].sum() for stage, each in stages.items())
+                    assert least + in_flight * of.reserve[0] <= ledger.total_bytes * ROUNDING, (layout, starts)
+                    seen[at_moment is of] += 1
+    assert seen[True] > 0
+    assert seen[False] > 0 or "Interleaved1F1B" not in str(options)
 
 
 def test_a_bound_of_memory_counts_what_lies_outside_tensors() -> None:
@@ -94,7 +147,9 @@ def test_no_layout_is_visited_where_software_alone_takes_the_device() -> None:
     ("model", "num_devices", "options"),
     [
         ("llama3-8b", 16, {"batch": 32, "seq_len": 2048, "hardware": "rtx-4090-x8"}),
+        ("llama3-8b", 16, {"batch": 16, "seq_len": 2048, "hardware": "rtx-4090-x8", "pins": INTERLEAVED}),
         ("llama3-70b", 64, {"batch": 128, "seq_len": 4096}),
+        ("llama3-70b", 64, {"batch": 64, "seq_len": 4096, "pins": INTERLEAVED}),
         ("llama-tiny", 8, {"batch": 32, "seq_len": 64}),
         ("moe-tiny", 8, {"batch": 32, "seq_len": 64}),
     ],

@@ -1,0 +1,65 @@
+"""Micro-batches in flight at the moments at which the bounds of memory look at ranks of several stages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.cuts import stage_sizes
+from planner.layout.columns import Array
+from planner.table.facts import UnitRow
+
+
+@lru_cache(maxsize=1024)
+def flying_by_stage(
+    schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int, is_lowest: bool
+) -> Array:
+    """Micro-batches in flight, and waiting for gradients of weights, in each stage; [2, stages].
+
+    At its rank's peak, or before the first backward pass through its rank's lowest stage, where ``is_lowest``.
+    """
+    if is_lowest:
+        counts = schedule.rules.in_flight_at_lowest(num_ranks, virtual_stages, num_microbatches)
+        return np.array([counts, [0] * len(counts)], dtype=np.float64)
+    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
+    return np.array(found, dtype=np.float64)
+
+
+@lru_cache(maxsize=4096)
+def means_by_kind(
+    units: UnitRow,
+    schedule: ScheduleName,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    is_lowest: bool,
+) -> Array:
+    """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
+    of weights at least, and waiting at most.
+    """
+    flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches, is_lowest)
+    return np.array([_least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)])
+
+
+def _least_means(units: UnitRow, each: Array) -> Array:
+    """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
+
+    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
+    """
+    num_blocks, num_stages = sum(units.is_block), len(each)
+    sizes = stage_sizes(num_blocks, num_stages)
+    found = np.full(len(units.counts), each.min())
+    for kind, number in enumerate(units.counts):
+        if not units.is_block[units.kinds.index(kind)]:
+            continue
+        held = np.full(num_stages, float(sizes.least) if number == num_blocks else 0.0)
+        held[[0, -1]] = 0.0
+        order = np.argsort(each, kind="stable")
+        room, left = sizes.most - held[order], number - held.sum()
+        taken = np.clip(left - (np.cumsum(room) - room), 0.0, room)
+        taken[0] += min(0.0, left)
+        held[order] += taken
+        found[kind] = each @ held / number
+    return found
