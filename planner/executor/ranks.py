@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from costmodels.vocabulary.shown import shown
+from hardware_profiles.probes.host_allocator import keep_freed_memory
 from planner.errors import InputError, PlannerError
 
 _WAY_TO_MEET = "are all hosts up, and does a firewall let them through? --timeout says how long to wait"
@@ -40,6 +41,8 @@ def process_group(
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
     store = _met(rank, size, timeout, work)
