@@ -77,9 +77,14 @@ class Moment(NamedTuple):
     gradients: Number = 0.0  # that are made in this pass, and stay
 
     @property
+    def passing(self) -> Number:
+        """What comes and goes."""
+        return self.working + self.gathered + self.reduced
+
+    @property
     def total(self) -> Number:
         """All of it together."""
-        return self.working + self.gathered + self.reduced + self.gradients
+        return self.passing + self.gradients
 
     def of_rows(self) -> Moment:
         """The same in rows that are not negative: freed activations and gradients make room for what comes."""

@@ -54,6 +54,7 @@ class RankMemoryModel(VariantsOfUnits):
         self._most_of: dict[frozenset[int], Transient] = {}
         self._elements_of: dict[tuple[tuple[bool, tuple[int, ...]], ...], tuple[float, float, float]] = {}
         self._states_of: dict[tuple[float, float, float], StateBytes] = {}
+        self._made_of: dict[tuple[tuple[range, ...], tuple[BackwardPass, ...]], tuple[float, ...]] = {}
         self._units_at_work: dict[int, UnitAtWork] = {}
         self._moments: dict[tuple[tuple[int, ...], float | None], Moment] = {}
         self._at_work_of: dict[tuple[_Variants, tuple[BackwardPass, ...]], tuple[Moment, ...]] = {}
@@ -83,6 +84,14 @@ class RankMemoryModel(VariantsOfUnits):
             return states.gradients
         return self._states(*self.elements([stages[place] for place in made])).gradients
 
+    def _made(self, states: StateBytes, stages: Sequence[range], passes: Iterable[BackwardPass]) -> tuple[float, ...]:
+        """The gradients in each of these backward passes, whatever the modes of units."""
+        key = tuple(stages), tuple(passes)
+        if key not in self._made_of:
+            found = {made: self._gradients(states, stages, made) for made in {each.made for each in key[1]}}
+            self._made_of[key] = tuple([found[each.made] for each in key[1]])
+        return self._made_of[key]
+
     @cached_property
     def _outside_bytes(self) -> float:
         return outside_bytes(self._table, self._layout.mesh, bool(self._rows.mixes_lifetimes[0]))
@@ -96,6 +105,11 @@ class RankMemoryModel(VariantsOfUnits):
     def software(self) -> SoftwareBytes:
         """What the software takes, its allocator's reserve as this layout makes it."""
         return software_bytes(self._table, bool(self._rows.mixes_lifetimes[0]))
+
+    @cached_property
+    def _reserve(self) -> float:
+        """Bytes that a byte of tensors that come and go takes: of moments those count that need most with it."""
+        return 1 + self.software.reserve_fraction
 
     @property
     def holds_gradients(self) -> bool:
@@ -144,8 +158,9 @@ class RankMemoryModel(VariantsOfUnits):
         states = self._states(trainable, frozen, experts)
         transient = self.transient(stages)
         # A rank holds as much after a forward pass as before the backward pass that follows.
-        held = [(num_bytes, self._gradients(states, stages, each.made)) for each, num_bytes in activation_bytes.items()]
-        activations, gradients = max(held, key=sum)
+        made, reserve = self._made(states, stages, activation_bytes), self._reserve
+        held = zip(activation_bytes.values(), made, strict=True)
+        activations, gradients = max(held, key=lambda each: each[0] * reserve + each[1])
         forward = self._ledger(
             states,
             gradients,
@@ -215,9 +230,12 @@ class RankMemoryModel(VariantsOfUnits):
             )
 
         at_work = self._moments_of(stages, tuple(activation_bytes))
-        made = [self._gradients(states, stages, each.made) for each in activation_bytes]
+        made = self._made(states, stages, activation_bytes)
         passes = zip(activation_bytes.values(), at_work, made, strict=True)
-        activations, fullest, gradients = max(passes, key=lambda each: each[0] + each[1].total + each[2])
+        reserve = self._reserve
+        activations, fullest, gradients = max(
+            passes, key=lambda each: (each[0] + each[1].passing) * reserve + each[1].gradients + each[2]
+        )
         if self.holds_gradients or self._leaves_shards:
             gradients = fullest.gradients if self._leaves_shards else gradients
             moments = [ledger(gradients, activations, fullest)]
@@ -231,7 +249,7 @@ class RankMemoryModel(VariantsOfUnits):
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
             end = fullest._replace(working=self._moments_of(first, (FIRST,))[0].working, reduced=reduced)
             moments = [ledger(0.0, activations, fullest), ledger(states.gradients, kept, end)]
-        return max(moments, key=lambda moment: moment.total_bytes)
+        return max(moments, key=lambda moment: moment.total_with_reserve(self.software, 0))
 
     @staticmethod
     def _ledger(states: StateBytes, gradients: float, **rows: float) -> MemoryLedger:

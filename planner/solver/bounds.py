@@ -43,7 +43,7 @@ from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Element
-from planner.evaluation.cuts import even_starts
+from planner.evaluation.cuts import even_starts, stage_sizes
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
@@ -248,8 +248,11 @@ class AlikeLayouts(AlikeMemory):
     def _any_cut_s(self, total: Array) -> Array:
         """The bound where ranks hold several stages, or halves of backward passes apart.
 
-        Some rank works at least the mean, and at least as many units of one kind as some rank must hold; and one
-        micro-batch goes through all stages and back, but for gradients of weights.
+        Some rank works at least the mean, and at least as many units of one kind as some rank must hold; on the mean
+        ranks work so long and stand still for ``before_s``; and one micro-batch goes through all stages and back, but
+        for gradients of weights.
+        Example: four stages of one or two units (six of 1 s), two on each of two ranks. Rank 1 waits for one unit:
+        T >= 4 * 3 + (0 + 1) / 2 s.
         """
         p, m = self.pp, self.num_microbatches
         most = (self.work_s * np.ceil(self.counts / p)).max(axis=1)
@@ -257,7 +260,25 @@ class AlikeLayouts(AlikeMemory):
         if self.schedule.rules.overlaps_steps:
             return busiest
         sent = self.work_s - self.times.weight_s if self.schedule.rules.splits_backward else self.work_s
+        busiest = np.maximum(busiest, m * total / p + self.before_s.mean(axis=1))
         return np.maximum(busiest, sent @ self.counts + 2 * self.send_s * (p - 1))
+
+    @cached_property
+    def before_s(self) -> Array:
+        """What the ranks before each take at least until the first micro-batch comes, and the last gradient is gone.
+
+        [layouts, ranks]. Each of their first stages holds the least blocks that it may; of a rank's only one, a unit.
+        Where passes are split, weight gradients may come last, so the way back does not count.
+        """
+        splits, p, v, units = self.schedule.rules.splits_backward, self.pp, self.virtual_stages, self.table.units
+        work = self.times.forward_s if splits else self.work_s
+        blocks = sorted({kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block})
+        least = stage_sizes(sum(units.is_block), p * v).least
+        each = least * work[:, blocks].min(axis=1) if v > 1 else work.min(axis=1)
+        stages = np.repeat(each[:, None], p, axis=1)
+        stages[:, 0] = work[:, units.kinds[0]]
+        before = np.cumsum(stages, axis=1) - stages
+        return before + (1 if splits else 2) * np.arange(p) * self.send_s[:, None]
 
     def estimate_s(self) -> Array:
         """What the even cut takes at least, where ranks hold several stages; 0 elsewhere.

@@ -176,7 +176,7 @@ class _Pipelines:
         for end in self._ends:
             ends[:, end.rank] += self._of.work_s[:, end.kind]
         seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s
-        whole_s = self._of.num_microbatches[:, None, None] * seconds + self._before_s(kind)[:, :, None]
+        whole_s = self._of.num_microbatches[:, None, None] * seconds + self._of.before_s[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
     def _waiting_s(self, seconds: Array) -> Array:
@@ -221,7 +221,9 @@ class _Pipelines:
         """
         fewest, extra_s = self._extra_then
         if self._of.at_peak is not None:
-            extra_s = np.maximum(extra_s, _Pipelines(self._of.at_peak, self._enough_s)._extra_then[1])
+            places = self._of.with_two_moments
+            at_peak_s = _Pipelines(self._of.at_peak, self._enough_s)._extra_then[1]
+            extra_s[places] = np.maximum(extra_s[places], at_peak_s)
         return fewest, extra_s
 
     @property
@@ -253,13 +255,12 @@ class _Pipelines:
         flying, waits = (self._flying[:, None, each][..., of_rank] for each in range(2))
         kept = held[:, :, PLACE[Holding.KEPT], None, None] * flying
         kept = (kept + held[:, :, PLACE[Holding.WAITING], None, None] * waits) * reserve  # [layouts, modes, *of_rank]
-        least, static = least[of_rank], self._of.static_bytes[:, kind, None, None]
+        least, static = least[of_rank], self._static(kind)[:, None]
         fewest = least.sum(axis=1)
-        slight = kept.min(axis=1)
+        slight = kept.min(axis=1) + static
         smallest = (slight * least).sum(axis=2)[..., None] + self._filled(slight[:, :, None], least)[:, :, 0]
         room = self._room_bytes(fewest, smallest.shape[2]) - more_bytes[:, None, None]
-        states = (fewest[:, None] + np.arange(smallest.shape[2])) * static
-        fits = smallest + states <= room * (1 + 1e-12)
+        fits = smallest <= room * (1 + 1e-12)
         if len(modes) == 1:  # there is nothing to choose
             return fewest, np.where(fits, 0.0, np.inf)
         extra_s = self._extra_s_of_modes[:, modes, kind]
@@ -267,12 +268,16 @@ class _Pipelines:
         # Of a block in each stage at each price, with its own states; [layouts, ranks, prices, stages of one].
         each = np.full((*prices.shape, least.shape[1]), np.inf)
         for mode in range(len(modes)):
-            of_mode = prices[..., None] * kept[:, mode, :, None, :]
+            of_mode = prices[..., None] * (kept[:, mode] + static)[:, :, None]
             np.minimum(each, of_mode + extra_s[:, mode, None, None, None], out=each)
-        total = (each * least[:, None]).sum(axis=3)[..., None]
-        total = total + self._filled(each + prices[..., None] * static[..., None], least)
-        total += prices[..., None] * ((static * fewest[:, None] - room)[:, :, None])
+        total = (each * least[:, None]).sum(axis=3)[..., None] + self._filled(each, least)
+        total -= prices[..., None] * room[:, :, None]
         return fewest, np.where(fits, np.maximum(0.0, total.max(axis=2)), np.inf)
+
+    def _static(self, kind: int) -> Array:
+        """States of a unit of ``kind`` in each stage of a rank, lowest first; [layouts, stages of one]."""
+        is_highest = np.arange(self._of.virtual_stages) == self._of.virtual_stages - 1
+        return self._of.static_bytes[:, kind, None] + self._of.highest_bytes[:, kind, None] * is_highest
 
     @cached_property
     def _flying(self) -> Array:
@@ -312,7 +317,7 @@ class _Pipelines:
         taken = np.repeat(self._of.outside_bytes[:, None], p, axis=1)
         for kind, stage, rank in self._ends:
             kept = self._held_of_modes[:, :, kind, PLACE[Holding.KEPT]].min(axis=1)
-            taken[:, rank] += self._of.static_bytes[:, kind] + self._flying[:, 0, stage] * kept * self._of.reserve
+            taken[:, rank] += self._static(kind)[:, stage // p] + self._flying[:, 0, stage] * kept * self._of.reserve
         bytes_of = {ends: passing.while_at_work(ends) for ends in dict.fromkeys(self._held_ends)}
         few_bytes, more_bytes = np.array([bytes_of[ends] for ends in self._held_ends]).transpose(1, 2, 0)
         numbers = fewest[:, None] + np.arange(most)
@@ -354,19 +359,6 @@ class _Pipelines:
         times = unit_times(self._of.table, rows, 0)
         work = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
         return np.maximum(0.0, work - work[:, :1])
-
-    def _before_s(self, kind: int) -> Array:
-        """What the ranks before each take at least until the first micro-batch comes, and the last gradient is gone.
-
-        [layouts, ranks].
-        """
-        splits, p = self._of.schedule.rules.splits_backward, self._of.pp
-        work = self._of.times.forward_s if splits else self._of.work_s
-        each = max(1, self._sizes.least) * work[:, kind] if self._of.virtual_stages > 1 else work.min(axis=1)
-        stages = np.repeat(each[:, None], p, axis=1)
-        stages[:, 0] = work[:, self._of.table.units.kinds[0]]
-        before = np.cumsum(stages, axis=1) - stages
-        return before + (1 if splits else 2) * np.arange(p) * self._of.send_s[:, None]
 
     @cached_property
     def _held_of_modes(self) -> Array:

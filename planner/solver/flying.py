@@ -37,20 +37,26 @@ def means_by_kind(
     is_lowest: bool,
 ) -> Array:
     """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
-    of weights at least, and waiting at most.
+    of weights at least, and waiting at most; and the least share that lies in the highest stages of ranks.
     """
     flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches, is_lowest)
-    return np.array([_least_means(units, flying), _least_means(units, waits), -_least_means(units, -waits)])
+    is_highest = np.arange(len(flying)) >= len(flying) - num_ranks
+    each = flying, waits, is_highest.astype(np.float64)
+    flies, least, share = (_least_means(units, of_stage) for of_stage in each)
+    return np.array([flies, least, -_least_means(units, -waits), share])
 
 
 def _least_means(units: UnitRow, each: Array) -> Array:
     """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
 
-    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere.
+    Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere, but for the first and the last.
     """
     num_blocks, num_stages = sum(units.is_block), len(each)
     sizes = stage_sizes(num_blocks, num_stages)
     found = np.full(len(units.counts), each.min())
+    for end in (0, -1):
+        if units.counts[units.kinds[end]] == 1:
+            found[units.kinds[end]] = each[end]
     for kind, number in enumerate(units.counts):
         if not units.is_block[units.kinds.index(kind)]:
             continue

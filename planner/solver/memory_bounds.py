@@ -5,6 +5,7 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from itertools import permutations
@@ -140,7 +141,7 @@ class AlikeMemory:
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
         least = self._least(self._held) @ self.counts + self._besides
-        return least if self.at_peak is None else np.maximum(least, self.at_peak.memory_bytes())
+        return self._at_peak_too(least, lambda at_peak: at_peak.memory_bytes())
 
     @cached_property
     def _besides(self) -> Array:
@@ -162,8 +163,7 @@ class AlikeMemory:
     @cached_property
     def _recomputed_s(self) -> Array:
         """Seconds that all blocks must recompute of one micro-batch so that ranks have memory at every moment."""
-        found = self._recomputed_then_s
-        return found if self.at_peak is None else np.maximum(found, self.at_peak._recomputed_then_s)
+        return self._at_peak_too(self._recomputed_then_s, lambda at_peak: at_peak._recomputed_then_s)
 
     @cached_property
     def _recomputed_then_s(self) -> Array:
@@ -330,56 +330,67 @@ class AlikeMemory:
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
         """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
-        flying, waits, most = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
+        flying, waits, most, highest = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
+        static = static + highest * self.highest_bytes
         return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self.pp  # they may hold less
 
     def _means(self, key: NumMicroBatches) -> Array:
-        """``means_by_kind`` of the micro-batches that it takes to see the peak, [3, kinds]."""
+        """``means_by_kind`` of the micro-batches that it takes to see the peak, [4, kinds]."""
         m = self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS)
         is_lowest = self.is_at_lowest(key)
         return means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m, is_lowest)
 
     @cached_property
     def at_peak(self) -> Self | None:
-        """The same layouts when most micro-batches are in flight, where gradients may not be there; else None.
+        """The layouts whose ranks have not all gradients when most micro-batches are in flight, then; None without any.
 
         What ranks need is counted at a moment at which they have all gradients: when most micro-batches are in flight,
         if they have them then, and otherwise before the first backward pass through their lowest stages, with what is
         in flight then. The ledger takes the largest of all moments, so it is no less than what is counted at that one,
-        nor than what is counted at the peak without any gradients.
+        nor than what is counted at the peak. That is the first backward pass, which goes through the rank's highest
+        stage, and only what that stage holds has gradients (``highest_bytes``).
         """
-        if self._is_at_peak or not self._may_be_at_lowest.any():
-            return None
-        return type(self)(self._of_table, self._key, self.layouts, self.rows, self.times, is_at_peak=True)
+        places = self.with_two_moments
+        return type(self)(*self._parts_of(places), is_at_peak=True) if len(places) else None
+
+    @property
+    def with_two_moments(self) -> Positions:
+        """The layouts of ``at_peak``."""
+        return np.flatnonzero(self.at_lowest)
+
+    def _at_peak_too(self, found: Array, of: Callable[[Self], Array]) -> Array:
+        """The larger of what was found, a number for each layout, and of what it is at the peak."""
+        if self.at_peak is not None:
+            found = found.copy()
+            found[self.with_two_moments] = np.maximum(found[self.with_two_moments], of(self.at_peak))
+        return found
 
     @cached_property
     def at_lowest(self) -> Flags:
         """``is_at_lowest`` of each layout."""
-        return self._may_be_at_lowest & (not self._is_at_peak)
-
-    @cached_property
-    def _may_be_at_lowest(self) -> Flags:
-        return self.layouts.each(NumMicroBatches, self._has_two_moments).astype(bool)
+        return self.layouts.each(NumMicroBatches, self.is_at_lowest).astype(bool)
 
     def is_at_lowest(self, key: NumMicroBatches) -> bool:
         """Whether what ranks hold is counted before the first backward pass through their lowest stages."""
-        return not self._is_at_peak and self._has_two_moments(key)
-
-    def _has_two_moments(self, key: NumMicroBatches) -> bool:
         rules, m = self.schedule.rules, key.num_microbatches
-        if m == 1 or not rules.begins_stage_by_stage or not self.table.framework.has_first_gradients:
+        if self._is_at_peak or m == 1 or not rules.begins_stage_by_stage:
             return False
-        return not rules.peak_comes_again(self.pp, self.virtual_stages, m)
+        return self.table.framework.has_first_gradients and not rules.peak_comes_again(self.pp, self.virtual_stages, m)
 
     @cached_property
     def static_bytes(self) -> Array:
-        """States of each unit kind when backward begins; of gradients those that are known to be there."""
+        """States of each unit kind when backward begins; of gradients those that it has in every stage."""
         state = self.table.state_bytes[self.rows.state]  # [layouts, KindOfElement, ...]
         holds_gradients = (self.num_microbatches > 1) | self.table.framework.keeps_gradients
-        if self._is_at_peak:
-            holds_gradients &= ~self._may_be_at_lowest
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
-        each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
+        if not self._is_at_peak:
+            each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
+        return np.einsum("lke,le->lk", by_kind(self.elements), each)
+
+    @cached_property
+    def highest_bytes(self) -> Array:
+        """Gradients that each unit kind has then in its rank's highest stage alone."""
+        each = self.table.state_bytes[self.rows.state][..., _GRADIENTS] * self._is_at_peak
         return np.einsum("lke,le->lk", by_kind(self.elements), each)
 
 

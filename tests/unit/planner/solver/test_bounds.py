@@ -100,11 +100,13 @@ def test_no_rank_holds_less_than_its_bound_at_either_moment(model: str, num_devi
         for at_moment in [of, *([] if of.at_peak is None else [of.at_peak])]:
             flying, _ = flying_by_stage(key.schedule, key.pp, key.virtual_stages, *m, at_moment.is_at_lowest(m))
             static, passing = at_moment.static_bytes[0], PassingBytes(at_moment, held)
+            of_highest = at_moment.highest_bytes[0]
             for starts in Pricer(table, layout).first_cuts():
                 for ledger, stages in zip(evaluator.ledgers(starts), evaluator.stages_of_ranks(starts), strict=True):
                     own = [unit for held_units in stages.values() for unit in held_units]
                     ends = tuple(units.kinds[unit] for unit in (0, len(kinds) - 1) if unit in own)
                     least = static[kinds[own]].sum() + of.outside_bytes[0] + passing.while_at_work(ends)[0][0]
+                    least += of_highest[kinds[list(stages[max(stages)])]].sum()
                     in_flight = sum(flying[stage] * kept[kinds[list(each)]].sum() for stage, each in stages.items())
                     assert least + in_flight * of.reserve[0] <= ledger.total_bytes * ROUNDING, (layout, starts)
                     seen[at_moment is of] += 1
