@@ -9,6 +9,7 @@ none does, or none by more than the tolerance, the best is optimal within the co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
@@ -43,6 +44,8 @@ NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine.
 MOST_VISITS, MOST_OPEN_VISITS = 32, 8
+# So many of one kind before others that look slower.
+MOST_OF_A_KIND = 4
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
@@ -198,6 +201,10 @@ class _Walk:
                 return
             self._best.keep(probe(self._pricer(index), self._solver))
 
+    def kind_of(self, index: int) -> tuple[object, ...]:
+        """Layouts of one kind are estimated alike, and alike in error."""
+        return _kind(self._listed[index])
+
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
         return len(self._visited) >= number and self._best.time_s is not None
@@ -279,7 +286,18 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
     By the bounds it ends at a layout that was visited: where nothing raises the least bound, no other layout matters
     for what is proved.
     """
+    of_kind: Counter[tuple[object, ...]] = Counter()
+    alike: list[int] = []
     for index in _nearest(lower.estimate_s[order], order, best, walk):
+        if walk.has_seen(MOST_VISITS):
+            break
+        kind = walk.kind_of(index)
+        if of_kind[kind] >= MOST_OF_A_KIND:
+            alike.append(index)
+        elif walk.is_open(index):
+            of_kind[kind] += 1
+            yield index
+    for index in alike:
         if walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
