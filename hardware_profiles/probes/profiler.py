@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hardware_profiles.probes import communication
 from hardware_profiles.probes.compute import TORCH_DTYPES, time_attention, time_gemms
 from hardware_profiles.probes.detect import DetectedHardware, detect
-from hardware_profiles.probes.host_allocator import keep_freed_memory
 from hardware_profiles.probes.hosts import host_facts
 from hardware_profiles.probes.issuing import time_issuing
 from hardware_profiles.probes.measurement import ClusterMeasurement, DeviceMeasurement, OpTiming
@@ -78,8 +77,6 @@ def _ranks() -> Generator[torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield device
         return

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from costmodels.vocabulary.shown import shown
-from hardware_profiles.probes.host_allocator import keep_freed_memory
 from planner.errors import InputError, PlannerError
+from planner.executor.host_allocator import keep_freed_memory
 
 _WAY_TO_MEET = "are all hosts up, and does a firewall let them through? --timeout says how long to wait"
 _FAREWELL = datetime.timedelta(seconds=5)  # for all to read why rank 0 leaves

@@ -29,6 +29,7 @@ from planner.solver.bounds import Bounds, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
+from planner.solver.kinds import kind_of, unlike
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -185,7 +186,7 @@ class _Walk:
 
     def probe(self, order: Positions, is_over: Callable[[], bool]) -> None:
         """Prices the first layouts in ``order`` that are unlike each other, nearly evenly cut."""
-        for index in _unlike(self._listed, order, NUM_PROBES):
+        for index in unlike(self._listed, order, NUM_PROBES):
             if is_over():
                 return
             self._best.keep(probe(self._pricer(index), self._solver))
@@ -202,8 +203,8 @@ class _Walk:
             self._best.keep(probe(self._pricer(index), self._solver))
 
     def kind_of(self, index: int) -> tuple[object, ...]:
-        """Layouts of one kind are estimated alike, and alike in error."""
-        return _kind(self._listed[index])
+        """``kinds.kind_of`` of a layout."""
+        return kind_of(self._listed[index])
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
@@ -363,30 +364,14 @@ def _probe_likely(
     part = listed.take(flexible)
     deadline.check()
     order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s))
-    for index in _unlike(part, order, NUM_UNLIKE):
+    for index in unlike(part, order, NUM_UNLIKE):
         deadline.check()
         best.keep(probe(Pricer(table, part[index]), solver))
-    kind = None if best.best is None else _kind(best.best.layout)
-    alike = (index for index in order.tolist() if _kind(part[index]) == kind)
+    kind = None if best.best is None else kind_of(best.best.layout)
+    alike = (index for index in order.tolist() if kind_of(part[index]) == kind)
     for index in islice(alike, NUM_PROBES):
         deadline.check()
         best.keep(probe(Pricer(table, part[index]), solver))
-
-
-def _kind(layout: Layout) -> tuple[object, ...]:
-    """Layouts of one kind differ only in how replicas and stages are dealt, and in what is split and recomputed."""
-    mesh = layout.mesh
-    return mesh.pp, mesh.tp, mesh.cp, mesh.ep, layout.micro_batch_size, layout.schedule
-
-
-def _unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]:
-    """The first of each kind of layouts in ``order``, ``number`` at most."""
-    found: dict[tuple[object, ...], int] = {}
-    for index in order.tolist():
-        found.setdefault(_kind(listed[index]), index)
-        if len(found) == number:
-            break
-    return list(found.values())
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:

@@ -1,9 +1,6 @@
 """The probes themselves, on this machine's CPU and disk, as small as they can be."""
 
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,27 +168,3 @@ def test_a_host_that_takes_longer_for_each_kernel_is_read_as_such():
         delayed = statistics.median(time_issuing(CPU))
     assert 0 < usual < 1e-3
     assert delayed - usual == pytest.approx(1e-3, rel=0.1)
-
-
-FAULTS = """
-import resource, sys
-import torch
-from hardware_profiles.probes.host_allocator import keep_freed_memory
-
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
-for number in range(8):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24).exp()  # two tensors of 64 MiB
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not GNU's")
-def test_tensors_get_the_memory_that_others_freed():
-    def faults(how: str) -> int:
-        command = [sys.executable, "-c", FAULTS, how]
-        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-
-    assert 10 * faults("keep") < faults("default")
