@@ -25,6 +25,10 @@ COLLECTED = Collected(reduce_s=3.0, first_reduce_s=0.25, gather_s=1.5, first_gat
         ("cpu-gloo", Precision.FP32, 0, 3.0 - 1.0),  # left whole, and reduced by itself
         ("cpu-gloo", Precision.BF16, 0, 3.0),  # FSDP2 waits for its collectives where there are no streams
         ("cpu-gloo", Precision.FP32, 1, 3.0 + 1.5),
+        # What every micro-batch moves: the first unit's share alone, and nothing where the passes count all of it.
+        (A100, Precision.BF16, 2, 0.25 + 1.5 - 1.0),
+        (A100, Precision.BF16, 3, 0.25 + 0.125),
+        ("cpu-gloo", Precision.FP32, 3, 0.0),
     ],
 )
 def test_fsdp_hides_nothing_on_a_processor(hardware: str, precision: Precision, zero: int, expected: float) -> None:
