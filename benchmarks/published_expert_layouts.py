@@ -110,13 +110,13 @@ LAYOUTS = (
         "token), 3.2.3 (what is recomputed) and 4.2 (15,360 sequences of 4,096 tokens), read on 2026-11-22",
         assumed="micro-batches of one sequence, which the report does not tell; the V-shaped variant of DualPipe; "
         "nothing recomputed (the report recomputes norms and up-projections of attention); no multi-token prediction",
-        why="Priced too fast by 15 %: grouped products run at the efficiency that the profile has for all "
+        why="Priced too fast: grouped products run at the efficiency that the profile has for all "
         "sizes, and with 2,048 columns an expert and 8-bit inputs theirs are small; multi-token "
         "prediction adds about a sixtieth. Exchanges are hidden in the steady part of DualPipeV; what is "
         "left is compute that runs slower beside them, and both ends of the step. Peak memory is that of "
         "a run that recomputes nothing: the report recomputes norms and attention's up-projections and "
         "keeps inputs of products in 8 bits. Schedules that split backward passes cannot recompute here, "
-        "so the search takes another one.",
+        "so the search splits more.",
         stage_layers=(1, *(2,) * 29, 1, 1),
     ),
     *(
@@ -149,7 +149,7 @@ LAYOUTS = (
                 0.493,
                 "The paper calls it MCore with Folding (ETP 1): the 8 ranks of EP are those of one node, and rows are "
                 "neither gathered nor summed over tensor-parallel ranks. Measured, it is 6.1 % faster than the "
-                "section before; here, 5.0 %.",
+                "section before; here, as the first rows say.",
             ),
         )
     ),
