@@ -13,6 +13,7 @@ import pytest
 
 from costmodels.vocabulary.choices import Precision
 from planner.api import find_plan
+from planner.cli.verify import plan_row
 from planner.layout.layout import Pins
 from planner.plan.plan_file import read_plan, write_plan
 from planner.request import Request
@@ -47,7 +48,7 @@ def test_verify_measures_every_part(outcomes: dict[str, Any]) -> None:
 
 @pytest.mark.quiet
 def test_the_fastest_of_several_plans_is_kept(tmp_path: Path) -> None:
-    """Two ranks measure a pipeline, which is slow for so small a model, and what a search finds besides."""
+    """Two ranks measure a pipeline and what a search finds besides. Any may win: the machine is noisy."""
     request = Request("gpt-tiny", 2, "cpu-gloo", seq_len=64, global_batch_size=8, precision=Precision.FP32,
                       pins=Pins(pp=2, micro_batch=1))  # fmt: skip
     given = find_plan(request).plan
@@ -68,7 +69,7 @@ def test_the_fastest_of_several_plans_is_kept(tmp_path: Path) -> None:
     (mine,) = [row for row in rows if row["is_given"]]
     assert mine["layout"].startswith("pp=2")
     kept = read_plan(tmp_path / "kept.json")
-    assert mine != rows[0]
-    assert kept.mesh != free.mesh
+    assert any(not row["layout"].startswith("pp=2") for row in rows)  # a search without pins found more than pipelines
+    assert plan_row(kept, {})["layout"] == rows[0]["layout"]
     assert kept.prediction is not None
     assert kept.prediction.step_time_s == rows[0]["predicted_s"]
