@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,6 +43,11 @@ class HeldCounts(NamedTuple):
     counts: NDArray[np.float64]
     passes: tuple[BackwardPass, ...]  # the kinds of backward passes that there are
     first: NDArray[np.intp]  # [passes]: the first of the moments before one of each kind, which follow each other
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for ranks that hold as many at every moment."""
+        return self.counts.tobytes(), self.passes, self.first.tobytes()
 
     def most_of_each(self, bytes_of: Sequence[float]) -> dict[BackwardPass, float]:
         """The most bytes before a pass of each kind. ``bytes_of``: those of one micro-batch, [2 v] as ``counts``.

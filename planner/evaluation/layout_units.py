@@ -18,11 +18,12 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
-from costmodels.vocabulary.held_counts import FIRST, BackwardPass, HeldCounts, held_counts, of_one_stage
+from costmodels.vocabulary.held_counts import FIRST, BackwardPass
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
 from planner.evaluation.host import HostMemory, HostStates, fullest_node, host_states
+from planner.evaluation.in_flight import InFlight
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.states import num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
@@ -82,13 +83,6 @@ class OnDevice(NamedTuple):
     unit_times: StageTimes  # of every unit as a stage of its own
 
 
-class Flying(NamedTuple):
-    """A moment at which a backward pass begins on a rank."""
-
-    counts: tuple[int, ...]  # micro-batches in flight at each stage; 0 at stages of other ranks
-    made: tuple[int, ...]  # places of the rank's stages that have gradients, where it is known which
-
-
 class LayoutUnits:
     """A layout of ``table``, with the modes of its units."""
 
@@ -98,6 +92,7 @@ class LayoutUnits:
         self._rows = LayoutRows.of_one(table, layout)
         self._kinds = list(table.units.kinds)
         self._places = device_places(table, layout)
+        self._in_flight = InFlight(layout)
         self._priced = {
             place: _Priced(
                 table.cluster.devices[place],
@@ -266,33 +261,10 @@ class LayoutUnits:
         whole = times.forward_s + times.backward_s
         return whole - whole[MODES[Recompute.NONE]]
 
-    def flying(self, rank: int) -> tuple[Flying, ...]:
-        """Moments that ``rank`` must have memory for: when it holds most micro-batches, and when it has all gradients.
-
-        One where both come together.
-        """
-        return self._flying[rank]
-
-    @cached_property
-    def _flying(self) -> list[tuple[Flying, ...]]:
-        return [self._flying_of(rank) for rank in range(self.layout.mesh.pp)]
-
-    def _flying_of(self, rank: int) -> tuple[Flying, ...]:
-        layout, rules = self.layout, self.layout.schedule.rules
-        pp, v, m = layout.mesh.pp, layout.virtual_stages, layout.num_microbatches
-        every = tuple(range(v))
-        if rules.has_one_stage or pp == 1:
-            number = self._in_flight[rank] if pp > 1 else 1
-            return (Flying(tuple(number if stage == rank else 0 for stage in range(self.num_stages)), every),)
-
-        def of_rank(counts: Sequence[int]) -> tuple[int, ...]:
-            return tuple(count if self._rank_of(stage) == rank else 0 for stage, count in enumerate(counts))
-
-        most = of_rank(rules.in_flight_by_stage(pp, v, rules.shortened_to_peak(pp, m))[0])
-        if not rules.begins_stage_by_stage or rules.peak_comes_again(pp, v, m):
-            return (Flying(most, every),)
-        # Most are in flight before the first backward pass, through the highest stage.
-        return Flying(most, every[-1:]), Flying(of_rank(rules.in_flight_at_lowest(pp, v, m)), every)
+    @property
+    def in_flight(self) -> InFlight:
+        """Micro-batches in flight on every rank."""
+        return self._in_flight
 
     def unit_times_of(self, rank: int) -> StageTimes:
         """Seconds of every unit on the devices of a pipeline rank, as if it were a stage of its own."""
@@ -350,7 +322,7 @@ class LayoutUnits:
         if self._passes_cross:
             return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
-        return max(self._most_in_flight(rank, kept, {}).values())
+        return max(self._in_flight.most_bytes(rank, kept, {}).values())
 
     def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> dict[BackwardPass, float]:
         """The most that a pipeline rank holds of activations while each of its backward passes goes on.
@@ -365,7 +337,7 @@ class LayoutUnits:
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}
         waiting = {stage: held_of(units, Holding.WAITING) for stage, units in halves.items()}
-        return self._most_in_flight(rank, kept, waiting)
+        return self._in_flight.most_bytes(rank, kept, waiting)
 
     @property
     def _passes_cross(self) -> bool:
@@ -379,33 +351,6 @@ class LayoutUnits:
         """
         filled = np.cumsum(kept)
         return float(np.max(filled + filled[::-1]))
-
-    def _most_in_flight(
-        self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]
-    ) -> dict[BackwardPass, float]:
-        """The most bytes of all micro-batches in flight while each kind of backward pass goes on.
-
-        ``kept``, ``waiting``: of one micro-batch, in each stage.
-        """
-        if self.layout.schedule.rules.has_one_stage:
-            numbers = of_one_stage(self._in_flight[rank], self.layout.num_microbatches)
-            once = sum(kept.values())
-            return {each: number * once for each, number in numbers.items()}
-        # More, or less, from the first to the second half of a split backward pass.
-        in_order = sorted(kept)
-        each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]
-        return self._held_counts[rank].most_of_each(each)
-
-    @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        return self.layout.schedule.rules.in_flight(self.layout.mesh.pp, self.layout.num_microbatches)
-
-    @cached_property
-    def _held_counts(self) -> tuple[HeldCounts, ...]:
-        layout, rules, pp = self.layout, self.layout.schedule.rules, self.layout.mesh.pp
-        return held_counts(
-            layout.schedule, pp, layout.virtual_stages, rules.shortened_to_peak(pp, layout.num_microbatches)
-        )
 
 
 def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:

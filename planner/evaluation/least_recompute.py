@@ -27,7 +27,7 @@ from costmodels.vocabulary.choices import BlockMode, KeptOnHost
 from costmodels.vocabulary.terms import Holding
 from planner.evaluation.block_modes import MODES
 from planner.evaluation.evaluator import Evaluator
-from planner.evaluation.layout_units import Flying
+from planner.evaluation.in_flight import Flying
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.layout.columns import Array, Positions
 
@@ -62,7 +62,7 @@ class _Kind:
     mix: Mix
     counts: Array  # [choices, modes but the last]: how many are in each
     extra_s: Array  # [choices]
-    kept_bytes: Array  # [moments, choices]: activations at each of ``Evaluator.flying``
+    kept_bytes: Array  # [moments, choices]: activations at each of ``InFlight.moments``
     host_bytes: Array  # [choices]: the same in host memory, when the rank holds most micro-batches
 
     def modes(self, choice: int) -> dict[int, BlockMode]:
@@ -107,13 +107,10 @@ class LeastRecompute:
         """The choice of least time with which ``rank`` fits holding ``stages``; None where none fits."""
         units = [unit for held in stages.values() for unit in held]
         key = (
-            self._evaluator.flying(rank),
+            self._evaluator.in_flight.like(rank),
             self._evaluator.place_of(rank),
             0 in units,
-            tuple(
-                (stage if len(stages) > 1 else 0, *(self._units.kinds[u] for u in held))
-                for stage, held in stages.items()
-            ),
+            tuple([tuple([self._units.kinds[unit] for unit in held]) for held in stages.values()]),
         )
         if key not in self._found:
             choice = self._least(rank, stages)
@@ -170,7 +167,7 @@ class LeastRecompute:
         """Of the choices of one mix, each of which has blocks on the host if the mix has any."""
         evaluator = self._evaluator
         kinds = self._kinds(rank, stages, mix)
-        flying = evaluator.flying(rank)
+        flying = evaluator.in_flight.moments(rank)
         extra_s, kept, host = np.zeros(1), np.zeros((len(flying), 1)), np.zeros(1)
         for kind in kinds:
             extra_s = (extra_s[:, None] + kind.extra_s).ravel()
@@ -196,10 +193,10 @@ class LeastRecompute:
         return None if found is None else (found, modes_of(found.place))
 
     def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
-        flying = [moment.counts for moment in self._evaluator.flying(rank)]
+        flying = [moment.counts for moment in self._evaluator.in_flight.moments(rank)]
         units = [
-            (tuple([-counts[stage] for counts in flying]), unit)
-            for stage, held in stages.items()
+            (tuple([-number for number in numbers]), unit)
+            for numbers, held in zip(zip(*flying, strict=True), stages.values(), strict=True)
             for unit in held
             if self._units.is_block[unit]
         ]
@@ -244,11 +241,10 @@ class LeastRecompute:
 
     def _room_bytes(self, rank: int, stages: Stages, kinds: Sequence[_Kind], moment: Flying) -> float:
         """At most so many bytes of blocks' activations fit then: the device less what is there under every choice."""
-        flying = moment.counts
         in_kinds = {unit for kind in kinds for unit in kind.units}
         others = sum(
-            flying[stage] * self._kept[0, self._units.kinds[unit]]
-            for stage, held in stages.items()
+            number * self._kept[0, self._units.kinds[unit]]
+            for number, held in zip(moment.counts, stages.values(), strict=True)
             for unit in held
             if unit not in in_kinds
         )

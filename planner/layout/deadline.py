@@ -35,8 +35,8 @@ class Deadline:
 
     @staticmethod
     def answering_within(limit_s: float | None, *, began_s: float | None = None) -> Deadline:
-        """The same with time kept back to work the answer out: a quarter of the limit, a second at most."""
-        return Deadline.within(None if limit_s is None else limit_s - min(limit_s / 4, 1.0), began_s=began_s)
+        """The same with time kept back to work the answer out: a third of the limit, a second at most."""
+        return Deadline.within(None if limit_s is None else limit_s - min(limit_s / 3, 1.0), began_s=began_s)
 
     @property
     def left_s(self) -> float:

@@ -66,7 +66,9 @@ def build_table(
     work, data, states = listed.keys(WorkKey), listed.keys(DataKey), _with_states_on_devices(listed.keys(StateKey))
     sends = listed.keys(SendKey)
     deadline.check()
-    time_s, num_bytes = _work(target, decisions, work, over_groups.keys(WorkKey))
+    time_s, num_bytes = _work(target, decisions, work, over_groups.keys(WorkKey), deadline)
+    deadline.check()
+    data_s = _data(target, decisions, data, over_groups.keys(DataKey))
     deadline.check()
     return CostTable(
         units=unit_row(target.graph),
@@ -79,7 +81,7 @@ def build_table(
         send_keys=tuple(sends),
         time_s=time_s,
         num_bytes=num_bytes,
-        data_s=_data(target, decisions, data, over_groups.keys(DataKey)),
+        data_s=data_s,
         elements=element_rows(target.graph, decisions, splits),
         state_bytes=np.array([_state_row(key, target, training) for key in states]),
         sends=tuple(np.array(_send_lines(key, target)).reshape(-1, 2) for key in sends),
@@ -100,7 +102,11 @@ def _clusters(target: PricingTarget) -> list[ClusterSpec]:
 
 
 def _work(
-    target: PricingTarget, decisions: Decisions, keys: Sequence[WorkKey], over_groups: Sequence[WorkKey]
+    target: PricingTarget,
+    decisions: Decisions,
+    keys: Sequence[WorkKey],
+    over_groups: Sequence[WorkKey],
+    deadline: Deadline,
 ) -> tuple[Array, Array]:
     """``time_s`` and ``num_bytes``; NaN where no layout needs a time."""
     graph, clusters = target.graph, _clusters(target)
@@ -111,6 +117,9 @@ def _work(
         needed = keys if place == 0 else over_groups
         machine = target.machine_on(cluster)
         if place == 0:
+            for each in decisions:  # they are known from then on
+                deadline.check()
+                target.known_work.priced(decisions, [key for key in keys if key.tensor == each])
             prices = target.known_work.priced(decisions, keys)
             num_bytes[:] = prices.num_bytes
         else:

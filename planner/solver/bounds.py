@@ -47,6 +47,7 @@ from planner.evaluation.cuts import even_starts, stage_sizes
 from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
 from planner.solver.glance import at_a_glance_s, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
@@ -70,8 +71,10 @@ class Bounds:
     estimate_s: Array  # no bound: about what the layout takes, and no less than its bound
 
 
-def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf) -> Bounds:
-    """Bounds of every layout.
+def bounds(
+    table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf, deadline: Deadline | None = None
+) -> Bounds:
+    """Bounds of every layout; OutOfTimeError where the deadline is over before that.
 
     Where some time is enough, not all of the time is counted of a layout that takes it or more, and its memory is
     infinite; nor is all of the time of one that needs more memory than there is.
@@ -89,6 +92,8 @@ def bounds(table: CostTable, layouts: Sequence[Layout], enough_s: float = np.inf
     by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
     for key, members in zip(keys, by_key, strict=False):  # without members no key
         for start in range(0, len(members), CHUNK):
+            if deadline is not None:
+                deadline.check()
             part = members[start : start + CHUNK]
             group = AlikeLayouts(of_table, key, listed.take(part), rows.take(part), passes[0].take(part))
             _fill(found, part, group, enough_s)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from planner.layout.columns import Columns, Positions
 from planner.layout.layout import Layout
 
+# Layouts of one kind are taken to be so much nearer their estimates than those that were visited.
+LENIENCE = 0.02
+
 
 def kind_of(layout: Layout) -> tuple[object, ...]:
     """Layouts of one kind differ only in how replicas and stages are dealt, and in what is split and recomputed."""
@@ -20,3 +23,20 @@ def unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]:
         if len(found) == number:
             break
     return list(found.values())
+
+
+class Excess:
+    """What layouts take over what they were estimated to take, as visits to others of their kind found."""
+
+    def __init__(self, listed: Columns[Layout]) -> None:
+        self._listed = listed
+        self._least: dict[tuple[object, ...], float] = {}
+
+    def learn(self, index: int, ratio: float) -> None:
+        """A layout of ``listed`` takes ``ratio`` times its estimate."""
+        kind = kind_of(self._listed[index])
+        self._least[kind] = min(ratio, self._least.get(kind, ratio))
+
+    def factor(self, index: int) -> float:
+        """A layout likely takes so many times its estimate: the least that was found of its kind, and 1 or more."""
+        return max(1.0, self._least.get(kind_of(self._listed[index]), 1.0) - LENIENCE)

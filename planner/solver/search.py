@@ -1,15 +1,15 @@
 """Search over the layouts, which ends when it can prove that nothing better is left, or after so many visits.
 
 Every layout has a lower bound and an estimate of its step time. Layouts are visited in the order of their estimates: a
-visit cuts the layout into stages and prices the cuts by simulating the schedule (``solver.cutting``). A layout whose
-bound is no better than the best price is closed without a visit. What is left then, visited or not, and still could be
-better, is visited in the order of the bounds. The least bound of all layouts that stay open is what was proved: where
-none does, or none by more than the tolerance, the best is optimal within the cost model.
+visit cuts the layout into stages and prices the cuts by simulating the schedule (``solver.cutting``). What visits find
+corrects the estimates of layouts of the same kind. A layout whose bound is no better than the best price is closed
+without a visit. What is left then, visited or not, and still could be better, is visited in the order of the bounds.
+The least bound of all layouts that stay open is what was proved: where none does, or none by more than the tolerance,
+the best is optimal within the cost model.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
@@ -29,7 +29,7 @@ from planner.solver.bounds import Bounds, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
-from planner.solver.kinds import kind_of, unlike
+from planner.solver.kinds import Excess, kind_of, unlike
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -44,9 +44,7 @@ HEAD = 2_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine.
-MOST_VISITS, MOST_OPEN_VISITS = 32, 8
-# So many of one kind before others that look slower.
-MOST_OF_A_KIND = 4
+MOST_VISITS, MOST_OPEN_VISITS = 24, 8
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
@@ -111,8 +109,9 @@ def search(
     deadline, listed = deadline or Deadline.never(), Columns.of(Layout, layouts)
     best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
+    rough_s = rough_bound_s(table, listed)
+    least_s = float(rough_s.min(initial=np.inf))
     try:
-        rough_s = rough_bound_s(table, listed)
         _probe_likely(table, listed, rough_s, solver, best, deadline)
         if best.time_s is not None:  # others need no closer look
             listed = listed.take(rough_s < best.time_s * (1 + NEAR))
@@ -120,7 +119,7 @@ def search(
     except OutOfTimeError:
         if best.best is None:
             raise
-        return Outcome(best.best, best.ranking(), 0.0, False, False, len(layouts), 0, (), None)
+        return Outcome(best.best, best.ranking(), least_s, False, False, len(layouts), 0, (), None)
     order, interrupted = _in_order(table, listed, lower), False
     walk = _Walk(table, listed, lower, solver, best)
 
@@ -176,6 +175,8 @@ class _Walk:
         self._pricers: dict[int, Pricer] = {}
         self._closer, self._num_close = CloserBounds(table), 0
         self._closely: dict[int, tuple[float, float]] = {}  # bounds of loads and of paths that nobody asked for yet
+        self.excess = Excess(listed)
+        self._estimate_s = lower.estimate_s
         self._visited: set[int] = set()
         self._refined: set[int] = set()
 
@@ -201,10 +202,6 @@ class _Walk:
             if is_over():
                 return
             self._best.keep(probe(self._pricer(index), self._solver))
-
-    def kind_of(self, index: int) -> tuple[object, ...]:
-        """``kinds.kind_of`` of a layout."""
-        return kind_of(self._listed[index])
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
@@ -269,6 +266,9 @@ class _Walk:
         self._pricers.pop(index)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
+        taken_s = self._best.time_s if cut.best is None else cut.best.step_time_s
+        if taken_s is not None:
+            self.excess.learn(index, taken_s / float(self._estimate_s[index]))
 
     def _pricer(self, index: int) -> Pricer:
         """What is known of a layout's cuts from its probe is not worked out again by its visit."""
@@ -287,18 +287,7 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
     By the bounds it ends at a layout that was visited: where nothing raises the least bound, no other layout matters
     for what is proved.
     """
-    of_kind: Counter[tuple[object, ...]] = Counter()
-    alike: list[int] = []
-    for index in _nearest(lower.estimate_s[order], order, best, walk):
-        if walk.has_seen(MOST_VISITS):
-            break
-        kind = walk.kind_of(index)
-        if of_kind[kind] >= MOST_OF_A_KIND:
-            alike.append(index)
-        elif walk.is_open(index):
-            of_kind[kind] += 1
-            yield index
-    for index in alike:
+    for index in _nearest(lower.estimate_s[order], order, best, walk, walk.excess.factor):
         if walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
@@ -320,32 +309,45 @@ def _likely_visits(order: Positions, best: Best, walk: _Walk) -> Iterator[int]:
             yield index
 
 
-def _nearest(guess_s: Array, order: Positions, best: Best, walk: _Walk, *, until_enough: bool = False) -> Iterator[int]:
-    """Layouts of ``order`` from the least guess on, as long as it may be better than the best.
+def _nearest(
+    guess_s: Array,
+    order: Positions,
+    best: Best,
+    walk: _Walk,
+    factor: Callable[[int], float] = lambda _: 1.0,
+    *,
+    until_enough: bool = False,
+) -> Iterator[int]:
+    """Layouts of ``order`` from the least guess on, as long as their own guesses say that they may be better.
 
-    No guess is less than the bound. A layout whose bound rises when it is looked at closely waits for its turn.
+    No guess is less than the bound. A layout waits for its turn if its bound rises when it is looked at closely, and if
+    its guess times ``factor``, which may rise meanwhile, is above that of others.
     """
     by_guess = np.lexsort((order, guess_s))
     indices = order[by_guess]
-    fresh = list(zip(guess_s[by_guess].tolist(), indices.tolist(), strict=True))
+    fresh = list(zip(guess_s[by_guess].tolist(), indices.tolist(), guess_s[by_guess].tolist(), strict=True))
     fresh.reverse()  # the next stands last
-    waiting: list[tuple[float, int]] = []
+    waiting: list[tuple[float, int, float]] = []
     num_looked, num_ahead = 0, FIRST_CLOSE
     while fresh or waiting:
-        is_fresh = not waiting or bool(fresh and fresh[-1] < waiting[0])
-        guess_s_of_next, index = fresh[-1] if is_fresh else waiting[0]
-        if best.beats(guess_s_of_next) or (until_enough and walk.looked_enough):
+        if fresh and best.beats(fresh[-1][0]):
+            fresh.clear()
+            continue
+        if until_enough and walk.looked_enough:
             return
-        if is_fresh:
-            fresh.pop()
-            if len(indices) - len(fresh) > num_looked:
-                walk.look_closely(indices[num_looked : num_looked + num_ahead])
-                num_looked, num_ahead = num_looked + num_ahead, min(2 * num_ahead, MOST_CLOSE_AT_ONCE)
-        else:
-            heappop(waiting)
-        walk.is_open(index)  # which may raise its bound
-        if walk.known_s(index) > guess_s_of_next:
-            heappush(waiting, (walk.known_s(index), index))
+        is_fresh = not waiting or bool(fresh and fresh[-1] < waiting[0])
+        turn_s, index, own_s = fresh.pop() if is_fresh else heappop(waiting)
+        if is_fresh and len(indices) - len(fresh) > num_looked:
+            walk.look_closely(indices[num_looked : num_looked + num_ahead])
+            num_looked, num_ahead = num_looked + num_ahead, min(2 * num_ahead, MOST_CLOSE_AT_ONCE)
+        if best.beats(max(own_s, walk.known_s(index))):
+            continue
+        now_s = own_s * factor(index)
+        if now_s <= turn_s:
+            walk.is_open(index)  # which may raise its bound
+            now_s = max(now_s, walk.known_s(index))
+        if now_s > turn_s:
+            heappush(waiting, (now_s, index, own_s))
         else:
             yield index
 
@@ -362,8 +364,7 @@ def _probe_likely(
         return
     flexible = flexible[np.argsort(rough_s[flexible] * times_filled(listed)[flexible], kind="stable")[:MANY]]
     part = listed.take(flexible)
-    deadline.check()
-    order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s))
+    order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s, deadline))
     for index in unlike(part, order, NUM_UNLIKE):
         deadline.check()
         best.keep(probe(Pricer(table, part[index]), solver))
@@ -375,13 +376,10 @@ def _probe_likely(
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
-    """Bounds of every layout, in slices between which the deadline is looked at; OutOfTimeError where it is over."""
+    """Bounds of every layout; OutOfTimeError where the deadline is over before that."""
     enough_s = np.inf if best_s is None else best_s * (1 + NEAR)
-    parts: list[Bounds] = []
-    for start in range(0, max(1, len(listed)), SLICE):
-        if parts:
-            deadline.check()
-        parts.append(bounds(table, listed[start : start + SLICE], enough_s))
+    starts = range(0, max(1, len(listed)), SLICE)
+    parts = [bounds(table, listed[start : start + SLICE], enough_s, deadline) for start in starts]
     return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
 
 

@@ -9,12 +9,14 @@ import pytest
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
+from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.layout import Pins
+from planner.layout.layout import Layout, Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.solver.exhaustive import ExhaustiveSolver
+from planner.solver.kinds import LENIENCE, Excess, kind_of
 from planner.solver.search import Wanted, search
 from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
 
@@ -77,8 +79,21 @@ def test_what_was_proved_is_said() -> None:
 
 def test_no_time_at_all_finds_nothing_and_claims_nothing() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
-    found = search(problem.table, problem.space.layouts, problem.solver, deadline=Deadline.within(0.0))
-    assert (found.best, found.is_exhausted, found.num_visited) == (None, False, 0)
+    with pytest.raises(OutOfTimeError):
+        search(problem.table, problem.space.layouts, problem.solver, deadline=Deadline.within(0.0))
+
+
+def test_layouts_of_a_kind_that_was_found_slow_are_put_off() -> None:
+    problem = problem_of("llama-tiny", 8, **TINY)
+    listed = Columns.of(Layout, problem.space.layouts)
+    excess, kind = Excess(listed), kind_of(listed[0])
+    others = [index for index in range(len(listed)) if kind_of(listed[index]) != kind]
+    excess.learn(0, 1.5)
+    excess.learn(0, 1.7)
+    assert excess.factor(0) == pytest.approx(1.5 - LENIENCE)
+    assert {excess.factor(index) for index in others} == {1.0}
+    excess.learn(0, 0.5)
+    assert excess.factor(0) == 1.0
 
 
 def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
@@ -194,14 +209,15 @@ def test_a_pin_never_makes_the_best_plan_faster() -> None:
         assert pinned.step_time_s >= best.step_time_s * (1 - TOLERANCE), pins
 
 
-def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds() -> None:
     problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
     layouts = problem.space.layouts
     known = probe(Pricer(problem.table, layouts[0]), problem.solver)
     assert known is not None
-    monkeypatch.setattr("planner.solver.search.SLICE", len(layouts) // 2)
-    late = Deadline.within(0.0)
+    late, fastest = Deadline.within(0.0), search(problem.table, layouts, problem.solver).best
     outcome = search(problem.table, layouts, problem.solver, deadline=late, wanted=Wanted(known=known))
     assert (outcome.best, outcome.is_exhausted, outcome.num_visited) == (known, False, 0)
+    assert fastest is not None
+    assert 0 < outcome.bound_s <= fastest.step_time_s
     with pytest.raises(OutOfTimeError):
         search(problem.table, layouts, problem.solver, deadline=late)

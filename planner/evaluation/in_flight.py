@@ -1,0 +1,92 @@
+"""Micro-batches in flight on the pipeline ranks of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from costmodels.vocabulary.held_counts import BackwardPass, HeldCounts, held_counts, of_one_stage
+from planner.layout.layout import Layout
+
+
+class Flying(NamedTuple):
+    """A moment at which a backward pass begins on a rank."""
+
+    counts: tuple[int, ...]  # micro-batches in flight at each of the rank's stages, the lowest first
+    made: tuple[int, ...]  # places of the rank's stages that have gradients, where it is known which
+
+
+class InFlight:
+    """Of one layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    @property
+    def _has_one_stage(self) -> bool:
+        return self._layout.schedule.rules.has_one_stage or self._layout.mesh.pp == 1
+
+    def moments(self, rank: int) -> tuple[Flying, ...]:
+        """Moments that a rank must have memory for: when it holds most micro-batches, and when it has all gradients.
+
+        One where both come together.
+        """
+        return self._moments[rank]
+
+    @cached_property
+    def _moments(self) -> list[tuple[Flying, ...]]:
+        layout, rules = self._layout, self._layout.schedule.rules
+        pp, v, m = layout.mesh.pp, layout.virtual_stages, layout.num_microbatches
+        every = tuple(range(v))
+        if self._has_one_stage:
+            return [(Flying((number,), every),) for number in (self._at_once if pp > 1 else (1,))]
+        ranks: list[list[int]] = [[] for _ in range(pp)]
+        for stage in range(pp * v):
+            ranks[rules.rank_of(stage, pp)].append(stage)
+        most = rules.in_flight_by_stage(pp, v, rules.shortened_to_peak(pp, m))[0]
+        of_ranks = [tuple([most[stage] for stage in stages]) for stages in ranks]
+        if not rules.begins_stage_by_stage or rules.peak_comes_again(pp, v, m):
+            return [(Flying(counts, every),) for counts in of_ranks]
+        # Most are in flight before the first backward pass, through the highest stage.
+        lowest = rules.in_flight_at_lowest(pp, v, m)
+        return [
+            (Flying(counts, every[-1:]), Flying(tuple([lowest[stage] for stage in stages]), every))
+            for counts, stages in zip(of_ranks, ranks, strict=True)
+        ]
+
+    def like(self, rank: int) -> Hashable:
+        """Equal for ranks that hold as many micro-batches at every moment: with like units they need as much memory."""
+        return self._like[rank]
+
+    @cached_property
+    def _like(self) -> list[Hashable]:
+        if self._has_one_stage:
+            return list(self._at_once)
+        return [(held.key, moments) for held, moments in zip(self._held_counts, self._moments, strict=True)]
+
+    def most_bytes(
+        self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]
+    ) -> dict[BackwardPass, float]:
+        """The most bytes of all micro-batches in flight on a rank while each kind of its backward passes goes on.
+
+        ``kept``, ``waiting``: of one micro-batch, in each stage.
+        """
+        if self._layout.schedule.rules.has_one_stage:
+            numbers = of_one_stage(self._at_once[rank], self._layout.num_microbatches)
+            once = sum(kept.values())
+            return {each: number * once for each, number in numbers.items()}
+        # More, or less, from the first to the second half of a split backward pass.
+        in_order = sorted(kept)
+        each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]
+        return self._held_counts[rank].most_of_each(each)
+
+    @cached_property
+    def _at_once(self) -> tuple[int, ...]:
+        return self._layout.schedule.rules.in_flight(self._layout.mesh.pp, self._layout.num_microbatches)
+
+    @cached_property
+    def _held_counts(self) -> tuple[HeldCounts, ...]:
+        layout, rules, pp = self._layout, self._layout.schedule.rules, self._layout.mesh.pp
+        short = rules.shortened_to_peak(pp, layout.num_microbatches)
+        return held_counts(layout.schedule, pp, layout.virtual_stages, short)
