@@ -33,11 +33,11 @@ from planner.solver.kinds import Excess, kind_of, unlike
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
-NUM_PROBES = 8
+NUM_PROBES = 4
 # And so many others at the end, so that there is something to show beside the best.
 NUM_OTHERS = 12
-# Of typical layouts only so many that fit are priced.
-ENOUGH_PROBES = 8
+# Of typical layouts so many are priced.
+NUM_TYPICAL = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
@@ -52,7 +52,7 @@ MOST_CLOSE = 2000
 # So many at a time, and each time more, since alike layouts share most of the work.
 FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 64, 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
-MANY, NUM_UNLIKE = 60_000, 16
+MANY, NUM_UNLIKE = 30_000, 8
 # Layouts are bounded so many at a time.
 SLICE = 1_000_000
 
@@ -400,9 +400,9 @@ def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, dea
     """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
     listed = Columns.of(Layout, layouts)
     lower, best = bounds(table, listed), Best()
-    order, visited = _in_order(table, listed, lower)[:NUM_PROBES], 0
+    order, visited = _in_order(table, listed, lower)[:NUM_TYPICAL], 0
     for index in order:
-        if len(best.found) >= ENOUGH_PROBES or (best.found and deadline.is_over()):
+        if best.found and deadline.is_over():
             break
         visited += 1
         best.keep(probe(Pricer(table, listed[index]), solver))
