@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import factorial
 from typing import NamedTuple
 
-from costmodels.vocabulary.choices import Placement, Preference, Recompute
+from costmodels.vocabulary.choices import Placement, Preference
 from costmodels.vocabulary.mesh import Mesh
 from planner.axes.base import divisors
-from planner.axes.unlike_devices import over_groups
+from planner.axes.unlike_devices import MAX_ORDERS, over_groups
 from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.disk_cache import DiskCache
@@ -30,6 +31,7 @@ from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, Wanted, probes, search
+from planner.solver.smallest import at_its_smallest
 from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
 from planner.table.cost_table import CostTable
@@ -120,9 +122,9 @@ class Problem:
         None where the plan itself takes no more, and where none is known.
         """
         found = outcome.best
-        if found is None or _memory_share(found) <= ROOMY:
+        if found is None or found.memory_share <= ROOMY:
             return None
-        known = [each for each in outcome.ranking if _memory_share(each) <= ROOMY]
+        known = [each for each in outcome.ranking if each.memory_share <= ROOMY]
         if not deadline.is_over():
             cluster = self.table.cluster
             table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
@@ -184,12 +186,10 @@ class Problem:
     def lower_bound_s(self) -> float:
         """What holds for layouts that are not searched: infinite where all are.
 
-        Over unlike devices only schedules with one stage a rank are laid. Others may be faster, and are bounded by the
-        model's FLOPs at peak alone.
+        Groups of unlike devices are laid in ``MAX_ORDERS`` orders at most. The model's FLOPs at peak bound the others.
         """
-        pins = self.space.pins
-        has_one_stage = pins.schedule is not None and pins.schedule.rules.has_one_stage
-        if self.target.cluster.mixed is None or pins.pp == 1 or has_one_stage:
+        mixed = self.target.cluster.mixed
+        if mixed is None or self.space.pins.pp == 1 or factorial(len(mixed.groups)) <= MAX_ORDERS:
             return float("inf")
         return ideal_step_s(self.target, self.space.training)
 
@@ -216,12 +216,6 @@ def space_of(
         pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
         space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
     return space
-
-
-def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:
-    """A layout that does not fit, cut evenly, with all recomputed where that is free: about the least that it needs."""
-    evaluator = Evaluator(table, layout if layout.recompute else layout._replace(recompute=Recompute.FULL))
-    return evaluator.evaluate(evaluator.even_starts(), exact=True)
 
 
 def placement_solver(deadline: Deadline | None = None) -> PlacementSolver:
@@ -305,12 +299,6 @@ def _usual_tensor_degree(target: PricingTarget, pins: Pins) -> int:
         return pins.tp
     cluster = target.cluster
     return max(d for d in divisors(cluster.num_devices) if d <= min(8, cluster.devices_per_node))
-
-
-def _memory_share(found: Evaluated) -> float:
-    """Of the fullest rank, what it takes of what it may."""
-    pairs = zip(found.ledgers, found.capacity_bytes, strict=True)
-    return max(ledger.total_bytes / room for ledger, room in pairs)
 
 
 def decided_for_degrees(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import groupby, islice, permutations
 from typing import ClassVar, NamedTuple
 
-from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, DeviceGroup
 from planner.axes.base import Axis, Executed
 from planner.layout.columns import Columns
@@ -19,7 +18,6 @@ MAX_ORDERS = 24  # every order of four groups; of more, the first ones
 
 class _PipelineKey(NamedTuple):
     pp: int
-    schedule: ScheduleName
 
 
 class UnlikeDevicesAxis(Axis[None]):
@@ -45,14 +43,12 @@ UNLIKE_DEVICES = UnlikeDevicesAxis()
 def over_groups(layouts: Columns[Layout], groups: tuple[DeviceGroup, ...]) -> Columns[Layout]:
     """Those of ``layouts`` whose pipeline ranks each lie in one group, over every order of the groups.
 
-    All ranks of a pipeline have the same number of devices, so each group must hold a whole number of them. Only
-    schedules whose stages the solver cuts: equal stages would leave the faster group waiting.
+    All ranks of a pipeline have the same number of devices, so each group must hold a whole number of them.
     """
     counts = [group.cluster.num_devices for group in groups]
 
     def fits(key: _PipelineKey) -> bool:
-        pp, rules = key.pp, key.schedule.rules
-        return pp > 1 and rules.has_one_stage and all(count % (sum(counts) // pp) == 0 for count in counts)
+        return key.pp > 1 and all(count % (sum(counts) // key.pp) == 0 for count in counts)
 
     orders = islice(permutations(group.name for group in groups), MAX_ORDERS)
     return layouts.where(_PipelineKey, fits).with_each("groups", list(orders))

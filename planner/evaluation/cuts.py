@@ -54,31 +54,49 @@ class StageSizes(NamedTuple):
     most: int
 
 
-def stage_sizes(num_blocks: int, num_stages: int) -> StageSizes:
+def shared_starts(work_s: Sequence[float], shares: Sequence[float]) -> tuple[int, ...] | None:
+    """First units of stages that each take about their share of the work; None where there are fewer units than stages.
+
+    ``shares``: any positive numbers, one a stage.
+    """
+    num_units, num_stages = len(work_s), len(shares)
+    if num_stages > num_units:
+        return None
+    ends = np.cumsum(shares) / np.sum(shares) * np.sum(work_s)
+    middles = np.cumsum(work_s) - np.array(work_s) / 2
+    starts, stages = np.concatenate([[0], np.searchsorted(middles, ends[:-1])]), np.arange(num_stages)
+    starts = np.maximum.accumulate(starts - stages) + stages  # each stage finds a unit, and so do all behind it
+    return tuple(np.minimum(starts, num_units - num_stages + stages).tolist())
+
+
+def stage_sizes(num_blocks: int, num_stages: int, *, are_alike: bool = True) -> StageSizes:
     """At most one block more than an even share, and at least what that leaves to the stages between the ends.
 
     Stages of unlike sizes make every round of micro-batches wait for the longest. The first and the last stage also
-    hold the embedding and the head, so they may hold fewer blocks, or none.
+    hold the embedding and the head, so they may hold fewer blocks, or none. ``are_alike``: the devices; faster ones
+    than others may hold any number.
     """
+    if not are_alike:
+        return StageSizes(1, num_blocks)
     most = -(-num_blocks // num_stages) + 1
     inner = num_stages - 2
     least = (num_blocks - 2 * most) // inner if inner > 0 else 0
     return StageSizes(max(1, least), most)
 
 
-def is_allowed(starts: Sequence[int], is_block: Sequence[bool]) -> bool:
+def is_allowed(starts: Sequence[int], is_block: Sequence[bool], *, are_alike: bool = True) -> bool:
     """Whether every stage holds a unit, and as many blocks as ``stage_sizes`` says."""
-    return bool(are_allowed(np.array([starts]), is_block)[0])
+    return bool(are_allowed(np.array([starts]), is_block, are_alike=are_alike)[0])
 
 
-def are_allowed(cuts: NDArray[np.integer], is_block: Sequence[bool]) -> NDArray[np.bool]:
+def are_allowed(cuts: NDArray[np.integer], is_block: Sequence[bool], *, are_alike: bool = True) -> NDArray[np.bool]:
     """The same of many cuts, [cuts, stages]."""
     num_units, (num_cuts, num_stages) = len(is_block), cuts.shape
     borders = np.concatenate([cuts, np.full((num_cuts, 1), num_units)], axis=1)
     found = np.all(np.diff(borders, axis=1) > 0, axis=1)
     blocks_before = np.concatenate(([0], np.cumsum(is_block)))
     held = np.diff(blocks_before[np.clip(borders, 0, num_units)], axis=1)
-    sizes = stage_sizes(sum(is_block), num_stages)
+    sizes = stage_sizes(sum(is_block), num_stages, are_alike=are_alike)
     is_even = np.all(held <= sizes.most, axis=1) & np.all(held[:, 1:-1] >= sizes.least, axis=1)
     return np.logical_and(found, is_even)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,6 +72,12 @@ class Evaluated:
         return all(need.total_bytes <= room for need, room in zip(self.ledgers, self.capacity_bytes, strict=True))
 
     @property
+    def memory_share(self) -> float:
+        """Of the fullest rank, what it takes of what it may."""
+        pairs = zip(self.ledgers, self.capacity_bytes, strict=True)
+        return max(ledger.total_bytes / room for ledger, room in pairs)
+
+    @property
     def peak_memory_bytes(self) -> float:
         """Peak of the worst rank."""
         return max(ledger.total_bytes for ledger in self.ledgers)
@@ -111,7 +118,11 @@ class Evaluator(LayoutUnits):
         lines = table.send(SendKey(layout.mesh.pp, layout.groups))
         num_bytes = max(self.memory_model.held(unit, Holding.BOUNDARY) for unit in range(len(self._kinds)))
         ways = (lines[:, 0] + lines[:, 1] * num_bytes).tolist()
-        return tuple(ways) if layout.groups else (ways[0],) * num_borders
+        if not layout.groups:
+            return (ways[0],) * num_borders
+        pairs = pairwise(map(self._rank_of, range(self.num_stages)))
+        # From the last rank back to the first where ranks hold several stages in turn.
+        return tuple([ways[min(a, b)] if abs(a - b) == 1 else ways[-1] for a, b in pairs])
 
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:
         """Simulates the schedule.

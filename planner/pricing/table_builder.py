@@ -171,7 +171,7 @@ def _states(trainable: float, frozen: float, kept: KeptStates, division: Divisio
 
 
 def _send_lines(key: SendKey, target: PricingTarget) -> list[tuple[float, float]]:
-    """Latency and seconds per byte from each pipeline rank to the next."""
+    """Latency and seconds per byte from each pipeline rank to the next, over unlike devices also from the last back."""
     pp, cluster, mixed = key.pp, target.cluster, target.cluster.mixed
     if pp == 1:
         return []
@@ -186,7 +186,8 @@ def _send_lines(key: SendKey, target: PricingTarget) -> list[tuple[float, float]
             lines.append(line_between(clusters[before], clusters[name], mixed.link(before, name), each))
         num_ranks = clusters[name].num_devices // each
         lines += [_send_line(num_ranks, target.machine_on(clusters[name]))] * (num_ranks - 1) if num_ranks > 1 else []
-    return lines
+    first, last = key.groups[0], key.groups[-1]
+    return [*lines, line_between(clusters[last], clusters[first], mixed.link(last, first), each)]
 
 
 def _send_line(pp: int, machine: Machine) -> tuple[float, float]:

@@ -208,6 +208,8 @@ class AlikeLayouts(AlikeMemory):
     def _unlike_s(self) -> Array:
         """Lines (1), (2) and (3) where the devices of the ranks differ."""
         p, m = self.pp, self.num_microbatches
+        if not self.schedule.rules.has_one_stage:
+            return self._busiest_s
         if self.schedule.rules.forwards_first:
             return self._weighted_s(0.0, [m - 1] * p)
         least = self._weighted_s(-1.0, [m - 1] * p)
@@ -222,6 +224,20 @@ class AlikeLayouts(AlikeMemory):
             times = unit_times(self.table, self.rows, place)
             found[place] = times.forward_s + times.backward_s
         return [found[place] for place in self._places]
+
+    @property
+    def _busiest_s(self) -> Array:
+        """What the busiest rank works over unlike devices, of which each may hold several stages, or halves apart.
+
+        For weights l_r that sum to 1, T >= sum_r l_r m w_r, and wherever a unit lies, it adds at least the least of
+        m l_r times its seconds on rank r: near its best where l_r times the whole model's seconds is alike for all.
+        Example: the units take 1 s on rank 0 and 2 s on rank 1. The weights are 2/3 and 1/3, so each adds 4 * 2/3 s:
+        T >= 16 s, as long as four units on rank 0 work, and two on rank 1.
+        """
+        work = np.array(self._work_of_ranks)  # [ranks, layouts, kinds]
+        weights = 1 / (work @ self.counts)
+        weights /= weights.sum(axis=0)
+        return self.num_microbatches * ((weights[..., None] * work).min(axis=0) @ self.counts)
 
     def _weighted_s(self, e: float, d: list[Array]) -> Array:
         """A weighted mean of line (1), (2) or (3), from below over all cuts, and what sends take.
@@ -299,6 +315,8 @@ class AlikeLayouts(AlikeMemory):
         Example: four stages of one unit (1 s), two on each rank: rank 1 says T >= 1 + 4 * 2 = 9 s.
         """
         rules = self.schedule.rules
+        if self._key.groups:
+            return self._unlike_estimate_s
         if self._key.offloads_activations and rules.has_one_stage and self.pp > 1:
             # Rank for rank as the mean: with the buffers that the bound, in which some ranks need none, leaves out.
             rounds = (self.num_microbatches + self.pp - 1) / self.pp
@@ -318,6 +336,16 @@ class AlikeLayouts(AlikeMemory):
             whole = self.times.forward_s @ below.T + hops + m * (work @ ranks.T)
             even = np.maximum(whole, sent @ below.T + 2 * hops + m * (sent @ ranks.T)).max(axis=1)
         return even + self.once_s
+
+    @property
+    def _unlike_estimate_s(self) -> Array:
+        """Over unlike devices: as bounded, with what must be recomputed, and the time in which the pipeline fills."""
+        rules, m, v = self.schedule.rules, self.num_microbatches, self.virtual_stages
+        slower = 1 + self.made_up_s / (self.work_s @ self.counts)
+        if rules.has_one_stage or rules.overlaps_steps:
+            return self._unlike_s() * slower + self.once_s
+        waits = (1 / 3 if rules.splits_backward else 1) * (self.pp - 1)  # about a third of a pass is forward
+        return self._busiest_s * slower * (1 + waits / (v * m)) + self.once_s
 
     def _rounds_s(self, total: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.

@@ -23,7 +23,7 @@ from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.bounds import AlikeLayouts
-from planner.solver.flying import flying_by_stage
+from planner.solver.flying import Counted, flying_by_stage
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
@@ -53,8 +53,11 @@ class CloserBounds:
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
-        """Whether more is known of it than ``bounds`` says: not without a pipeline, nor of one over unlike devices."""
-        return layout.mesh.pp > 1 and not layout.groups
+        """Whether more is known of it than ``bounds`` says: not without a pipeline.
+
+        Of one over unlike devices only whether its ranks may fit, where they hold several stages.
+        """
+        return layout.mesh.pp > 1 and not (layout.groups and layout.schedule.rules.has_one_stage)
 
     def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
         """Seconds that no cut of each layout undercuts.
@@ -66,7 +69,7 @@ class CloserBounds:
         passes = self._of_table.passes(rows)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
-            if key.pp == 1 or key.groups:
+            if key.pp == 1 or (key.groups and key.schedule.rules.has_one_stage):
                 continue
             members = np.flatnonzero(alike == place)
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
@@ -75,7 +78,7 @@ class CloserBounds:
                 alike_part = AlikeLayouts(self._of_table, key, listed.take(part), rows.take(part), passes.take(part))
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
-                if not key.schedule.rules.has_one_stage:
+                if not (key.schedule.rules.has_one_stage or key.groups):
                     found.path_s[part] = group.path_s(loads_s < enough_s)
         return found
 
@@ -131,6 +134,9 @@ class _Pipelines:
         if self._block is None or self._of.schedule.rules.overlaps_steps:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
+        if self._of.is_over_groups:  # what ranks recompute, and all else, they do on devices of their own
+            fits = np.where(np.isfinite(extra_s), 0.0, np.inf)
+            return np.where(self._dealt(fewest, fits, np.zeros(num_layouts)) >= num_blocks, 0.0, np.inf)
         costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
         candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
         low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
@@ -211,7 +217,7 @@ class _Pipelines:
             least_s = float((self._of.num_microbatches * self._of.work_s[:, self._block or 0]).min())
             most = num_blocks if self._block is None else min(num_blocks, self._enough_s / least_s)
             return StageSizes(0, max(1, int(most)))
-        return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages)
+        return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages, are_alike=not self._of.is_over_groups)
 
     @cached_property
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:
@@ -289,7 +295,7 @@ class _Pipelines:
 
         def peak(key: NumMicroBatches) -> Array:
             m = schedule.rules.shortened_to_peak(p, key.num_microbatches, MOST_ROUNDS)
-            return flying_by_stage(schedule, p, v, m, self._of.is_at_lowest(key))
+            return flying_by_stage(Counted(schedule, p, v, m, self._of.is_at_lowest(key)))
 
         return self._of.layouts.each(NumMicroBatches, peak)
 
@@ -325,7 +331,7 @@ class _Pipelines:
         few = np.ones(p)
         few[-1] = self._sizes.most
         at_work = np.where(numbers > few[:, None], more_bytes[..., None], few_bytes[..., None])
-        return self._of.table.cluster.devices[0].memory_bytes - taken[:, :, None] - at_work
+        return self._of.memory_of_ranks[:, None] - taken[:, :, None] - at_work
 
     @cached_property
     def _held_ends(self) -> list[tuple[int, ...]]:

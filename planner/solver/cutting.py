@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.evaluation.cuts import are_allowed, balanced_starts, even_starts, is_allowed
+from planner.evaluation.cuts import are_allowed, balanced_starts, even_starts, is_allowed, shared_starts
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.evaluation.many_cuts import ManyCuts
@@ -116,17 +116,26 @@ class Pricer:
         return None
 
     def first_cuts(self) -> list[tuple[int, ...]]:
-        """Cuts that are nearly even: in blocks, and in time."""
+        """Cuts that are nearly even: in blocks, in time, and over unlike devices in the time of each rank's own."""
         evaluator = self.evaluator
-        units, times = evaluator.table.units, evaluator.unit_times_of(0)
-        work = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
+        units, layout = evaluator.table.units, evaluator.layout
+        work = self._work_of(0)
         even = (
             even_starts(units.is_block, evaluator.num_stages) if evaluator.num_stages <= sum(units.is_block) else None
         )
         found = [even, balanced_starts(work, evaluator.num_stages)]
-        several = not self.evaluator.layout.schedule.rules.has_one_stage
+        if layout.groups:
+            ranks = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(evaluator.num_stages)]
+            found.append(shared_starts(work, [1 / sum(self._work_of(rank)) for rank in ranks]))
         cuts = [starts for starts in dict.fromkeys(found) if starts is not None]
-        return [starts for starts in cuts if not several or is_allowed(starts, units.is_block)]
+        if layout.schedule.rules.has_one_stage:
+            return cuts
+        return [starts for starts in cuts if is_allowed(starts, units.is_block, are_alike=not layout.groups)]
+
+    def _work_of(self, rank: int) -> list[float]:
+        """Seconds of one micro-batch in every unit on the devices of a rank."""
+        times = self.evaluator.unit_times_of(rank)
+        return [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
 
 
 def probe(pricer: Pricer, solver: StageSolver) -> Evaluated | None:
@@ -174,9 +183,10 @@ def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
     enough_s = np.inf if cutoff_s is None else cutoff_s
     if best is None or best.step_time_s > enough_s * (1 + WORTH_IMPROVING):
         return best
-    ranks, units = pricer.evaluator.layout.mesh.pp, pricer.evaluator.table.units
+    layout, units = pricer.evaluator.layout, pricer.evaluator.table.units
     for _ in range(MOST_ROUNDS):
-        cuts = _neighbours(best.starts, ranks, units)
+        cuts = _neighbours(best.starts, layout.mesh.pp, units)
+        cuts = cuts[are_allowed(cuts, units.is_block, are_alike=not layout.groups)]
         better = _first_faster(pricer, pricer.worth_a_look(best.starts, cuts), best.step_time_s)
         if better is None and best.step_time_s < enough_s * (1 + WORTH_ALL):
             better = _first_faster(pricer, cuts, best.step_time_s)
@@ -213,5 +223,4 @@ def _neighbours(starts: Sequence[int], num_ranks: int, units: UnitRow) -> Positi
     first, last, way = first[leaves_some], last[leaves_some], way[leaves_some]
     stage = np.arange(len(starts))
     moves = (stage >= first[:, None]) & (stage < last[:, None])
-    moved = np.array(starts) + moves * way[:, None]
-    return moved[are_allowed(moved, units.is_block)]
+    return np.array(starts) + moves * way[:, None]

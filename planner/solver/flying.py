@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,47 +13,50 @@ from planner.layout.columns import Array
 from planner.table.facts import UnitRow
 
 
-@lru_cache(maxsize=1024)
-def flying_by_stage(
-    schedule: ScheduleName, num_ranks: int, virtual_stages: int, num_microbatches: int, is_lowest: bool
-) -> Array:
-    """Micro-batches in flight, and waiting for gradients of weights, in each stage; [2, stages].
+class Counted(NamedTuple):
+    """A pipeline, and the moment at which what its ranks hold is counted.
 
-    At its rank's peak, or before the first backward pass through its rank's lowest stage, where ``is_lowest``.
+    At each rank's peak, or before the first backward pass through its lowest stage, where ``is_lowest``.
     """
-    if is_lowest:
-        counts = schedule.rules.in_flight_at_lowest(num_ranks, virtual_stages, num_microbatches)
+
+    schedule: ScheduleName
+    num_ranks: int
+    virtual_stages: int
+    num_microbatches: int
+    is_lowest: bool
+
+
+@lru_cache(maxsize=1024)
+def flying_by_stage(of: Counted) -> Array:
+    """Micro-batches in flight, and waiting for gradients of weights, in each stage; [2, stages]."""
+    whole = of.num_ranks, of.virtual_stages, of.num_microbatches
+    if of.is_lowest:
+        counts = of.schedule.rules.in_flight_at_lowest(*whole)
         return np.array([counts, [0] * len(counts)], dtype=np.float64)
-    found = schedule.rules.in_flight_by_stage(num_ranks, virtual_stages, num_microbatches)
-    return np.array(found, dtype=np.float64)
+    return np.array(of.schedule.rules.in_flight_by_stage(*whole), dtype=np.float64)
 
 
 @lru_cache(maxsize=4096)
-def means_by_kind(
-    units: UnitRow,
-    schedule: ScheduleName,
-    num_ranks: int,
-    virtual_stages: int,
-    num_microbatches: int,
-    is_lowest: bool,
-) -> Array:
+def means_by_kind(units: UnitRow, of: Counted, *, are_alike: bool = True) -> Array:
     """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
     of weights at least, and waiting at most; and the least share that lies in the highest stages of ranks.
+
+    ``are_alike``: the devices of all ranks.
     """
-    flying, waits = flying_by_stage(schedule, num_ranks, virtual_stages, num_microbatches, is_lowest)
-    is_highest = np.arange(len(flying)) >= len(flying) - num_ranks
+    flying, waits = flying_by_stage(of)
+    is_highest = np.arange(len(flying)) >= len(flying) - of.num_ranks
     each = flying, waits, is_highest.astype(np.float64)
-    flies, least, share = (_least_means(units, of_stage) for of_stage in each)
-    return np.array([flies, least, -_least_means(units, -waits), share])
+    flies, least, share = (_least_means(units, of_stage, are_alike) for of_stage in each)
+    return np.array([flies, least, -_least_means(units, -waits, are_alike), share])
 
 
-def _least_means(units: UnitRow, each: Array) -> Array:
+def _least_means(units: UnitRow, each: Array, are_alike: bool) -> Array:
     """For each kind the least mean of ``each``, a number for every stage, over the stages in which its units can lie.
 
     Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere, but for the first and the last.
     """
     num_blocks, num_stages = sum(units.is_block), len(each)
-    sizes = stage_sizes(num_blocks, num_stages)
+    sizes = stage_sizes(num_blocks, num_stages, are_alike=are_alike)
     found = np.full(len(units.counts), each.min())
     for end in (0, -1):
         if units.counts[units.kinds[end]] == 1:

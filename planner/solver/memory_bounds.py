@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from itertools import permutations
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -27,7 +26,8 @@ from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.flying import means_by_kind
+from planner.solver.flying import Counted, means_by_kind
+from planner.solver.least_extra import least_extra_s
 from planner.solver.of_table import OfTable, UnitPasses
 from planner.table.keys import SendKey
 
@@ -89,6 +89,16 @@ class AlikeMemory:
         memory = [table.cluster.devices[place].memory_bytes for place in self._places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
 
+    @property
+    def is_over_groups(self) -> bool:
+        """Whether each rank has devices of its own kind."""
+        return bool(self._key.groups)
+
+    @property
+    def memory_of_ranks(self) -> Array:
+        """What a plan may take of a device of each rank."""
+        return self._room * self.table.cluster.devices[0].memory_bytes
+
     def _parts_of(self, places: Positions) -> tuple[OfTable, AlikeKey, Columns[Layout], LayoutRows, UnitPasses]:
         """What some of the layouts are made of."""
         rows, passes = self.rows.take(places), self.times.take(places)
@@ -102,7 +112,7 @@ class AlikeMemory:
     @cached_property
     def _lines(self) -> Array:
         """Latency and seconds a byte between each two ranks."""
-        return self.table.send(SendKey(self._key.pp, self._key.groups))
+        return self.table.send(SendKey(self._key.pp, self._key.groups))[: self._key.pp - 1]
 
     @cached_property
     def _sent_bytes(self) -> Array:
@@ -174,7 +184,16 @@ class AlikeMemory:
         Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
         three units recompute the first way, 0.9 s.
         """
-        if len(self.modes) == 1 or self._key.groups:
+        return np.zeros(len(self.num_microbatches)) if self._key.groups else self._made_up_s
+
+    @cached_property
+    def made_up_s(self) -> Array:
+        """``_recomputed_s``, over groups on devices as the weakest: on faster ones that is no bound."""
+        return self._at_peak_too(self._made_up_s, lambda at_peak: at_peak._made_up_s)
+
+    @cached_property
+    def _made_up_s(self) -> Array:
+        if len(self.modes) == 1:
             return np.zeros(len(self.num_microbatches))
         if self._key.offloads_activations:
             return self.likely_s if self.pp == 1 else self._partly_on_host_s
@@ -184,7 +203,7 @@ class AlikeMemory:
             found = np.zeros(len(lacking))
             if len(short):
                 part = AlikeMemory(*self._parts_of(short), is_at_peak=self._is_at_peak)
-                found[short] = part._recomputed_then_s
+                found[short] = part._made_up_s
             return found
         saved, extra, lacking = self._savings
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -238,7 +257,7 @@ class AlikeMemory:
         for modes, buffers in mixes:
             needed = lacking + self._beside_all + buffers
             of_mix = np.array([saved[mode] for mode in modes])
-            least = _least_extra_s(of_mix, np.array([extra[mode] for mode in modes]), self.counts, needed)
+            least = least_extra_s(of_mix, np.array([extra[mode] for mode in modes]), self.counts, needed)
             found.append(np.where(needed > of_mix.max(axis=0) @ self.counts * (1 + 1e-9), np.inf, least))
         return np.min(found, axis=0)
 
@@ -258,7 +277,7 @@ class AlikeMemory:
         left = list(saved)
         for way, buffers in self.buffers.items():
             left[way] = np.maximum(0.0, saved[way] - (least_weight * buffers / most)[:, None])
-        return _least_extra_s(np.array(left), np.array(extra), self.counts, lacking + self._whole_bytes("least"))
+        return least_extra_s(np.array(left), np.array(extra), self.counts, lacking + self._whole_bytes("least"))
 
     @cached_property
     def buffers(self) -> dict[int, Array]:
@@ -329,16 +348,16 @@ class AlikeMemory:
         return weights, flying
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
-        """As ``_least`` with equal weights, where a rank holds several stages of nearly equal size."""
+        """As ``_least`` with equal weights, where a rank holds several stages; on like devices of nearly equal size."""
         flying, waits, most, highest = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
         static = static + highest * self.highest_bytes
-        return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self.pp  # they may hold less
+        return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self._room.sum()
 
     def _means(self, key: NumMicroBatches) -> Array:
         """``means_by_kind`` of the micro-batches that it takes to see the peak, [4, kinds]."""
         m = self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS)
-        is_lowest = self.is_at_lowest(key)
-        return means_by_kind(self.table.units, self.schedule, self.pp, self.virtual_stages, m, is_lowest)
+        counted = Counted(self.schedule, self.pp, self.virtual_stages, m, self.is_at_lowest(key))
+        return means_by_kind(self.table.units, counted, are_alike=not self._key.groups)
 
     @cached_property
     def at_peak(self) -> Self | None:
@@ -392,26 +411,6 @@ class AlikeMemory:
         """Gradients that each unit kind has then in its rank's highest stage alone."""
         each = self.table.state_bytes[self.rows.state][..., _GRADIENTS] * self._is_at_peak
         return np.einsum("lke,le->lk", by_kind(self.elements), each)
-
-
-def _least_extra_s(saved: Array, extra_s: Array, counts: Array, lacking: Array) -> Array:
-    """Seconds that units must take more so that they save the bytes that are ``lacking``, [layouts].
-
-    ``saved``, ``extra_s``: of one unit in each mode, [modes, layouts, kinds]. For any price of a byte, each unit costs
-    the least over its modes of its seconds less the price of what it saves, and what is lacking is paid: so much it
-    takes at least. Prices at which one mode becomes as good as another are tried.
-    Example: six units save 1 GiB for 0.3 s or 1.5 GiB for 0.9 s, and 3 GiB are lacking. At 0.3 s a GiB the modes cost 0
-    and 0.45 s, as nothing saved does: 0.9 s.
-    """
-    found = np.zeros(len(lacking))
-    for a, b in permutations(range(len(saved)), 2):
-        more = saved[b] - saved[a]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            prices = np.where((more > 0) & (extra_s[b] > extra_s[a]), (extra_s[b] - extra_s[a]) / more, 0.0)
-        for price in prices.T[prices.any(axis=0)]:  # of each kind, [layouts]
-            cheapest = np.min(extra_s - price[:, None] * saved, axis=0)
-            found = np.maximum(found, cheapest @ counts + price * lacking)
-    return found
 
 
 def by_kind(elements: Array) -> Array:

@@ -30,6 +30,7 @@ from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, unlike
+from planner.solver.smallest import smallest
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -110,16 +111,15 @@ def search(
     best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
     rough_s = rough_bound_s(table, listed)
-    least_s = float(rough_s.min(initial=np.inf))
     try:
         _probe_likely(table, listed, rough_s, solver, best, deadline)
         if best.time_s is not None:  # others need no closer look
             listed = listed.take(rough_s < best.time_s * (1 + NEAR))
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
     except OutOfTimeError:
-        if best.best is None:
-            raise
-        return Outcome(best.best, best.ranking(), least_s, False, False, len(layouts), 0, (), None)
+        if best.best is not None:
+            return Outcome(best.best, best.ranking(), float(rough_s.min()), False, False, len(layouts), 0, (), None)
+        raise
     order, interrupted = _in_order(table, listed, lower), False
     walk = _Walk(table, listed, lower, solver, best)
 
@@ -151,7 +151,7 @@ def search(
         interrupted=interrupted,
         num_candidates=len(layouts),
         num_visited=walk.num_visited,
-        closest=None if best.best or not len(listed) else listed[int(np.argmin(_scarcity(table, lower)))],
+        closest=None if best.best else smallest(table, listed, _scarcity(table, lower)),
     )
 
 

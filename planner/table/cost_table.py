@@ -69,7 +69,7 @@ class CostTable:
         return _rows(self._state_places, keys)
 
     def send(self, key: SendKey) -> Array:
-        """Latency and seconds per byte over every border between pipeline ranks."""
+        """Latency and seconds per byte from every pipeline rank to the next, over groups also from the last back."""
         return self.sends[self._send_places[key]]
 
     @cached_property

@@ -76,12 +76,6 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     mesh = plan.mesh
     if mesh.shape().etp is not None and not plan.placements.sequence_parallel:
         found.append(f"mesh.etp: {mesh.etp} beside tp {mesh.tp} needs placements.sequence_parallel")
-    over_groups = {stage.device_group for stage in plan.pipeline.stages} - {None}
-    if over_groups and plan.pipeline.virtual_stages > 1:
-        found.append(
-            f"pipeline.virtual_stages: {plan.pipeline.virtual_stages} stages a rank are not laid over groups of unlike "
-            f"devices ({', '.join(sorted(map(str, over_groups)))}): one is, under 1F1B or GPipe"
-        )
     if plan.cp_method is ContextMethod.ALL_TO_ALL and mesh.cp > 1 and num_heads(graph) % (mesh.tp * mesh.cp):
         found.append(
             f"cp_method: {plan.cp_method} needs heads for every rank, but tp {mesh.tp} * cp {mesh.cp} does not divide "

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -14,19 +15,22 @@ from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, price_plan
-from planner.errors import HardwareError, PlanError
+from planner.errors import HardwareError
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.layout_units import device_places
-from planner.layout.layout import Pins
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Pins
 from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
+from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut
 from planner.solver.glance import rough_bound_s
 from planner.solver.search import search
+from planner.table.keys import SendKey
 from tests.planning import NO_PINS, graph_of, training_of
 
 A100, H100 = "dgx-a100-80gb", "dgx-h100-80gb"
@@ -103,20 +107,36 @@ def test_the_search_is_never_worse_than_the_weakest_everywhere() -> None:
     assert best.step_time_s <= weakest.step_time_s * ROUNDING
 
 
-def test_estimate_knows_the_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "GPipe"])
+def test_every_schedule_is_laid_over_the_groups(name: str) -> None:
+    """The rank of a stage says on which group it lies; the faster group holds more blocks."""
+    plan = plan_on(MIXED, pins=Pins(pp=2, schedule=ScheduleName(name)))
+    groups = {stage.pp_rank: stage.device_group for stage in plan.pipeline.stages}
+    assert sorted(map(str, groups.values())) == [A100, H100]
+    assert all(stage.device_group == groups[stage.pp_rank] for stage in plan.pipeline.stages)
+    held = Counter(dict.fromkeys((A100, H100), 0))
+    for stage in plan.pipeline.stages:
+        held[str(stage.device_group)] += len(stage.modules)
+    assert held[H100] > held[A100]
+    assert price_plan(plan).plan.prediction == plan.prediction
+
+
+def test_a_micro_batch_comes_back_over_the_link_between_the_ends() -> None:
+    """Stages in turn: from the last rank to the first again, over the link between the last and the first group."""
+    problem = mixed_problem(f"{A100}:8,{H100}:8", pins=Pins(pp=4, schedule=ScheduleName.INTERLEAVED_1F1B))
+    choice = next(each for each in problem.space.layouts if each.groups and each.virtual_stages == 2)
+    within, between = problem.table.send(SendKey(4, choice.groups))[[0, 1], 0]
+    first, second = Evaluator(problem.table, choice).send_s[:4], Evaluator(problem.table, choice).send_s[4:]
+    assert between > within
+    assert first[3] == first[1] > first[0]
+    assert second == first[:3]
+
+
+def test_estimate_knows_the_groups() -> None:
     plan = plan_on(MIXED)
     again = price_plan(plan).plan
     assert again.prediction == plan.prediction
     assert again.pipeline == plan.pipeline
-    halves = tuple(
-        stage.model_copy(update={"index": index, "modules": modules})
-        for half in range(2)
-        for index, stage in enumerate(plan.pipeline.stages, half * len(plan.pipeline.stages))
-        for modules in [stage.modules[:1] if half == 0 else stage.modules[1:]]
-    )
-    several = {"schedule": ScheduleName.INTERLEAVED_1F1B, "virtual_stages": 2, "stages": halves}
-    with pytest.raises(PlanError, match="2 stages a rank are not laid over groups"):
-        price_plan(plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update=several)}))
     alike = price_plan(plan, hardware=A100)
     assert any("as if all devices were alike" in note for note in alike.notes)
     assert plan.prediction is not None
@@ -141,7 +161,7 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
     best_s = float("inf")
     for choice in (c for c in problem.space.layouts if c.groups):
         point = Evaluator(problem.table, choice)
-        for cut in combinations(range(1, num_units), choice.mesh.pp - 1):
+        for cut in combinations(range(1, num_units), point.num_stages - 1):
             priced = point.evaluate((0, *cut))
             if priced.fits:
                 best_s = min(best_s, priced.step_time_s)
@@ -156,12 +176,17 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
 def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: str) -> None:
     problem = mixed_problem(hardware)
     choices = [choice for choice in problem.space.layouts if choice.groups]
+    assert {choice.schedule.rules.has_one_stage for choice in choices} == {True, False}
     lower = bounds(problem.table, choices)
     smallest = problem.table.cluster.devices[0].memory_bytes
-    for index in random.Random(0).sample(range(len(choices)), 10):
+    rng, closely = random.Random(0), CloserBounds(problem.table)
+    for index in rng.sample(range(len(choices)), 40):
         point = Evaluator(problem.table, choices[index])
         cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None, 0.0).best
-        for starts in {point.even_starts(), point.even_starts() if cut is None else cut.starts}:
+        if cut is not None:
+            assert closely.of(Columns.of(Layout, choices[index : index + 1])).most_s[0] <= cut.step_time_s * ROUNDING
+        drawn = sorted(rng.sample(range(1, len(problem.table.units.kinds)), point.num_stages - 1))
+        for starts in {point.even_starts(), (0, *drawn), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
             filled = max(
                 ledger.total_bytes / room for ledger, room in zip(priced.ledgers, priced.capacity_bytes, strict=True)
@@ -233,5 +258,5 @@ def test_ranks_lie_in_whole_groups() -> None:
             names = [cluster.devices[place].name for place in device_places(problem.table, choice)]
             assert len(names) == choice.mesh.pp
             assert names.count(H100) == 3 * names.count(A100)
-            assert len(Evaluator(problem.table, choice).send_s) == choice.mesh.pp - 1
+            assert len(Evaluator(problem.table, choice).send_s) == choice.mesh.pp * choice.virtual_stages - 1
             assert replace(choice.mesh, pp=1).world_size == 32 // choice.mesh.pp

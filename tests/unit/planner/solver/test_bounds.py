@@ -23,7 +23,7 @@ from planner.problems import StageProblem, pipeline_bound_s
 from planner.solver.bounds import AlikeLayouts, bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
-from planner.solver.flying import flying_by_stage
+from planner.solver.flying import Counted, flying_by_stage
 from planner.solver.glance import pipeline_coefficient, rough_bound_s
 from planner.solver.memory_bounds import AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
@@ -98,7 +98,9 @@ def test_no_rank_holds_less_than_its_bound_at_either_moment(model: str, num_devi
             NumMicroBatches(of.num_microbatches[0]),
         )
         for at_moment in [of, *([] if of.at_peak is None else [of.at_peak])]:
-            flying, _ = flying_by_stage(key.schedule, key.pp, key.virtual_stages, *m, at_moment.is_at_lowest(m))
+            flying, _ = flying_by_stage(
+                Counted(key.schedule, key.pp, key.virtual_stages, *m, at_moment.is_at_lowest(m))
+            )
             static, passing = at_moment.static_bytes[0], PassingBytes(at_moment, held)
             of_highest = at_moment.highest_bytes[0]
             for starts in Pricer(table, layout).first_cuts():
