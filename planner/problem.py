@@ -28,6 +28,7 @@ from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
+from planner.solver.in_turn import in_turn
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, Wanted, probes, search
@@ -159,8 +160,12 @@ class Problem:
 
         ``known``: a layout of it that fits.
         """
-        wanted = Wanted(cutoff_s, known=known)
-        return search(self.table, self.space.layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
+
+        def of(layouts: Columns[Layout], best: Evaluated | None) -> Outcome:
+            wanted = Wanted(cutoff_s, known=best)
+            return search(self.table, layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
+
+        return in_turn(self.table, self.space.layouts, of, known)
 
     def worthwhile_counts(self) -> tuple[int, ...]:
         """Smaller numbers of devices that may train faster, descending; none where devices differ."""
