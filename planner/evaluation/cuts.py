@@ -47,13 +47,6 @@ def weighted_starts(weights: Sequence[float], num_stages: int, head_weight: floa
     return (*starts, *[len(weights)] * (num_stages - len(starts)))
 
 
-class StageSizes(NamedTuple):
-    """How many blocks a stage may hold where ranks hold several stages."""
-
-    least: int  # of all but the first and the last stage, which may hold none
-    most: int
-
-
 def shared_starts(work_s: Sequence[float], shares: Sequence[float]) -> tuple[int, ...] | None:
     """First units of stages that each take about their share of the work; None where there are fewer units than stages.
 
@@ -67,6 +60,13 @@ def shared_starts(work_s: Sequence[float], shares: Sequence[float]) -> tuple[int
     starts, stages = np.concatenate([[0], np.searchsorted(middles, ends[:-1])]), np.arange(num_stages)
     starts = np.maximum.accumulate(starts - stages) + stages  # each stage finds a unit, and so do all behind it
     return tuple(np.minimum(starts, num_units - num_stages + stages).tolist())
+
+
+class StageSizes(NamedTuple):
+    """How many blocks a stage may hold where ranks hold several stages."""
+
+    least: int  # of all but the first and the last stage, which may hold none
+    most: int
 
 
 def stage_sizes(num_blocks: int, num_stages: int, *, are_alike: bool = True) -> StageSizes:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.pipeline_paths import coefficients
+from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
@@ -57,7 +58,7 @@ class CloserBounds:
 
         Of one over unlike devices only whether its ranks may fit, where they hold several stages.
         """
-        return layout.mesh.pp > 1 and not (layout.groups and layout.schedule.rules.has_one_stage)
+        return _knows_more(layout.mesh.pp, layout.groups, layout.schedule)
 
     def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
         """Seconds that no cut of each layout undercuts.
@@ -69,7 +70,7 @@ class CloserBounds:
         passes = self._of_table.passes(rows)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
-            if key.pp == 1 or (key.groups and key.schedule.rules.has_one_stage):
+            if not _knows_more(key.pp, key.groups, key.schedule):
                 continue
             members = np.flatnonzero(alike == place)
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
@@ -81,6 +82,10 @@ class CloserBounds:
                 if not (key.schedule.rules.has_one_stage or key.groups):
                     found.path_s[part] = group.path_s(loads_s < enough_s)
         return found
+
+
+def _knows_more(pp: int, groups: tuple[str, ...], schedule: ScheduleName) -> bool:
+    return pp > 1 and not (groups and schedule.rules.has_one_stage)
 
 
 class _End(NamedTuple):

@@ -177,13 +177,7 @@ class AlikeMemory:
 
     @cached_property
     def _recomputed_then_s(self) -> Array:
-        """The same so that the mean of ``_least`` stays in memory.
-
-        Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
-        cannot be parted take no less.
-        Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
-        three units recompute the first way, 0.9 s.
-        """
+        """``_made_up_s``; nothing over groups, whose devices may be faster than those that it is counted on."""
         return np.zeros(len(self.num_microbatches)) if self._key.groups else self._made_up_s
 
     @cached_property
@@ -193,6 +187,13 @@ class AlikeMemory:
 
     @cached_property
     def _made_up_s(self) -> Array:
+        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
+
+        Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
+        cannot be parted take no less.
+        Example: six units of 1 s whose mean is 12 GiB where 9 fit. A unit saves 1 GiB for 0.3 s, or 1.5 GiB for 0.9 s:
+        three units recompute the first way, 0.9 s.
+        """
         if len(self.modes) == 1:
             return np.zeros(len(self.num_microbatches))
         if self._key.offloads_activations:
