@@ -44,7 +44,8 @@ from planner.request import Request
 from planner.solver.search import search
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = 5  # measured of each plan, behind two to warm up; the median counts
+STEPS = 3  # measured of each plan in one round, behind two to warm up
+ROUNDS = 3  # all plans in turn, so many times: a machine that is slower for a minute is slower for all of them
 TIMEOUT_S = 300.0  # that a rank waits for another
 SEARCH_S = 60.0
 NEAR = 0.01  # of two plans measured nearer to each other none is the faster one
@@ -66,7 +67,7 @@ class Row:
 
     kind: str  # best, runner-up or random
     plan: Plan
-    measured_s: float = 0.0
+    measured_s: float = 0.0  # median of the rounds' medians
     calibrated_s: float | None = None  # predicted by the calibrated profile; None: it calibrates
 
     @property
@@ -77,11 +78,11 @@ class Row:
 
 
 def run_rank(task: Path, out: Path) -> None:
-    """One rank of the cluster: every plan of ``task`` in turn."""
+    """One rank of the cluster: every plan of ``task`` in turn, ``ROUNDS`` times."""
     torch.set_num_threads(1)
     options = RunOptions(steps=STEPS, seed=0, timeout_s=TIMEOUT_S, data=DataOptions())
     with quiet_torch(), process_group(TIMEOUT_S) as device:
-        for each in json.loads(task.read_text()):
+        for each in json.loads(task.read_text()) * ROUNDS:
             found = measured(Plan.model_validate(each), options, device)
             if os.environ["RANK"] == "0":
                 with out.open("a") as file:
@@ -143,8 +144,8 @@ def page(rows: Sequence[Row], options: argparse.Namespace) -> str:
         f"`python -m benchmarks.measured_plans --hosts {options.hosts} --processes {options.processes} "
         f"--link-mbit {options.link_mbit:g} --seed {options.seed}`, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores. A GPT of {SIZES['layers']} blocks of width "
-        f"{SIZES['hidden']}, {GLOBAL_BATCH_SIZE} sequences of {SIZES['seq_len']} tokens in float32; medians of {STEPS} "
-        "steps.",
+        f"{SIZES['hidden']}, {GLOBAL_BATCH_SIZE} sequences of {SIZES['seq_len']} tokens in float32; medians of {ROUNDS} "
+        f"rounds of {STEPS} steps, all plans in each round.",
         "",
         "| figure | value |",
         "|---|---|",
@@ -212,8 +213,10 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         task.write_text(json.dumps([row.plan.model_dump(mode="json") for row in rows]))
         program = ["--module", "benchmarks.measured_plans", "--rank", str(task), str(out)]
         cluster.torchrun(options.processes, program, timeout_s=3000.0)
-    for row, line in zip(rows, out.read_text().splitlines(), strict=True):
-        row.measured_s = json.loads(line)["step_time_s"]
+    times = [json.loads(line)["step_time_s"] for line in out.read_text().splitlines()]
+    assert len(times) == len(rows) * ROUNDS, times
+    for index, row in enumerate(rows):
+        row.measured_s = median(times[index :: len(rows)])
     calibrate(rows, folder, profile)
     return rows
 
