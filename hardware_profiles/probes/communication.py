@@ -46,7 +46,7 @@ class Effort:
 
 
 FULL = Effort(pair_message_s=0.05, longest_call_s=0.2, size_factor=2, num_samples=11, num_slow_samples=4)
-QUICK = Effort(pair_message_s=0.02, longest_call_s=0.1, size_factor=4, num_samples=3, num_slow_samples=1)
+QUICK = Effort(pair_message_s=0.02, longest_call_s=0.1, size_factor=4, num_samples=5, num_slow_samples=4)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hardware_profiles.probes.compute import time_attention, time_gemms
 from hardware_profiles.probes.detect import detect
 from hardware_profiles.probes.hosts import host_facts, shaper_rate_bytes_per_s
 from hardware_profiles.probes.issuing import time_issuing
+from hardware_profiles.probes.measurement import CollectiveTiming
 from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
 from hardware_profiles.probes.timing import CoreShare, seconds_per_call, seconds_per_cold_call
@@ -168,3 +169,17 @@ def test_a_host_that_takes_longer_for_each_kernel_is_read_as_such():
         delayed = statistics.median(time_issuing(CPU))
     assert 0 < usual < 1e-3
     assert delayed - usual == pytest.approx(1e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("samples_s", "mean_s"),
+    [
+        ((1.0, 2.0, 1.0, 2.0, 1.0, 2.0), 1.5),  # one direction after the other, every second time
+        ((1.0, 9.0, 1.0, 1.0), 1.0),  # one disturbance
+        ((1.0, 2.0), 1.5),
+        ((3.0,), 3.0),
+    ],
+)
+def test_a_collective_takes_what_many_take_on_average(samples_s: tuple[float, ...], mean_s: float):
+    timing = CollectiveTiming(kind="all_to_all", num_ranks=2, stride=1, num_bytes=2**20, samples_s=samples_s)
+    assert timing.time_s == pytest.approx(mean_s)
