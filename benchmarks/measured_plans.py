@@ -144,8 +144,8 @@ def page(rows: Sequence[Row], options: argparse.Namespace) -> str:
         f"`python -m benchmarks.measured_plans --hosts {options.hosts} --processes {options.processes} "
         f"--link-mbit {options.link_mbit:g} --seed {options.seed}`, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores. A GPT of {SIZES['layers']} blocks of width "
-        f"{SIZES['hidden']}, {GLOBAL_BATCH_SIZE} sequences of {SIZES['seq_len']} tokens in float32; medians of {ROUNDS} "
-        f"rounds of {STEPS} steps, all plans in each round.",
+        f"{SIZES['hidden']}, {GLOBAL_BATCH_SIZE} sequences of {SIZES['seq_len']} tokens in float32; medians of "
+        f"{ROUNDS} rounds of {STEPS} steps, all plans in each round.",
         "",
         "| figure | value |",
         "|---|---|",
