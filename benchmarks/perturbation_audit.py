@@ -63,18 +63,21 @@ def judged(index: int, seed: int, graphs: Graphs, *, is_small: bool) -> Record:
     if reason:
         record["reason"] = reason
     if verdict is not None:
-        record.update(_described(verdict))
+        record.update(_described(verdict, graphs.folder))
     return {**record, "cpu_s": round(time.process_time() - began, 2)}
 
 
-def _described(verdict: Verdict) -> Record:
+def _described(verdict: Verdict, folder: Path) -> Record:
+    """``folder``: what reasons leave out of the files that they name, as it is another one each time."""
     return {
         "step_time_s": verdict.plan_s,
         "bound_s": verdict.bound_s,
         "agrees_with_estimate": verdict.agrees,
         "edits": dict(verdict.num_edits),
         "refused": dict(verdict.num_refused),
-        "refused_because": dict(verdict.reasons.most_common(5)),
+        "refused_because": {
+            reason.replace(f"{folder}/", ""): number for reason, number in verdict.reasons.most_common(5)
+        },
         "num_refutations": len(verdict.refutations),
         "gain": verdict.best_gain,
         "improvement": verdict.improvement,

@@ -16,12 +16,12 @@ class Graphs:
     """Graphs in a folder, by what was traced."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._read: dict[Path, ModelGraph] = {}
 
     def preset(self, name: str, seq_len: int | None, precision: Precision) -> Path:
         """The graph.json of a preset."""
-        path = self._folder / f"{name}-{seq_len or 'own'}-{precision.value}.json"
+        path = self.folder / f"{name}-{seq_len or 'own'}-{precision.value}.json"
         if not path.exists():
             write_graph(load_graph(name, seq_len, precision), path)
         return path
@@ -30,7 +30,7 @@ class Graphs:
         """The graph.json of a model of our own family builder."""
         from planner.graph.tracer import trace_model, traced_dtype
 
-        path = self._folder / f"{shape.name}-{precision.value}.json"
+        path = self.folder / f"{shape.name}-{precision.value}.json"
         if not path.exists():
             loaded = family_model(ModelSource(shape.name, ModelKind.PRESET), shape.config)
             write_graph(trace_model(loaded, TRACED_BATCH_SIZE, shape.seq_len, traced_dtype(precision)), path)

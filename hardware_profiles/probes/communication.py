@@ -28,6 +28,7 @@ HOSTS_ONE_PAIR_AT_A_TIME = 8
 _PAIR_BYTES = (2**18, 2**28)  # sizes of messages, from the first tried to the largest
 _NUM_LATENCY_SAMPLES, _NUM_PAIR_SAMPLES = 20, 5
 _BATCH_S, _MAX_CALLS = 0.02, 20
+_NUM_SLOW_SAMPLES = 4  # of calls that take more than half a batch
 # Products that an all-reduce runs beside take so many times as long as it does: all of it can hide.
 _COMPUTE_OVER_COMMUNICATION = 1.5
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
@@ -42,11 +43,10 @@ class Effort:
     longest_call_s: float  # sizes grow until one call takes this long
     size_factor: int  # between one size and the next
     num_samples: int
-    num_slow_samples: int  # of calls so long that few suffice
 
 
-FULL = Effort(pair_message_s=0.05, longest_call_s=0.2, size_factor=2, num_samples=11, num_slow_samples=4)
-QUICK = Effort(pair_message_s=0.02, longest_call_s=0.1, size_factor=4, num_samples=5, num_slow_samples=4)
+FULL = Effort(pair_message_s=0.05, longest_call_s=0.2, size_factor=2, num_samples=11)
+QUICK = Effort(pair_message_s=0.02, longest_call_s=0.1, size_factor=4, num_samples=5)
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _sweep(kind: CollectiveName, group: _Group, device: torch.device, effort: Ef
         num_bytes *= effort.size_factor
     for index in range(effort.num_samples):
         for size, calls in num_calls.items():
-            if calls > 1 or index < effort.num_slow_samples:
+            if calls > 1 or index < _NUM_SLOW_SAMPLES:
                 call, _ = _collective(kind, group, size)
                 samples[size].append(_batch_s(call, device, calls))
     return samples
