@@ -5,7 +5,10 @@
     F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
     I(s, i) needs and is needed as B is;  W(s, i) needs I(s, i) alone, which its rank has run before
 
-Where sends block, a rank begins its next action only when what it sends has arrived.
+Where sends block, a rank begins its next action only when what it sends has arrived. On demand nothing arrives while
+the receiver works:
+
+    start(action) = max(end of the rank's previous action, end of the producer) + send_s of the producer
 
 A discrete-event simulation of a static list schedule; each action is visited once. Closed forms it meets with equal
 stages and free sends (Narayanan et al. 2021): (m + p - 1)·(f + b) for GPipe and 1F1B, and a bubble shorter by the
@@ -24,7 +27,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionLists
+from costmodels.vocabulary.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    ActionLists,
+    Transfer,
+)
 
 Positions = NDArray[np.intp]
 ActionSeconds = tuple[tuple[float, ...], ...]  # laid out as the schedule is
@@ -99,29 +110,30 @@ def simulate(
     send_s: float | Sequence[float],
     split_s: tuple[Sequence[float], Sequence[float]] | None = None,
     *,
-    sends_block: bool = False,
+    transfer: Transfer = Transfer.AHEAD,
 ) -> Timeline:
     """Runs ``schedule`` with the given seconds of each stage and of one send between ranks.
 
     ``forward_s`` and ``backward_s`` are indexed by stage, and so are the two of ``split_s``: input and weight
     gradient where the schedule runs them apart. ``send_s[k]`` is from stage k to the next and back, one number all of
-    them; ``sends_block``: the sender waits for its end. ValueError if the lists do not fit together or if the order of
-    actions can never complete (deadlock; the message names the actions that wait).
+    them. ValueError if the lists do not fit together or if the order of actions can never complete (deadlock; the
+    message names the actions that wait).
     """
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
     return simulate_actions(
-        schedule, seconds_of_actions(schedule, forward_s, backward_s, split_s), sends, sends_block=sends_block
+        schedule, seconds_of_actions(schedule, forward_s, backward_s, split_s), sends, transfer=transfer
     )
 
 
 def simulate_actions(
-    schedule: ActionLists, seconds: ActionSeconds, send_s: Sequence[float], *, sends_block: bool = False
+    schedule: ActionLists, seconds: ActionSeconds, send_s: Sequence[float], *, transfer: Transfer = Transfer.AHEAD
 ) -> Timeline:
     """As ``simulate``, with the seconds of every action by itself: what runs beside another may take less."""
     problem, sends = _number(schedule, seconds, len(send_s) + 1), send_s
     over_borders_s = ways_s(problem.rank_of_stage, sends)
     producers, way_to = problem.producers, _way_to(problem, over_borders_s)
-    held_s = _held_s(problem, over_borders_s) if sends_block else [0.0] * problem.num_keys
+    held_s = _held_s(problem, over_borders_s) if transfer is Transfer.BLOCKING else [0.0] * problem.num_keys
+    on_demand = transfer is Transfer.ON_DEMAND
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting = [-1] * problem.num_keys  # rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
@@ -142,9 +154,8 @@ def simulate_actions(
                 if arrived < 0:
                     waiting[producer] = rank
                     break
-                arrived += way_to[key]
-                if arrived > now:
-                    start = arrived
+                way_s = way_to[key]
+                start = max(now, arrived) + way_s if on_demand else max(now, arrived + way_s)
             end = start + durations_s[position]
             rank_starts.append(start)
             rank_ends.append(end)

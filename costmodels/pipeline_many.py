@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.pipeline import Numbered, SameSchedule, numbered, place_of_seconds, ways_s
-from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
 
 Array = NDArray[np.float64]
@@ -52,7 +52,7 @@ def simulate_many(
     seconds: Array,
     send_s: Sequence[float],
     *,
-    sends_block: bool = False,
+    transfer: Transfer = Transfer.AHEAD,
 ) -> Span:
     """As ``pipeline.simulate`` for every column of ``seconds``, [4 stages, sets].
 
@@ -64,10 +64,7 @@ def simulate_many(
     levels = _levels(same, num_stages)
     ways = np.array([*ways_s(numbered(same, num_stages).rank_of_stage, send_s), 0.0])
     each = max(1, MOST_NUMBERS // len(levels.seconds))
-    parts = [
-        _spans(levels, seconds[:, at : at + each], ways, sends_block=sends_block)
-        for at in range(0, seconds.shape[1], each)
-    ]
+    parts = [_spans(levels, seconds[:, at : at + each], ways, transfer) for at in range(0, seconds.shape[1], each)]
     return Span(*(np.concatenate([part[k] for part in parts]) for k in range(2)))
 
 
@@ -91,21 +88,25 @@ def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: 
     return found
 
 
-def _spans(levels: _Levels, seconds: Array, ways: Array, *, sends_block: bool) -> tuple[Array, Array]:
+def _spans(levels: _Levels, seconds: Array, ways: Array, transfer: Transfer) -> tuple[Array, Array]:
     end = np.zeros((len(levels.seconds) + 1, seconds.shape[1]))
     np.take(seconds, levels.seconds, axis=0, out=end[1:], mode="clip")  # until its turn comes, what an action takes
     free = end  # when the rank can go on after an action
-    if sends_block:
+    if transfer is Transfer.BLOCKING:
         free = np.zeros_like(end)
     way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
     start = 0
     for stop, producer, before in zip(levels.ends, levels.producer, levels.before, strict=True):
         begins = end.take(producer, axis=0)
-        begins += way_to[start:stop]
-        np.maximum(begins, free.take(before, axis=0), out=begins)
+        if transfer is Transfer.ON_DEMAND:
+            np.maximum(begins, free.take(before, axis=0), out=begins)
+            begins += way_to[start:stop]
+        else:
+            begins += way_to[start:stop]
+            np.maximum(begins, free.take(before, axis=0), out=begins)
         ends = end[start + 1 : stop + 1]
         ends += begins
-        if sends_block:
+        if transfer is Transfer.BLOCKING:
             np.add(ends, held[start:stop], out=free[start + 1 : stop + 1])
         start = stop
     began = end[levels.first] - seconds[levels.seconds[levels.first - 1]]

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from costmodels.memory_band import MemoryBand
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import Quantity
@@ -229,7 +230,9 @@ class Recipe(_Value):
     # Under a pipeline sharded parameters are gathered for every micro-batch. Otherwise a step gathers them once and
     # reduces gradients once: what ZeRO 2 and 3 are there is ZeRO 1.
     reshards_in_pipelines: bool = True
-    sends_block: bool = False  # a pipeline rank, its host too, goes on only when what it sends has arrived
+    # Of results between pipeline ranks; where they block, a rank's host waits too. What is on demand under schedules of
+    # one stage a rank and whole backward passes is ahead under all others.
+    transfers: Transfer = Transfer.AHEAD
     scatters_sends: bool = False  # each rank of tensor parallelism sends its part of what all of them hold
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     head_weight: Quantity | None = None  # of weighted stages: the head's parameters count so much; None: in full

@@ -42,7 +42,8 @@ class StageProblem:
     infinite where they do not fit. ``once_s[r, a, b]``: what rank r does at least with them once a
     step, after the last micro-batch. ``send_s[r]``: one activation from rank r to the next.
     ``windowed``: 1F1B, whose ranks alternate forward and backward; otherwise GPipe, all forwards
-    first.
+    first. ``receive_s[r]``: where results go on demand, what rank r stands and waits for them before
+    each forward and each backward pass, which is as if the passes took longer; ``send_s`` is 0 then.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -52,6 +53,7 @@ class StageProblem:
     num_microbatches: int
     send_s: tuple[float, ...]
     windowed: bool
+    receive_s: tuple[tuple[float, float], ...]
 
     @property
     def num_units(self) -> int:
@@ -93,9 +95,10 @@ def pipeline_bound_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     at the end with backwards (1F1B). GPipe waits for the suffix once, because all forwards precede
     all backwards.
     """
-    forward = rank_sums(problem.forward_s, starts)
+    forward, backward = rank_sums(problem.forward_s, starts), rank_sums(problem.backward_s, starts)
     extra, once = of_stages(problem.extra_s, starts), of_stages(problem.once_s, starts)
-    backward = tuple(b + e for b, e in zip(rank_sums(problem.backward_s, starts), extra, strict=True))
+    forward = tuple(f + first for f, (first, _) in zip(forward, problem.receive_s, strict=True))
+    backward = tuple(b + e + then for b, e, (_, then) in zip(backward, extra, problem.receive_s, strict=True))
     num_ranks, m, send = problem.num_ranks, problem.num_microbatches, problem.send_s
     bound = 0.0
     for rank in range(num_ranks):

@@ -36,6 +36,7 @@ def random_stages(seed: int) -> StageProblem:
     kinds = [_random_device(rng, num_units, alike=alike) for _ in range(rng.choice((1, 1, 2, 3)))]
     borders = sorted(rng.randint(1, num_ranks) for _ in kinds[1:])
     devices = [kinds[sum(border <= rank for border in borders)] for rank in range(num_ranks)]
+    on_demand, ways = rng.random() < 0.4, tuple(rng.choice((0.0, rng.uniform(0.0, 1.5))) for _ in range(num_ranks - 1))
     return StageProblem(
         forward_s=tuple(forward for forward, _ in devices),
         backward_s=tuple(backward for _, backward in devices),
@@ -44,8 +45,9 @@ def random_stages(seed: int) -> StageProblem:
             [[[rng.choice((0.0, 0.2 * (b - a))) for b in range(num_units + 1)] for a in range(num_units)]] * num_ranks
         ),
         num_microbatches=m,
-        send_s=tuple(rng.choice((0.0, rng.uniform(0.0, 1.5))) for _ in range(num_ranks - 1)),
+        send_s=(0.0,) * len(ways) if on_demand else ways,
         windowed=windowed,
+        receive_s=tuple(zip((0.0, *ways), (*ways, 0.0), strict=True)) if on_demand else ((0.0, 0.0),) * num_ranks,
     )
 
 

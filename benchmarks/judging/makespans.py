@@ -60,8 +60,7 @@ class Makespans:
         forward, backward, weight = stages.reshape(3, choice.num_stages, -1)
         seconds = np.concatenate([forward, backward, backward - weight, weight])
         schedule = rules.actions(choice.pp, choice.virtual_stages, num_microbatches)
-        blocks = self._evaluator.table.framework.sends_block
-        span = simulate_many(schedule, seconds, self._evaluator.send_s, sends_block=blocks)
+        span = simulate_many(schedule, seconds, self._evaluator.send_s, transfer=self._evaluator.transfer)
         found = span.longest_rank_s if rules.overlaps_steps else span.makespan_s
         return found.reshape(len(places), len(cuts))
 

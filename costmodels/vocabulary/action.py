@@ -6,6 +6,7 @@ which nobody waits for (Qi et al., "Zero bubble pipeline parallelism", 2024). Le
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -21,6 +22,14 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
+
+
+class Transfer(StrEnum):
+    """When what a rank has made goes to the rank that needs it."""
+
+    AHEAD = "ahead"  # once it is made: the receiver has asked for it
+    BLOCKING = "blocking"  # the same, and its maker goes on when it has arrived
+    ON_DEMAND = "on_demand"  # once it is made and the receiver has ended all before it, which then stands and waits
 
 
 ActionLists = tuple[tuple[Action, ...], ...]

@@ -16,7 +16,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s
 from costmodels.pipeline import Timeline
 from costmodels.pipeline_many import simulate_many, whole_s
-from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute, recompute_of
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term
@@ -124,6 +124,20 @@ class Evaluator(LayoutUnits):
         # From the last rank back to the first where ranks hold several stages in turn.
         return tuple([ways[min(a, b)] if abs(a - b) == 1 else ways[-1] for a, b in pairs])
 
+    @property
+    def transfer(self) -> Transfer:
+        """When activations and gradients go from stage to stage."""
+        return self.table.framework.transfer(self.layout.schedule)
+
+    def receives_s(self, sends: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """What each pipeline rank waits for inputs while nothing else runs, before a forward and a backward pass.
+
+        That is where results go on demand: the rest of a rank's waiting depends on the schedule. ``sends``: ``send_s``.
+        """
+        if self.transfer is not Transfer.ON_DEMAND:
+            return ((0.0, 0.0),) * self.layout.mesh.pp
+        return tuple(zip((0.0, *sends), (*sends, 0.0), strict=True))
+
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:
         """Simulates the schedule.
 
@@ -174,8 +188,7 @@ class Evaluator(LayoutUnits):
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:
         """The simulated schedule, action by action."""
-        blocks = self.table.framework.sends_block
-        return self._stage_times(starts).run(self._schedule(), self.send_s, sends_block=blocks)
+        return self._stage_times(starts).run(self._schedule(), self.send_s, self.transfer)
 
     def _schedule(self) -> ActionLists:
         """Without a pipeline the executor finishes each micro-batch at once, whatever the schedule is called."""
@@ -238,15 +251,15 @@ class Evaluator(LayoutUnits):
 
         def run(num_microbatches: int, _sets: Positions | None = None) -> Array:
             schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
-            blocks = self.table.framework.sends_block
             if times.exchanges:  # what is left of them differs from action to action
-                span = times.run(schedule, sends, sends_block=blocks)
+                span = times.run(schedule, sends, self.transfer)
             else:
-                span = simulate_many(schedule, times.of_actions, sends, sends_block=blocks)
+                span = simulate_many(schedule, times.of_actions, sends, transfer=self.transfer)
             return np.atleast_1d(span.longest_rank_s if rules.overlaps_steps else span.makespan_s)
 
         # With all exchanges hidden the busiest rank works no longer.
-        work_s = np.array([max(self._work_of_ranks(times))])
+        of_ranks = zip(self._work_of_ranks(times), self.receives_s(sends), strict=True)
+        work_s = np.array([max(work + sum(receives) for work, receives in of_ranks)])
         return float((run(m) if exact else whole_s(run, rules, pp, m, work_s))[0])
 
     def _work_of_ranks(self, times: StageTimes) -> list[float]:

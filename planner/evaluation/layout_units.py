@@ -16,7 +16,7 @@ import numpy as np
 
 from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
-from costmodels.vocabulary.action import ActionLists
+from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
 from costmodels.vocabulary.held_counts import FIRST, BackwardPass
 from costmodels.vocabulary.terms import PLACE, Element, Holding
@@ -53,17 +53,17 @@ class StageTimes(NamedTuple):
         forward, backward, weight = (np.array(each) for each in (self.forward_s, self.backward_s, self.weight_s))
         return np.concatenate([forward, backward, backward - weight, weight])[:, None]
 
-    def run(self, schedule: ActionLists, send_s: float | Sequence[float], *, sends_block: bool) -> Timeline:
+    def run(self, schedule: ActionLists, send_s: float | Sequence[float], transfer: Transfer) -> Timeline:
         """The schedule simulated."""
         input_s = tuple(b - w for b, w in zip(self.backward_s, self.weight_s, strict=True))
         split_s = input_s, self.weight_s
         if not self.exchanges:
-            return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, sends_block=sends_block)
+            return simulate(schedule, self.forward_s, self.backward_s, send_s, split_s, transfer=transfer)
         sends = [send_s] * (len(self.forward_s) - 1) if isinstance(send_s, float | int) else send_s
         hidden_s = seconds_of_actions(schedule, self.forward_s, self.backward_s, split_s)
         pairs = zip(hidden_s, unhidden_s(schedule, self.exchanges), strict=True)
         seconds = tuple(tuple(a + b for a, b in zip(*rank, strict=True)) for rank in pairs)
-        return simulate_actions(schedule, seconds, sends, sends_block=sends_block)
+        return simulate_actions(schedule, seconds, sends, transfer=transfer)
 
 
 class _Priced(NamedTuple):

@@ -85,7 +85,8 @@ class ManyCuts:
         seconds, work_s = self._seconds(priced), np.array([[rank.work_s for rank in each] for each in priced]).T
         passes = seconds.reshape(4, -1, len(priced))[: 1 if self._splits_backward else 2, : len(work_s)]
         left = np.flatnonzero(self._least_s(passes.sum(axis=0), work_s) + once < limit_s)
-        makespans_s = self._makespans_s(seconds[:, left], work_s[:, left].max(axis=0))
+        receives_s = np.sum(self._evaluator.receives_s(self._evaluator.send_s), axis=1)[:, None]
+        makespans_s = self._makespans_s(seconds[:, left], (work_s[:, left] + receives_s).max(axis=0))
         places = [ranks[each][0] for each in left.tolist()]
         found[places] = makespans_s + once[left]
         self.makespans_s.update(zip([cuts[place] for place in places], makespans_s.tolist(), strict=True))
@@ -212,7 +213,7 @@ class ManyCuts:
         return self._timed[key]
 
     def _makespans_s(self, seconds: Array, work_s: Array) -> Array:
-        """``work_s``: of the busiest rank under each cut, on one micro-batch."""
+        """``work_s``: of the busiest rank under each cut, on one micro-batch, with what it waits for inputs."""
         layout = self._evaluator.layout
         rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
         if p == 1 or not len(work_s):
@@ -220,8 +221,7 @@ class ManyCuts:
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
             schedule = rules.actions(p, layout.virtual_stages, num_microbatches)
-            blocks = self._evaluator.table.framework.sends_block
-            span = simulate_many(schedule, seconds[:, cuts], self._evaluator.send_s, sends_block=blocks)
+            span = simulate_many(schedule, seconds[:, cuts], self._evaluator.send_s, transfer=self._evaluator.transfer)
             return span.longest_rank_s if rules.overlaps_steps else span.makespan_s
 
         return whole_s(run, rules, p, m, work_s)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from costmodels.vocabulary.action import Transfer
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.problems import StageProblem
@@ -21,6 +22,7 @@ def stage_problem(evaluator: Evaluator) -> StageProblem:
     pp, num_units = layout.mesh.pp, len(evaluator.table.units.kinds)
     times = [evaluator.unit_times_of(rank) for rank in range(pp)]
     places = [evaluator.place_of(rank) for rank in range(pp)]
+    sends = evaluator.send_s
     once_s = {place: evaluator.least_once_a_step_s(places.index(place)) for place in set(places)}
     return StageProblem(
         forward_s=tuple(each.forward_s for each in times),
@@ -28,8 +30,9 @@ def stage_problem(evaluator: Evaluator) -> StageProblem:
         extra_s=np.zeros((pp, num_units, num_units + 1)),
         once_s=np.array([once_s[place] for place in places]),
         num_microbatches=layout.num_microbatches,
-        send_s=evaluator.send_s,
+        send_s=(0.0,) * len(sends) if evaluator.transfer is Transfer.ON_DEMAND else sends,
         windowed=not layout.schedule.rules.forwards_first,
+        receive_s=evaluator.receives_s(sends),
     )
 
 

@@ -128,7 +128,7 @@ def framework_facts(target: PricingTarget) -> FrameworkFacts:
         overlaps_gather=recipe.overlaps_gather and has_streams,
         overlaps_micro_batches=recipe.overlaps_micro_batches and has_streams,
         gathers_to_recompute=recipe.gathers_to_recompute,
-        sends_block=recipe.sends_block,
+        transfers=recipe.transfers,
         exchanges_hide_under=recipe.exchanges_hide_under,
         exchanges_hide_without_pipeline=recipe.exchanges_hide_without_pipeline,
         partition=recipe.partition,

@@ -39,6 +39,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName
@@ -189,21 +190,29 @@ class AlikeLayouts(AlikeMemory):
             return self.num_microbatches * total
         if not self.schedule.rules.has_one_stage:
             return self._any_cut_s(total)
-        p, m, send = self.pp, self.num_microbatches, self.send_s
+        p, m, send, receive = self.pp, self.num_microbatches, self.send_s, np.zeros_like(self.send_s)
+        if self.is_on_demand:
+            # A rank stands and waits for what it receives, as if its passes took longer and sends nothing.
+            total, send, receive = total + 2 * send * (p - 1), receive, send
         coefficient = self.layouts.each(
             NumMicroBatches, lambda key: pipeline_coefficient(self.schedule, p, key.num_microbatches)
         )
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self.counts / p)
-        most = (self.work_s * blocks).max(axis=1)
+        most = (self.work_s * blocks).max(axis=1) + receive
         if self.schedule.rules.forwards_first:
             return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
-        least = self.work_s.min(axis=1)
+        least = self.work_s.min(axis=1) + receive
         whole = np.where(m > p, total + (m - p) * most + (p - 1) * least + 2 * send * (p - 1), m * most)
         best = np.maximum(best, whole)
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
-            best = np.maximum(best, self._rounds_s(total, rank))
+            best = np.maximum(best, self._rounds_s(total, send, rank))
         return best
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether results go from rank to rank on demand."""
+        return self.table.framework.transfer(self.schedule) is Transfer.ON_DEMAND
 
     def _unlike_s(self) -> Array:
         """Lines (1), (2) and (3) where the devices of the ranks differ."""
@@ -347,7 +356,7 @@ class AlikeLayouts(AlikeMemory):
         waits = (1 / 3 if rules.splits_backward else 1) * (self.pp - 1)  # about a third of a pass is forward
         return self._busiest_s * slower * (1 + waits / (v * m)) + self.once_s
 
-    def _rounds_s(self, total: Array, rank: int) -> Array:
+    def _rounds_s(self, total: Array, send: Array, rank: int) -> Array:
         """The bound by the rounds of micro-batches that 1F1B holds at rank r.
 
         With x = sum_(i<r) w_i and q = floor((m - 1) / (p - r)) + 1 rounds, one micro-batch of each round goes through
@@ -356,7 +365,7 @@ class AlikeLayouts(AlikeMemory):
         them is least where they meet.
         Example, r = 1: q = 4, T >= x + 4 (6 - x) and T >= 4 x meet at x = 24 / 7: T >= 13.7 s.
         """
-        p, m, send = self.pp, self.num_microbatches, self.send_s
+        p, m = self.pp, self.num_microbatches
         rounds = np.floor((m - 1) / (p - rank)) + 1
         way = 2 * send * (p - 1 - rank)
         below = (rounds * (total + way) + 2 * send * rank) / (m / rank + rounds - 1)

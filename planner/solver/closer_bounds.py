@@ -186,8 +186,10 @@ class _Pipelines:
         ends = np.zeros(extra_s.shape[:2])
         for end in self._ends:
             ends[:, end.rank] += self._of.work_s[:, end.kind]
-        seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s
-        whole_s = self._of.num_microbatches[:, None, None] * seconds + self._of.before_s[:, :, None]
+        receives_s = self._receives_s
+        seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s + receives_s[:, :, None]
+        before_s = self._of.before_s - np.minimum(receives_s, self._of.send_s[:, None]) * (np.arange(self._of.pp) > 0)
+        whole_s = self._of.num_microbatches[:, None, None] * seconds + before_s[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
     def _waiting_s(self, seconds: Array) -> Array:
@@ -199,8 +201,20 @@ class _Pipelines:
             finite = np.isfinite(seconds)
             return np.where(finite, whole_s + (m - 1) * np.where(finite, seconds, 0.0), np.inf)
         behind = np.arange(p - 1, -1, -1)[:, None]
-        least_s = self._of.work_s.min(axis=1)[:, None, None]  # of a rank that holds one unit
+        # Of a rank that holds one unit.
+        least_s = (self._of.work_s.min(axis=1) + self._receives_s.min(axis=1))[:, None, None]
         return np.where(m > p, whole_s + np.maximum(1, m - 1 - behind) * seconds + behind * least_s, 0.0)
+
+    @cached_property
+    def _receives_s(self) -> Array:
+        """Where results go on demand, what each rank stands and waits for them on one micro-batch, [layouts, ranks].
+
+        It counts as work, and sends are free: the ranks before r take 2 r - 1 ways, one less than they send.
+        """
+        if not self._of.is_on_demand:
+            return np.zeros((len(self._of.send_s), self._of.pp))
+        ranks = np.arange(self._of.pp)
+        return self._of.send_s[:, None] * ((ranks > 0).astype(float) + (ranks < self._of.pp - 1))
 
     @cached_property
     def _ends(self) -> tuple[_End, ...]:

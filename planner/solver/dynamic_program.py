@@ -217,13 +217,14 @@ class _Run:
         What other stages recompute is not known, and left out.
         """
         problem, send = self._problem, self._problem.send_s
-        m, forward = problem.num_microbatches, stages.forward_s
+        received = problem.receive_s
+        m, forward = problem.num_microbatches, stages.forward_s + received[rank][0]
         behind = problem.num_ranks - 1 - rank
-        prefix = stages.before_s + 2 * sum(send[:rank])
-        suffix = stages.behind_s + 2 * sum(send[rank:])
+        prefix = stages.before_s + 2 * sum(send[:rank]) + sum(map(sum, received[:rank]))
+        suffix = stages.behind_s + 2 * sum(send[rank:]) + sum(map(sum, received[rank + 1 :]))
         extra, once = (each[rank][stages.of_problem] for each in (problem.extra_s, problem.once_s))
         fits = np.isfinite(extra)
-        backward = stages.backward_s + np.where(fits, extra, 0.0)
+        backward = stages.backward_s + np.where(fits, extra, 0.0) + received[rank][1]
         work = forward + backward
         cost = prefix + m * work + self._idle_s(behind, suffix, forward, backward)
         rounds = prefix + num_rounds(problem, rank) * (work + suffix)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from costmodels.ledger import SoftwareBytes
 from costmodels.overlap import Overlap
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.schedules import ScheduleName
 
@@ -127,7 +128,7 @@ class FrameworkFacts:
     overlaps_gather: bool
     overlaps_micro_batches: bool
     gathers_to_recompute: bool
-    sends_block: bool
+    transfers: Transfer
     exchanges_hide_under: tuple[ScheduleName, ...]
     exchanges_hide_without_pipeline: bool
     partition: Literal["even", "weighted"]
@@ -147,6 +148,11 @@ class FrameworkFacts:
     overflow_s_per_byte: float | None
     item_bytes: int  # of one gathered parameter
     error_between_layouts: float | None  # of predicted ratios of two layouts' times; None: never measured
+
+    def transfer(self, schedule: ScheduleName) -> Transfer:
+        """How results go from stage to stage: with several stages a rank, or split passes, none is on demand."""
+        on_demand = self.transfers is Transfer.ON_DEMAND
+        return Transfer.AHEAD if on_demand and not schedule.rules.has_one_stage else self.transfers
 
     def hides_reduction(self, zero_stage: int, offload: Offload) -> bool:
         """Whether gradients that are reduced once a step are reduced beside a backward pass."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels.pipeline import simulate
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.problems import PlacementProblem, StageProblem, StageSolution, of_stages, pipeline_bound_s, rank_sums
 from planner.solver.base import PlacementSolver, StageSolver
@@ -44,6 +45,7 @@ def stages(
         num_microbatches=m,
         send_s=send_s or (0.0,) * (num_ranks - 1),
         windowed=windowed,
+        receive_s=((0.0, 0.0),) * num_ranks,
     )
 
 
@@ -186,6 +188,7 @@ def test_random_instances_are_of_every_sort() -> None:
         "recomputed": lambda p: not is_plain(p),
         "infeasible": lambda p: least(ORACLE, p) is None,
         "feasible": lambda p: least(ORACLE, p) is not None,
+        "on demand": lambda p: any(map(any, p.receive_s)),
         "bound by memory": lambda p: (
             (found := least(ORACLE, p)) is not None
             and found != least(ORACLE, replace(p, extra_s=np.zeros_like(p.extra_s)))
@@ -207,7 +210,11 @@ def makespan_s(problem: StageProblem, starts: tuple[int, ...]) -> float:
     )
     forward, extra = rank_sums(problem.forward_s, starts), of_stages(problem.extra_s, starts)
     backward = [b + e for b, e in zip(rank_sums(problem.backward_s, starts), extra, strict=True)]
-    return simulate(schedule, forward, backward, problem.send_s).makespan_s + max(of_stages(problem.once_s, starts))
+    once_s = max(of_stages(problem.once_s, starts))
+    received = [first for first, _ in problem.receive_s[1:]]  # what a rank waits before a forward pass is one way
+    if any(received):
+        return simulate(schedule, forward, backward, received, transfer=Transfer.ON_DEMAND).makespan_s + once_s
+    return simulate(schedule, forward, backward, problem.send_s).makespan_s + once_s
 
 
 @every_chunk

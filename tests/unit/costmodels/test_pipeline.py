@@ -1,3 +1,4 @@
+import random
 import time
 from itertools import pairwise
 
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.pipeline import simulate
-from costmodels.vocabulary.action import Action
+from costmodels.vocabulary.action import Action, Transfer
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
 seconds = st.floats(min_value=0.001, max_value=10)
@@ -63,13 +64,36 @@ def test_sends_delay_the_first_microbatch_once_per_hop_and_direction() -> None:
 def test_sends_that_block_keep_their_sender() -> None:
     schedule = ScheduleName("GPipe").rules.actions(2, 1, 3)
     free = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25)
-    held = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25, sends_block=True)
+    held = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25, transfer=Transfer.BLOCKING)
     assert free.makespan_s == pytest.approx(8 + 2 * 0.25)  # each way once
     assert held.makespan_s == pytest.approx(8 + 6 * 0.25)  # after every forward of one and every backward of the other
     assert held.busy_s == free.busy_s
     first, second = held.start_s
     assert first[:3] == pytest.approx((0.0, 1.25, 2.5))
     assert second[:3] == pytest.approx((1.25, 2.5, 3.75))
+
+
+def test_on_demand_nothing_arrives_while_the_receiver_works() -> None:
+    """GPipe: the second rank's forwards follow one another, each behind a way; so do the first rank's backwards."""
+    schedule = ScheduleName("GPipe").rules.actions(2, 1, 3)
+    timeline = simulate(schedule, [1.0, 1.0], [1.0, 1.0], 0.25, transfer=Transfer.ON_DEMAND)
+    first, second = timeline.start_s
+    assert first == pytest.approx((0.0, 1.0, 2.0, 6.0, 7.25, 8.5))
+    assert second == pytest.approx((1.25, 2.5, 3.75, 4.75, 5.75, 6.75))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_on_demand_is_as_if_a_pass_took_as_long_as_its_way_and_itself(name: str) -> None:
+    rng = random.Random(5)
+    for p, m in [(2, 2), (2, 9), (3, 4), (4, 11), (6, 6)]:
+        schedule = ScheduleName(name).rules.actions(p, 1, m)
+        forward, backward = ([rng.random() for _ in range(p)] for _ in range(2))
+        sends = [rng.random() / 4 for _ in range(p - 1)]
+        longer = [f + way for f, way in zip(forward, [0.0, *sends], strict=True)]
+        later = [b + way for b, way in zip(backward, [*sends, 0.0], strict=True)]
+        on_demand = simulate(schedule, forward, backward, sends, transfer=Transfer.ON_DEMAND)
+        assert on_demand.makespan_s == pytest.approx(simulate(schedule, longer, later, 0.0).makespan_s, rel=1e-12)
+        assert on_demand.busy_s == pytest.approx([m * (f + b) for f, b in zip(forward, backward, strict=True)])
 
 
 def test_stages_of_one_rank_need_no_send() -> None:
@@ -129,7 +153,7 @@ def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.
     slower = [f * 1.5 for f in forward]
     assert simulate(schedule, slower, backward, send_s, split).makespan_s >= timeline.makespan_s - 1e-9
     assert simulate(schedule, forward, backward, send_s + 1, split).makespan_s >= timeline.makespan_s - 1e-9
-    held = simulate(schedule, forward, backward, send_s, split, sends_block=True)
+    held = simulate(schedule, forward, backward, send_s, split, transfer=Transfer.BLOCKING)
     assert held.makespan_s >= timeline.makespan_s - 1e-9
     assert held.busy_s == pytest.approx(timeline.busy_s)
 

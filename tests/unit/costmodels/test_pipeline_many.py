@@ -7,15 +7,15 @@ import pytest
 
 from costmodels.pipeline import simulate
 from costmodels.pipeline_many import simulate_many, whole_s
-from costmodels.vocabulary.action import Action
+from costmodels.vocabulary.action import Action, Transfer
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
 SETS = 4
 
 
 @pytest.mark.parametrize("name", ScheduleName)
-@pytest.mark.parametrize("sends_block", [False, True])
-def test_as_each_alone(name: ScheduleName, sends_block: bool) -> None:
+@pytest.mark.parametrize("transfer", Transfer)
+def test_as_each_alone(name: ScheduleName, transfer: Transfer) -> None:
     rng, tried = random.Random(3), 0
     for p, v, m in [(2, 1, 3), (2, 2, 4), (3, 1, 7), (4, 1, 8), (4, 2, 9), (4, 3, 8), (4, 2, 16)]:
         if name.rules.violations(p, v, m):
@@ -28,11 +28,11 @@ def test_as_each_alone(name: ScheduleName, sends_block: bool) -> None:
         weight = backward * rng.random()
         sends = [rng.random() / 4 for _ in range(num_stages - 1)]
         seconds = np.concatenate([forward, backward, backward - weight, weight])
-        together = simulate_many(schedule, seconds, sends, sends_block=sends_block)
+        together = simulate_many(schedule, seconds, sends, transfer=transfer)
         for at in range(SETS):
             split = (backward - weight)[:, at].tolist(), weight[:, at].tolist()
             one = forward[:, at].tolist(), backward[:, at].tolist()
-            alone = simulate(schedule, *one, sends, split, sends_block=sends_block)
+            alone = simulate(schedule, *one, sends, split, transfer=transfer)
             assert together.makespan_s[at] == pytest.approx(alone.makespan_s, rel=1e-12)
             assert together.longest_rank_s[at] == pytest.approx(alone.longest_rank_s, rel=1e-12)
     assert tried > 0

@@ -7,6 +7,7 @@ import pytest
 
 from costmodels.communication import collective_time_s
 from costmodels.recipe import Recipe, attention_kernel, load_recipe
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
@@ -92,11 +93,21 @@ def test_scattered_sends_are_a_rank_s_part() -> None:
     assert parts == pytest.approx([ACTIVATIONS / 4] * 2)
 
 
-def test_sends_that_block_lengthen_pipelines_alone() -> None:
-    blocking = OURS.model_copy(update={"sends_block": True})
+def test_sends_that_nothing_hides_lengthen_pipelines_alone() -> None:
+    ahead, *others = (OURS.model_copy(update={"transfers": each}) for each in Transfer)
     deep, flat = choice_of(pp=4), choice_of(dp=4)
-    assert price(blocking, deep).step_time_s > price(OURS, deep).step_time_s
-    assert price(blocking, flat) == price(OURS, flat)
+    for other in others:
+        assert price(other, deep).step_time_s > price(ahead, deep).step_time_s
+        assert price(other, flat) == price(ahead, flat)
+
+
+def test_nothing_is_on_demand_with_several_stages_a_rank() -> None:
+    """torch.distributed.pipelining's loop of several stages posts receives when their senders' turns come."""
+    ahead, on_demand = (OURS.model_copy(update={"transfers": each}) for each in (Transfer.AHEAD, Transfer.ON_DEMAND))
+    in_turn = choice_of(pp=4)._replace(schedule=ScheduleName.INTERLEAVED_1F1B, virtual_stages=2)
+    split = choice_of(pp=4)._replace(schedule=ScheduleName.INTERLEAVED_ZERO_BUBBLE)
+    for layout in (in_turn, split):
+        assert price(on_demand, layout) == price(ahead, layout)
 
 
 def test_an_optimiser_alone_may_be_sharded_behind_an_all_reduce() -> None:

@@ -249,7 +249,7 @@ def test_equal_stages_are_never_shorter_than_the_coefficient(schedule: ScheduleN
 def _stages(work: tuple[float, ...], m: int, *, windowed: bool) -> StageProblem:
     p = len(work)
     free, half = np.zeros((p, p, p + 1)), (tuple(w / 2 for w in work),) * p
-    return StageProblem(half, half, free, free, m, (0.0,) * (p - 1), windowed)
+    return StageProblem(half, half, free, free, m, (0.0,) * (p - 1), windowed, ((0.0, 0.0),) * p)
 
 
 @pytest.mark.parametrize(
