@@ -122,7 +122,10 @@ class _Pipelines:
             paths = coefficients(of.schedule, of.pp, of.virtual_stages, int(m))
             times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
             recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s[part]
-            found[part] = paths.least(*times) @ of.counts + recomputed + paths.sends * of.send_s[part]
+            sends = paths.sends
+            if of.is_on_demand:  # what every stage receives for a pass is as if the pass took longer
+                sends = max(sends, (of.pp - 1) * (paths.forward + paths.backward))
+            found[part] = paths.least(*times) @ of.counts + recomputed + sends * of.send_s[part]
             found[part] += self._of.once_s[part]
         return found
 
