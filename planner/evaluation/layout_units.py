@@ -18,7 +18,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
-from costmodels.vocabulary.held_counts import FIRST, BackwardPass
+from costmodels.vocabulary.held_counts import ONLY_FIRST, OfPasses
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
@@ -206,9 +206,7 @@ class LayoutUnits:
         chosen = self if modes is None else self.with_some(modes)
         return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
 
-    def excess_with(
-        self, rank: int, stages: Mapping[int, range], activation_bytes: Mapping[BackwardPass, float]
-    ) -> float:
+    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: OfPasses) -> float:
         """The same with so many ``activation_bytes``, as the method of that name finds them."""
         needed = self.memory_model.peak_bytes(list(stages.values()), activation_bytes)
         return needed - self._ranks[rank].facts.memory_bytes
@@ -322,9 +320,9 @@ class LayoutUnits:
         if self._passes_cross:
             return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
-        return max(self._in_flight.most_bytes(rank, kept, {}).values())
+        return max(self._in_flight.most_bytes(rank, kept, {}).numbers)
 
-    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> dict[BackwardPass, float]:
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> OfPasses:
         """The most that a pipeline rank holds of activations while each of its backward passes goes on.
 
         Found from what one micro-batch keeps in each of them.
@@ -332,7 +330,8 @@ class LayoutUnits:
         held_of = self.memory_model.held_of
         if self._passes_cross:
             held = self.memory_model.held
-            return {FIRST: self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units])}
+            kept_of_units = [held(unit, Holding.KEPT) for units in stages.values() for unit in units]
+            return OfPasses(ONLY_FIRST, (self._across(kept_of_units),))
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}
