@@ -113,14 +113,16 @@ def _unlike_rows(numbers: NDArray[np.intp]) -> NDArray[np.integer]:
     """Each row of whole numbers from 0 on once, sorted: bytes of big-endian numbers lie in the order of the numbers."""
     rows = np.ascontiguousarray(numbers, dtype=">u4")
     whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
-    found: NDArray[np.integer] = np.unique(whole).view(">u4").reshape(-1, rows.shape[1])
+    whole.sort()
+    is_new = np.concatenate([[True], whole[1:] != whole[:-1]])[: len(whole)]
+    found: NDArray[np.integer] = whole[is_new].view(">u4").reshape(-1, rows.shape[1])
     return found
 
 
 def _before(place: NDArray[np.intp], is_whole: NDArray[np.bool]) -> NDArray[np.intp]:
     """For each action the stage that ``BackwardPass.before`` says. ``is_whole``: whether it is a whole backward."""
     every, left = np.arange(len(place)), place.copy()
-    for stage in np.unique(place[is_whole]):
+    for stage in sorted(set(place[is_whole].tolist())):
         left[np.flatnonzero(is_whole & (place == stage))[-1]] = _NONE
     latest = np.maximum.accumulate(np.where(is_whole, every, _NONE))
     earlier = np.concatenate([[_NONE], latest[:-1]])

@@ -147,7 +147,7 @@ class LayoutRows:
 
     def take(self, places: Positions) -> LayoutRows:
         """Those of some of the layouts."""
-        return LayoutRows(*(getattr(self, field.name)[places] for field in fields(self)))
+        return LayoutRows(*(getattr(self, field.name).take(places) for field in fields(self)))
 
     def unlike(self) -> tuple[Positions, Positions]:
         """One layout of each that differ in what ``unit_times`` reads, and which of these every layout is like."""

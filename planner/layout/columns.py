@@ -34,9 +34,9 @@ class _Column:
             self._attributes[name] = _Column.of(map(attrgetter(name), self.values))
         return self._attributes[name]
 
-    def take(self, positions: NDArray[np.integer | np.bool]) -> _Column:
-        """Of the records at these positions, or where the mask is set."""
-        return _Column(self.values, self.codes[positions], self._attributes)
+    def take(self, positions: NDArray[np.integer]) -> _Column:
+        """Of the records at these positions."""
+        return _Column(self.values, self.codes.take(positions), self._attributes)
 
     def repeated(self, times: int) -> _Column:
         """All records, so many times one behind the other."""
@@ -149,7 +149,8 @@ class Columns(Sequence[T]):
 
     def take(self, positions: NDArray[np.integer | np.bool]) -> Columns[T]:
         """The records at these positions, or where the mask is set."""
-        return Columns(self._kind, {name: each.take(positions) for name, each in self._columns.items()})
+        places = np.flatnonzero(positions) if positions.dtype == np.bool else positions
+        return Columns(self._kind, {name: each.take(places) for name, each in self._columns.items()})
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
         """All records with the first of ``values`` in the field, then all with the second, and so on."""
@@ -161,7 +162,7 @@ class Columns(Sequence[T]):
     def numbers(self, name: str) -> Array:
         """A field of numbers, or an attribute of one field's values."""
         leaf = self._leaf(name)
-        return np.array(leaf.values, dtype=np.float64)[leaf.codes(slice(None))]
+        return np.array(leaf.values, dtype=np.float64).take(leaf.codes(slice(None)))
 
     def by(self, key: type[K]) -> tuple[list[K], Positions]:
         """The combinations of the fields of ``key`` that there are, and which of them every record has.
@@ -184,7 +185,7 @@ class Columns(Sequence[T]):
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
         keys, which = self.by(key)
-        return np.array([function(each) for each in keys])[which]
+        return np.array([function(each) for each in keys]).take(which, axis=0)
 
     def where(self, key: type[K], condition: Callable[[K], bool]) -> Columns[T]:
         """The records whose ``key`` meets a condition."""

@@ -117,7 +117,7 @@ class _Pipelines:
         """What the longest paths of the schedule take (``costmodels.pipeline_paths``) for those ``wanted``, else 0."""
         of, found = self._of, np.zeros(len(wanted))
         weight_s = of.times.weight_s if of.schedule.rules.splits_backward else np.zeros_like(of.times.weight_s)
-        for m in np.unique(of.num_microbatches[wanted]).tolist():
+        for m in sorted(set(of.num_microbatches[wanted].tolist())):
             part = np.flatnonzero(wanted & (of.num_microbatches == m))
             paths = coefficients(of.schedule, of.pp, of.virtual_stages, int(m))
             times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]

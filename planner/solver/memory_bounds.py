@@ -26,6 +26,7 @@ from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
+from planner.layout.short_rows import least_of_each
 from planner.solver.flying import Counted, means_by_kind
 from planner.solver.least_extra import least_extra_s
 from planner.solver.of_table import OfTable, UnitPasses
@@ -36,7 +37,6 @@ _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table'
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 # Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
-
 
 Flags: TypeAlias = NDArray[np.bool]
 
@@ -82,7 +82,7 @@ class AlikeMemory:
         self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
         self.offload, self.num_microbatches = key.offload, rows.num_microbatches
         self.counts = table.counts
-        self.work_s = self.times.forward_s + self.times.backward_s
+        self.work_s = self.times.work_s
         self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
@@ -107,7 +107,7 @@ class AlikeMemory:
     @cached_property
     def _held(self) -> Array:
         """The least of every mode, [layouts, kinds, Holding]."""
-        return self._of_table.held(tuple(self.modes))[self.rows.work]
+        return self._of_table.held(tuple(self.modes)).take(self.rows.work, axis=0)
 
     @cached_property
     def _lines(self) -> Array:
@@ -116,7 +116,7 @@ class AlikeMemory:
 
     @cached_property
     def _sent_bytes(self) -> Array:
-        return self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
+        return self._of_table.most_sent_bytes(tuple(self.modes)).take(self.rows.work)
 
     @cached_property
     def send_s(self) -> Array:
@@ -136,12 +136,12 @@ class AlikeMemory:
 
     def _held_in(self, mode: int) -> Array:
         """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
-        return self._of_table.held((mode,))[self.rows.work]
+        return self._of_table.held((mode,)).take(self.rows.work, axis=0)
 
     @cached_property
     def elements(self) -> Array:
         """Parameters of each kind on one tensor-parallel rank, [layouts, kinds, Element]."""
-        return self.table.elements[self.rows.split]
+        return self.table.elements.take(self.rows.split, axis=0)
 
     # -- memory -------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class AlikeMemory:
 
     @cached_property
     def _besides(self) -> Array:
-        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
+        working = least_of_each(self._held[..., PLACE[Holding.WORKING]])
         return (working * self.reserve + self.outside_bytes) / self._room.max()
 
     @cached_property
@@ -400,7 +400,7 @@ class AlikeMemory:
     @cached_property
     def static_bytes(self) -> Array:
         """States of each unit kind when backward begins; of gradients those that it has in every stage."""
-        state = self.table.state_bytes[self.rows.state]  # [layouts, KindOfElement, ...]
+        state = self.table.state_bytes.take(self.rows.state, axis=0)  # [layouts, KindOfElement, ...]
         holds_gradients = (self.num_microbatches > 1) | self.table.framework.keeps_gradients
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         if not self._is_at_peak:

@@ -9,10 +9,11 @@ import numpy as np
 
 from costmodels.overlap import exposed_s
 from costmodels.vocabulary.mesh import ZERO_STAGES
-from costmodels.vocabulary.terms import PLACE, Data
+from costmodels.vocabulary.terms import PLACE, Data, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.unit_times import Hiding, LayoutRows, data_times, unit_times
 from planner.layout.columns import Array, Positions
+from planner.layout.short_rows import largest_of_each
 from planner.table.cost_table import CostTable
 
 # Layouts whose units are timed at once.
@@ -28,32 +29,38 @@ class UnitPasses:
     """``forward_s``, ``backward_s`` and ``weight_s`` of ``unit_times``, of many layouts that are mostly alike."""
 
     unlike_s: Array  # [forward backward weight, layouts of which no two are alike, kinds]
+    unlike_work_s: Array  # forward and backward
     unlike_data_s: Array  # what ``data_once_s`` says of these
     like: Positions  # which of these each layout is like
 
     def take(self, places: Positions) -> UnitPasses:
         """Those of some of the layouts."""
-        return UnitPasses(self.unlike_s, self.unlike_data_s, self.like[places])
+        return UnitPasses(self.unlike_s, self.unlike_work_s, self.unlike_data_s, self.like.take(places))
 
     @cached_property
     def forward_s(self) -> Array:
         """The forward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[0][self.like]
+        return self.unlike_s[0].take(self.like, axis=0)
 
     @cached_property
     def backward_s(self) -> Array:
         """The backward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[1][self.like]
+        return self.unlike_s[1].take(self.like, axis=0)
 
     @cached_property
     def weight_s(self) -> Array:
         """Part of the backward pass that a schedule which splits it runs later, [layouts, kinds]."""
-        return self.unlike_s[2][self.like]
+        return self.unlike_s[2].take(self.like, axis=0)
+
+    @cached_property
+    def work_s(self) -> Array:
+        """Both passes, everything included, [layouts, kinds]."""
+        return self.unlike_work_s.take(self.like, axis=0)
 
     @property
     def data_once_s(self) -> Array:
         """Exposed communication of data parallelism once a step, of a rank that holds all units; [layouts]."""
-        return self.unlike_data_s[self.like]
+        return self.unlike_data_s.take(self.like)
 
 
 class OfTable:
@@ -62,6 +69,7 @@ class OfTable:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._held: dict[tuple[int, ...], Array] = {}
+        self._sent: dict[tuple[int, ...], Array] = {}
 
     def held(self, modes: tuple[int, ...]) -> Array:
         """The least that units hold in any of these modes, [rows of work, kinds, Holding]."""
@@ -70,6 +78,12 @@ class OfTable:
             each = [held_bytes(self.table, every, np.full_like(every, mode)) for mode in modes]
             self._held[modes] = np.min(each, axis=0)
         return self._held[modes]
+
+    def most_sent_bytes(self, modes: tuple[int, ...]) -> Array:
+        """The most that any unit then sends to the next, [rows of work]."""
+        if modes not in self._sent:
+            self._sent[modes] = largest_of_each(self.held(modes)[..., PLACE[Holding.BOUNDARY]])
+        return self._sent[modes]
 
     def passes(self, rows: LayoutRows, device: int = 0) -> UnitPasses:
         """Of units of these layouts on the devices at place ``device``."""
@@ -82,7 +96,7 @@ class OfTable:
             times = unit_times(self.table, of_part, device)
             unlike_s[:, part] = times.forward_s, times.backward_s, times.weight_s
             data_s[part] = self._data_once_s(of_part, hiding)
-        return UnitPasses(unlike_s, data_s, like)
+        return UnitPasses(unlike_s, unlike_s[0] + unlike_s[1], data_s, like)
 
     def _data_once_s(self, rows: LayoutRows, hiding: Hiding) -> Array:
         framework, counts = self.table.framework, self.table.counts
