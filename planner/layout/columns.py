@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple, TypeVar, get_type_hints, overload
+from typing import Any, NamedTuple, TypeVar, get_type_hints, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -93,6 +93,7 @@ class Columns(Sequence[T]):
 
     def __init__(self, kind: type[T], columns: Mapping[str, _Column]) -> None:
         self._kind, self._columns = kind, columns
+        self._by: dict[type, tuple[list[Any], Positions]] = {}  # what ``by`` said
 
     @staticmethod
     def of(kind: type[T], records: Iterable[T]) -> Columns[T]:
@@ -149,7 +150,7 @@ class Columns(Sequence[T]):
 
     def take(self, positions: NDArray[np.integer | np.bool]) -> Columns[T]:
         """The records at these positions, or where the mask is set."""
-        places = np.flatnonzero(positions) if positions.dtype == np.bool else positions
+        places: NDArray[Any] = np.flatnonzero(positions) if positions.dtype == np.bool else positions
         return Columns(self._kind, {name: each.take(places) for name, each in self._columns.items()})
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
@@ -170,9 +171,14 @@ class Columns(Sequence[T]):
         A field is one of the records', or an attribute of one of their fields' values: ``tp`` of a mesh. Fields that
         are keys themselves are taken apart.
         """
+        if key in self._by:
+            return self._by[key]
         leaves = self._leaves(key)
         first, which = _combinations(leaves)
-        return _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves)), which
+        keys = _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves))
+        if len(which) <= MOST_KEPT:
+            self._by[key] = keys, which
+        return keys, which
 
     def keys(self, key: type[K]) -> list[K]:
         """The combinations of the fields of ``key`` that there are, in the order of ``by``."""
@@ -204,6 +210,8 @@ class Columns(Sequence[T]):
         return _Leaf(home, self._columns[home], self._columns[home].attribute(name))
 
 
+# Which combination every record has is kept for up to so many records.
+MOST_KEPT = 2**16
 # Up to so many combinations are marked in an array; more are sorted.
 MOST_MARKED = 2**24
 

@@ -51,8 +51,8 @@ from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
 from planner.layout.short_rows import largest_of_each, least_of_each, running_sums
 from planner.solver.glance import at_a_glance_s, pipeline_coefficient
-from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
-from planner.solver.of_table import CHUNK, OfTable
+from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches
+from planner.solver.of_table import CHUNK, OfTable, by_kind
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import StateKey
@@ -130,10 +130,14 @@ class AlikeLayouts(AlikeMemory):
     @cached_property
     def _updated(self) -> Array:
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
-        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        whole = self._whole_elements
         divided = whole[:, _TRAINABLE] / self.rows.num_shards
         kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self.rows.expert_parts)
         return np.where(_SHARDS_OPTIMIZER[self.rows.zero_stage], divided, kept)
+
+    @property
+    def _whole_elements(self) -> Array:
+        return self._of_table.whole_elements.take(self.rows.split, axis=0)
 
     def update_s(self) -> Array:
         """The optimiser step of a whole pipeline on its fastest device: some rank takes at least a p-th of it."""
@@ -153,7 +157,7 @@ class AlikeLayouts(AlikeMemory):
         cluster, host = table.cluster, table.cluster.host(offload)
         keys, which = self.layouts.by(StateKey)
         on_device = table.state_rows([key._replace(offload=Offload.NONE) for key in keys])[which]
-        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        whole = self._whole_elements
         optimizer = np.einsum("le,le->l", by_kind(whole), table.state_bytes[on_device][..., _OPTIMIZER])
         devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
         factor = devices_a_node / self.pp

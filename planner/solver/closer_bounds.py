@@ -7,7 +7,6 @@ halves of backward passes apart, the longest paths of the schedule, over all way
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
@@ -366,7 +365,7 @@ class _Pipelines:
     def _extra_s_of_modes(self) -> Array:
         """Seconds of one micro-batch that a unit takes more in each mode, [layouts, modes, kinds]."""
         every, modes = np.arange(len(self._of.num_microbatches)), self._of.modes
-        rows = replace(self._of.rows.take(np.repeat(every, len(modes))), mode=np.tile(modes, len(every)))
+        rows = self._of.rows.take(np.repeat(every, len(modes))).in_modes(np.tile(modes, len(every)))
         times = unit_times(self._of.table, rows, 0)
         work = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
         return np.maximum(0.0, work - work[:, :1])

@@ -6,7 +6,6 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Self, TypeAlias
 
@@ -229,7 +228,7 @@ class AlikeMemory:
         Lists of modes of [layouts, kinds], and [layouts].
         """
         table, rows = self.table, self.rows
-        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+        times = [unit_times(table, rows.in_modes(np.full_like(rows.mode, mode)), 0) for mode in self.modes]
         least = [self._of_first_mode, *(self._least(self._held_in(mode)) for mode in self.modes[1:])]
         saved = [np.maximum(0.0, least[0] - each) for each in least]
         extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
@@ -350,9 +349,15 @@ class AlikeMemory:
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
         """As ``_least`` with equal weights, where a rank holds several stages; on like devices of nearly equal size."""
-        flying, waits, most, highest = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
-        static = static + highest * self.highest_bytes
+        flying, waits, most, highest = self._means_of_stages
+        if self._is_at_peak:
+            static = static + highest * self.highest_bytes
         return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self._room.sum()
+
+    @cached_property
+    def _means_of_stages(self) -> Array:
+        """``_means`` of each layout, [4, layouts, kinds]."""
+        return self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
 
     def _means(self, key: NumMicroBatches) -> Array:
         """``means_by_kind`` of the micro-batches that it takes to see the peak, [4, kinds]."""
@@ -405,16 +410,10 @@ class AlikeMemory:
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         if not self._is_at_peak:
             each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
-        return np.einsum("lke,le->lk", by_kind(self.elements), each)
+        return np.einsum("lke,le->lk", self._of_table.elements_by_kind.take(self.rows.split, axis=0), each)
 
     @cached_property
     def highest_bytes(self) -> Array:
         """Gradients that each unit kind has then in its rank's highest stage alone."""
         each = self.table.state_bytes[self.rows.state][..., _GRADIENTS] * self._is_at_peak
-        return np.einsum("lke,le->lk", by_kind(self.elements), each)
-
-
-def by_kind(elements: Array) -> Array:
-    """[..., KindOfElement] of [..., Element]."""
-    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
-    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
+        return np.einsum("lke,le->lk", self._of_table.elements_by_kind.take(self.rows.split, axis=0), each)

@@ -9,7 +9,7 @@ import numpy as np
 
 from costmodels.overlap import exposed_s
 from costmodels.vocabulary.mesh import ZERO_STAGES
-from costmodels.vocabulary.terms import PLACE, Data, Holding
+from costmodels.vocabulary.terms import PLACE, Data, Element, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.unit_times import Hiding, LayoutRows, data_times, unit_times
 from planner.layout.columns import Array, Positions
@@ -19,6 +19,7 @@ from planner.table.cost_table import CostTable
 # Layouts whose units are timed at once.
 CHUNK = 8_000
 
+_TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
@@ -63,6 +64,12 @@ class UnitPasses:
         return self.unlike_data_s.take(self.like)
 
 
+def by_kind(elements: Array) -> Array:
+    """[..., KindOfElement] of [..., Element]."""
+    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
+    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
+
+
 class OfTable:
     """Of one table."""
 
@@ -78,6 +85,16 @@ class OfTable:
             each = [held_bytes(self.table, every, np.full_like(every, mode)) for mode in modes]
             self._held[modes] = np.min(each, axis=0)
         return self._held[modes]
+
+    @cached_property
+    def elements_by_kind(self) -> Array:
+        """Parameters of each kind of units on one tensor-parallel rank, [splits, kinds, KindOfElement]."""
+        return by_kind(self.table.elements)
+
+    @cached_property
+    def whole_elements(self) -> Array:
+        """Those of all units together, [splits, Element]."""
+        return np.einsum("lke,k->le", self.table.elements, self.table.counts)
 
     def most_sent_bytes(self, modes: tuple[int, ...]) -> Array:
         """The most that any unit then sends to the next, [rows of work]."""
