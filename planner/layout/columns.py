@@ -148,6 +148,13 @@ class Columns(Sequence[T]):
             return self.take(np.arange(len(self))[index])
         return self._kind._make(column.values[column.codes[index]] for column in self._columns.values())
 
+    def at(self, positions: NDArray[np.integer]) -> list[T]:
+        """The records at these positions, one by one."""
+        columns = [
+            [column.values[code] for code in column.codes.take(positions).tolist()] for column in self._columns.values()
+        ]
+        return list(map(self._kind._make, zip(*columns, strict=True)))
+
     def take(self, positions: NDArray[np.integer | np.bool]) -> Columns[T]:
         """The records at these positions, or where the mask is set."""
         places: NDArray[Any] = np.flatnonzero(positions) if positions.dtype == np.bool else positions
@@ -174,8 +181,8 @@ class Columns(Sequence[T]):
         if key in self._by:
             return self._by[key]
         leaves = self._leaves(key)
-        first, which = _combinations(leaves)
-        keys = _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves))
+        records, which = _combinations(leaves)
+        keys = _keys_of(key, leaves, records)
         if len(which) <= MOST_KEPT:
             self._by[key] = keys, which
         return keys, which
@@ -186,12 +193,20 @@ class Columns(Sequence[T]):
 
     def one_of_each(self, key: type[K]) -> Columns[T]:
         """For each combination of the fields of ``key`` that there is, one record that has it."""
-        return self.take(_last_of_each(*_combined(self._leaves(key)))[0])
+        return self.take(_last_of_each(*_compact(*_combined(self._leaves(key))))[0])
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
-        keys, which = self.by(key)
-        return np.array([function(each) for each in keys]).take(which, axis=0)
+        if len(self) <= MOST_KEPT:
+            keys, which = self.by(key)
+            return np.array([function(each) for each in keys]).take(which, axis=0)
+        leaves = self._leaves(key)
+        combined, total = _compact(*_combined(leaves))
+        records, occurs = _last_of_each(combined, total)
+        found = np.array([function(each) for each in _keys_of(key, leaves, records)])
+        of_numbers = np.zeros((total, *found.shape[1:]), dtype=found.dtype)
+        of_numbers[occurs] = found
+        return of_numbers.take(combined, axis=0)
 
     def where(self, key: type[K], condition: Callable[[K], bool]) -> Columns[T]:
         """The records whose ``key`` meets a condition."""
@@ -224,16 +239,16 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
     return _numbered(*_combined(leaves))
 
 
-def _combined(leaves: Sequence[_Leaf]) -> tuple[NDArray[np.integer], int]:
+def _combined(leaves: Sequence[_Leaf]) -> tuple[Positions, int]:
     """A number for every record that says its combination, and below which number all are."""
     combined, total = np.zeros(len(leaves[0].column.codes), dtype=np.int64), 1
     for at, part in enumerate(_parts(leaves)):
         size = _num_combinations(part)
         if total * size > MOST_MARKED:
-            records, combined = _numbered(combined, total)
+            records, combined = _numbered(combined.astype(np.intp), total)
             total = len(records)
         combined, total = combined * size + _places(part) if at else _places(part), total * size
-    return combined, total
+    return combined.astype(np.intp, copy=False), total  # as numpy wants it where it is used
 
 
 def _num_combinations(leaves: Sequence[_Leaf]) -> int:
@@ -266,24 +281,27 @@ def _places(leaves: Sequence[_Leaf]) -> NDArray[np.int32]:
             found += np.multiply(leaf.column.codes, step, dtype=np.int32, casting="unsafe")
     columns = {leaf.home: leaf.column for leaf in leaves}
     for home, each in of_values.items():
-        found += each[columns[home].codes]
+        found += each.take(columns[home].codes)
     return found
 
 
-def _numbered(combined: NDArray[np.integer], total: int) -> tuple[Positions, Positions]:
+def _numbered(combined: Positions, total: int) -> tuple[Positions, Positions]:
     """Of each number below ``total`` that occurs the last record with it, and which of these every record has."""
-    if total > MOST_MARKED:
-        numbers, combined = np.unique(combined, return_inverse=True)
-        total = len(numbers)
+    combined, total = _compact(combined, total)
     records, occurs = _last_of_each(combined, total)
-    return records, (np.cumsum(occurs) - 1)[combined]
+    return records, (np.cumsum(occurs) - 1).take(combined)
 
 
-def _last_of_each(combined: NDArray[np.integer], total: int) -> tuple[Positions, NDArray[np.bool]]:
+def _compact(combined: Positions, total: int) -> tuple[Positions, int]:
+    """The same numbers, or where they may be too large to be marked their places among those that occur."""
+    if total <= MOST_MARKED:
+        return combined, total
+    numbers, places = np.unique(combined, return_inverse=True)
+    return places, len(numbers)
+
+
+def _last_of_each(combined: Positions, total: int) -> tuple[Positions, NDArray[np.bool]]:
     """Of each number below ``total`` that occurs the last record with it, and whether each number does."""
-    if total > MOST_MARKED:
-        combined = np.unique(combined, return_inverse=True)[1]
-        total = int(combined.max(initial=-1)) + 1
     last = np.full(total, -1, dtype=np.int32)
     last[combined] = np.arange(len(combined), dtype=np.int32)
     occurs = last >= 0
@@ -316,6 +334,11 @@ def _homes(key: type[tuple[object, ...]], kind: type[tuple[object, ...]]) -> tup
     hints = list(enumerate(_hints(kind).values()))
     homes = {name: place for place, hint in reversed(hints) for name in dir(hint)}  # the first field that has it
     return tuple((name, None if hasattr(kind, name) else homes[name]) for name in leaves_of(key))
+
+
+def _keys_of(key: type[K], leaves: Sequence[_Leaf], records: Positions) -> list[K]:
+    """The ``key`` of each of these records."""
+    return _keys(key, ([leaf.values[code] for code in leaf.codes(records).tolist()] for leaf in leaves))
 
 
 def _keys(key: type[K], columns: Iterator[Sequence[object]]) -> list[K]:

@@ -144,7 +144,7 @@ def search(
     near = order[lower.step_time_s[order] <= reach_s]
     return Outcome(
         best=best.best,
-        near=tuple((listed[i], float(lower.step_time_s[i])) for i in near),
+        near=tuple(zip(listed.at(near), lower.step_time_s[near].tolist(), strict=True)),
         ranking=best.ranking(),
         bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
         is_exhausted=is_proved if best.time_s is not None else bound_s == float("inf"),
@@ -383,12 +383,14 @@ def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | N
     return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
 
 
-def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
+def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Positions:
     """Positions of the layouts that may fit, by their estimates; at equal ones the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
     by_time = fits[np.argsort(lower.estimate_s[fits], kind="stable")]
-    head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.estimate_s[i], complexity(listed[i])))
-    return np.concatenate([np.array(head, dtype=np.intp), by_time[HEAD:]])
+    head = by_time[:HEAD]
+    keys = list(zip(lower.estimate_s[head].tolist(), map(complexity, listed.at(head)), strict=True))
+    in_order = np.array(sorted(range(len(head)), key=keys.__getitem__), dtype=np.intp)
+    return np.concatenate([head[in_order], by_time[HEAD:]])
 
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:
