@@ -203,8 +203,11 @@ class LayoutUnits:
         self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
-        chosen = self if modes is None else self.with_some(modes)
-        return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
+        model = self.memory_model
+        if modes is not None:
+            model = model.with_some({unit: MODES[mode] for unit, mode in modes.items()})
+        needed = model.peak_bytes(list(stages.values()), self._activation_bytes(model, rank, stages))
+        return needed - self._ranks[rank].facts.memory_bytes
 
     def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: OfPasses) -> float:
         """The same with so many ``activation_bytes``, as the method of that name finds them."""
@@ -327,9 +330,12 @@ class LayoutUnits:
 
         Found from what one micro-batch keeps in each of them.
         """
-        held_of = self.memory_model.held_of
+        return self._activation_bytes(self.memory_model, rank, stages)
+
+    def _activation_bytes(self, model: RankMemoryModel, rank: int, stages: Mapping[int, range]) -> OfPasses:
+        held_of = model.held_of
         if self._passes_cross:
-            held = self.memory_model.held
+            held = model.held
             kept_of_units = [held(unit, Holding.KEPT) for units in stages.values() for unit in units]
             return OfPasses(ONLY_FIRST, (self._across(kept_of_units),))
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -68,7 +67,8 @@ class RankMemoryModel(VariantsOfUnits):
 
     def with_some(self, modes: Mapping[int, int]) -> RankMemoryModel:
         """The same with other modes of recomputation of some of its units."""
-        found, kinds = copy(self), self._table.units.kinds
+        found, kinds = object.__new__(RankMemoryModel), self._table.units.kinds
+        found.__dict__.update(self.__dict__)
         found._variants = list(self._variants)
         for unit, mode in modes.items():
             found._variants[unit] = mode * self._num_kinds + kinds[unit]
