@@ -169,11 +169,19 @@ class LayoutUnits:
 
     def stages_of_ranks(self, starts: Sequence[int]) -> list[dict[int, range]]:
         """For each pipeline rank the units of each stage that it holds."""
-        ranks: list[dict[int, range]] = [{} for _ in range(self.layout.mesh.pp)]
-        stages = enumerate(zip(self._rank_of_stage, starts, (*starts[1:], len(self._kinds)), strict=True))
-        for stage, (rank, start, end) in stages:
-            ranks[rank][stage] = range(start, end)
-        return ranks
+        return [self.stages_of_rank(rank, starts) for rank in range(self.layout.mesh.pp)]
+
+    def stages_of_rank(self, rank: int, starts: Sequence[int]) -> dict[int, range]:
+        """The same of one pipeline rank."""
+        ends = (*starts[1:], len(self._kinds))
+        return {stage: range(starts[stage], ends[stage]) for stage in self._stages_of_rank[rank]}
+
+    @cached_property
+    def _stages_of_rank(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.layout.mesh.pp)]
+        for stage, rank in enumerate(self._rank_of_stage):
+            found[rank].append(stage)
+        return found
 
     def _units_of_ranks(self, starts: Sequence[int]) -> list[list[int]]:
         return [list(chain.from_iterable(stages.values())) for stages in self.stages_of_ranks(starts)]

@@ -220,22 +220,22 @@ class UnitTimes:
         """The backward pass, everything included."""
         return self._of_pass(Pass.BACKWARD, but=()) + self._moved_s[..., 1]
 
-    @property
+    @cached_property
     def exposed_forward_s(self) -> Array:
         """What compute does not hide of all communication in forward."""
         return self._of_pass(Pass.FORWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 0]
 
-    @property
+    @cached_property
     def exposed_backward_s(self) -> Array:
         """What compute does not hide of all communication in backward."""
         return self._of_pass(Pass.BACKWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 1]
 
-    @property
+    @cached_property
     def compute_forward_s(self) -> Array:
         """Compute alone, forward: what communication hides behind, without what hides the unit's own already."""
         return _free_forward_s(self.time_s)
 
-    @property
+    @cached_property
     def compute_backward_s(self) -> Array:
         """The same backward, with what is recomputed."""
         return _free_backward_s(self.time_s)
