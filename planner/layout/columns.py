@@ -112,7 +112,15 @@ class Columns(Sequence[T]):
 
     @staticmethod
     def from_codes(kind: type[T], columns: Mapping[str, tuple[Sequence[object], NDArray[np.integer]]]) -> Columns[T]:
-        """Records from the values of each field and the place of every record's among them.
+        """Records from the values of each field and the place of every record's among them."""
+        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
+        return Columns(
+            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
+        )
+
+    @staticmethod
+    def checked(kind: type[T], columns: Mapping[str, tuple[Sequence[object], NDArray[np.integer]]]) -> Columns[T]:
+        """The same of columns that others wrote.
 
         ValueError where the columns are not those of ``kind``, are not equally long or point beyond their values.
         """
@@ -123,10 +131,7 @@ class Columns(Sequence[T]):
             raise ValueError("the places of a column must be a list of whole numbers")
         if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
             raise ValueError("a column points beyond its values")
-        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
-        return Columns(
-            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
-        )
+        return Columns.from_codes(kind, columns)
 
     def values_of(self, name: str) -> tuple[object, ...]:
         """The distinct values of a field."""
