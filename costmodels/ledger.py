@@ -87,25 +87,16 @@ class MemoryLedger:
         come and go in a step (other fragmentation of the caching allocator); ``communicators`` and ``context`` are
         allocated outside it.
         """
-        return self._with(*self._besides(software, num_communicators, (waiting, stranded)))
-
-    def total_with_reserve(
-        self, software: SoftwareBytes, num_communicators: float, *, waiting: float = 0.0, stranded: float = 0.0
-    ) -> float:
-        """The total of ``with_reserve``, for those who ask often and for nothing else."""
-        more = self._besides(software, num_communicators, (waiting, stranded))
-        return sum([num_bytes for _, num_bytes in (*self.rows, *more)])
-
-    def _besides(self, software: SoftwareBytes, num_communicators: float, freed: tuple[float, float]) -> Rows:
         passing = sum([num_bytes for name, num_bytes in self.rows if not name.is_lasting])
         rows = (
-            (MemoryTerm.WAITING_COLLECTIVES, freed[0]),
-            (MemoryTerm.STRANDED_COPIES, freed[1]),
+            (MemoryTerm.WAITING_COLLECTIVES, waiting),
+            (MemoryTerm.STRANDED_COPIES, stranded),
             (MemoryTerm.ALLOCATOR_RESERVE, passing * software.reserve_fraction),
             (MemoryTerm.COMMUNICATORS, num_communicators * software.communicator_bytes),
             (MemoryTerm.CONTEXT, software.context_bytes),
         )
-        return (*rows, (MemoryTerm.WORKSPACE, software.workspace_bytes)) if software.workspace_bytes else rows
+        workspace = (MemoryTerm.WORKSPACE, software.workspace_bytes)
+        return self._with(*rows, *([workspace] if software.workspace_bytes else []))
 
     def _with(self, *more: tuple[MemoryTerm, float]) -> MemoryLedger:
         names = [name for name, _ in self.rows]

@@ -267,7 +267,7 @@ def numbered(same: SameSchedule, num_stages: int) -> Numbered:
     num_microbatches = 1 + int(actions.microbatch.max(initial=-1))
     rank_of_stage = [-1] * num_stages
     for rank, (start, end) in enumerate(zip((0, *actions.ends), actions.ends, strict=False)):
-        for stage in np.unique(actions.stage[start:end]).tolist():
+        for stage in sorted(set(actions.stage[start:end].tolist())):
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank

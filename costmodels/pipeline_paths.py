@@ -135,29 +135,35 @@ _FORWARD, _INPUT, _BACKWARD, _ALL = slice(0, 1), slice(0, 2), slice(1, 3), slice
 
 def few_paths(schedule: ScheduleName, p: int, v: int, m: int, units: Units) -> Paths:
     """Paths of the kinds above."""
-    rules = schedule.rules
-    shape = (p, v, min(m, rules.microbatches_a_round(p, m)))
+    q = min(m, schedule.rules.microbatches_a_round(p, m))
+    has_rounds_alone = v > 1 and not schedule.rules.is_v  # then nothing else of m matters
+    return _few_paths(schedule, (p, v, q), q if has_rounds_alone else m, units)
+
+
+@lru_cache(maxsize=512)
+def _few_paths(schedule: ScheduleName, shape: tuple[int, int, int], m: int, units: Units) -> Paths:
+    rules, (p, v, q) = schedule.rules, shape
     rank_of = [rules.rank_of(stage, p) for stage in range(p * v)]
     if rules.is_v:
         gains = [_Gain(r, shape).fill(0, _FORWARD, waits=False) for r in range(p)]
         gains += [_Gain(r, shape).up(min(m, 2 * (p - r) - 1)) for r in range(p)]
     elif rules.splits_backward:
-        gains = [_Gain(r, shape).fill(c, _FORWARD, waits=w) for c, w in _ways(p, v, m, shape[2]) for r in range(p)]
+        gains = [_Gain(r, shape).fill(c, _FORWARD, waits=w) for c, w in _ways(p, v, q) for r in range(p)]
         gains += [
-            _Gain(r, shape).fill(c, _FORWARD, waits=w).detour(min(p - r, shape[2]) - 1, _INPUT, _FORWARD)
-            for c, w in _ways(p, v, m, shape[2])
+            _Gain(r, shape).fill(c, _FORWARD, waits=w).detour(min(p - r, q) - 1, _INPUT, _FORWARD)
+            for c, w in _ways(p, v, q)
             for r in range(p)
         ]
     else:
         gains = [
             _Gain(r, shape).fill(c, _FORWARD, waits=w).fill(c, _BACKWARD, waits=w)
-            for c, w in _ways(p, v, m, shape[2])
+            for c, w in _ways(p, v, q)
             for r in range(p)
         ]
         if v == 1:
             gains += _one_f_one_b(shape, m)
     proportions = np.array(units) / np.sum(units, axis=1, keepdims=True)
-    own = np.array([[float(gain.rank == rank) for rank in rank_of] for gain in gains])
+    own = (np.array([gain.rank for gain in gains])[:, None] == np.array(rank_of)).astype(np.float64)
     counts, sends = np.array([gain.counts for gain in gains]), np.array([float(gain.sends) for gain in gains])
     # Where as many paths as there are entries count them all alike, their mean is near the best.
     size = p * v * len(units)
@@ -165,7 +171,7 @@ def few_paths(schedule: ScheduleName, p: int, v: int, m: int, units: Units) -> P
     return Paths(tuple(rank_of), proportions, own, counts, sends, likely)
 
 
-def _ways(p: int, v: int, m: int, q: int) -> list[tuple[int, bool]]:
+def _ways(p: int, v: int, q: int) -> list[tuple[int, bool]]:
     """Chunks in which paths come to their rank, and whether they wait on rank 0 before; the plain way first.
 
     Where q > p, it takes longer to wait for a whole round than to go through all ranks.

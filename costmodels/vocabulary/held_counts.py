@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,12 +36,37 @@ FIRST, LATER = BackwardPass(0), BackwardPass(0, 0)  # the only ones of a rank's 
 _NONE = -1  # in place of ``before``, where passes are numbers
 
 
+class Passes(tuple[BackwardPass, ...]):
+    """The kinds of backward passes of a rank. They are keys so often that their hash is worked out once."""
+
+    _hash: int
+
+    def __new__(cls, passes: Iterable[BackwardPass]) -> Passes:
+        """These passes, in this order."""
+        found = super().__new__(cls, passes)
+        found._hash = tuple.__hash__(found)
+        return found
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class OfPasses(NamedTuple):
+    """A number for each kind of backward pass."""
+
+    passes: Passes
+    numbers: tuple[float, ...]
+
+
+ONLY_FIRST, FIRST_AND_LATER = Passes([FIRST]), Passes([FIRST, LATER])
+
+
 class HeldCounts(NamedTuple):
     """What a rank holds before each action of a backward pass, moments that are equal but for their order left out."""
 
     # [moments, 2 v]: micro-batches in flight at each of its stages, lowest first; those waiting for weight gradients.
     counts: NDArray[np.float64]
-    passes: tuple[BackwardPass, ...]  # the kinds of backward passes that there are
+    passes: Passes  # the kinds of backward passes that there are
     first: NDArray[np.intp]  # [passes]: the first of the moments before one of each kind, which follow each other
 
     @property
@@ -49,13 +74,13 @@ class HeldCounts(NamedTuple):
         """Equal for ranks that hold as many at every moment."""
         return self.counts.tobytes(), self.passes, self.first.tobytes()
 
-    def most_of_each(self, bytes_of: Sequence[float]) -> dict[BackwardPass, float]:
+    def most_of_each(self, bytes_of: Sequence[float]) -> OfPasses:
         """The most bytes before a pass of each kind. ``bytes_of``: those of one micro-batch, [2 v] as ``counts``.
 
         The largest of them is what ``peak_in_flight`` finds: what a rank holds grows until a backward pass begins.
         """
         most = np.maximum.reduceat(self.counts @ np.array(bytes_of), self.first)
-        return dict(zip(self.passes, most.tolist(), strict=True))
+        return OfPasses(self.passes, tuple(most.tolist()))
 
 
 @lru_cache(maxsize=256)
@@ -80,7 +105,7 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
             BackwardPass(stage, before + _NONE if before else None, tuple(sorted(begun[:number]) or range(v)))
             for stage, before, number in passes.astype(np.intp).tolist()
         ]
-        found.append(HeldCounts(moments[:, 3:].astype(np.float64), tuple(each), first))
+        found.append(HeldCounts(moments[:, 3:].astype(np.float64), Passes(each), first))
     return tuple(found)
 
 
@@ -88,23 +113,27 @@ def _unlike_rows(numbers: NDArray[np.intp]) -> NDArray[np.integer]:
     """Each row of whole numbers from 0 on once, sorted: bytes of big-endian numbers lie in the order of the numbers."""
     rows = np.ascontiguousarray(numbers, dtype=">u4")
     whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
-    found: NDArray[np.integer] = np.unique(whole).view(">u4").reshape(-1, rows.shape[1])
+    whole.sort()
+    is_new = np.concatenate([[True], whole[1:] != whole[:-1]])[: len(whole)]
+    found: NDArray[np.integer] = whole[is_new].view(">u4").reshape(-1, rows.shape[1])
     return found
 
 
 def _before(place: NDArray[np.intp], is_whole: NDArray[np.bool]) -> NDArray[np.intp]:
     """For each action the stage that ``BackwardPass.before`` says. ``is_whole``: whether it is a whole backward."""
     every, left = np.arange(len(place)), place.copy()
-    for stage in np.unique(place[is_whole]):
+    for stage in sorted(set(place[is_whole].tolist())):
         left[np.flatnonzero(is_whole & (place == stage))[-1]] = _NONE
     latest = np.maximum.accumulate(np.where(is_whole, every, _NONE))
     earlier = np.concatenate([[_NONE], latest[:-1]])
     return np.where(earlier == _NONE, _NONE, left[earlier])
 
 
-def of_one_stage(in_flight: int, m: int) -> dict[BackwardPass, int]:
+def of_one_stage(in_flight: int, m: int) -> OfPasses:
     """The most micro-batches in flight before the first pass of a rank's only stage, and before a later one.
 
     ``in_flight``: at once, of ``m``. Where there are more, the next forward pass takes the place of each that is done.
     """
-    return {FIRST: in_flight, LATER: min(in_flight, m - 1)} if m > 1 else {FIRST: in_flight}
+    if m == 1:
+        return OfPasses(ONLY_FIRST, (in_flight,))
+    return OfPasses(FIRST_AND_LATER, (in_flight, min(in_flight, m - 1)))

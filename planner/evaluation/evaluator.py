@@ -5,9 +5,9 @@ The step is that of the very schedule that the executor runs, simulated action b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -46,7 +46,7 @@ class Evaluated:
     modes: tuple[BlockMode, ...]
     step_time_s: float
     breakdown: Mapping[Term, float]  # seconds on the rank that works longest; they sum to the step time
-    memory: tuple[RankMemory, ...]  # per pipeline rank
+    find_memory: Callable[[], tuple[RankMemory, ...]] = field(compare=False, repr=False)  # what ``memory`` says
     capacity_bytes: tuple[float, ...]  # that a plan may take of one device of each pipeline rank
     host: HostMemory | None = None  # of the fullest node, where states or activations are offloaded
 
@@ -55,6 +55,11 @@ class Evaluated:
         """What every block recomputes; None where they differ."""
         modes = set(map(recompute_of, self.modes))
         return modes.pop() if len(modes) == 1 else None
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Of each pipeline rank. Of most layouts that are priced nobody asks for it."""
+        return self.find_memory()
 
     @property
     def ledgers(self) -> tuple[MemoryLedger, ...]:
@@ -157,8 +162,7 @@ class Evaluator(LayoutUnits):
         optimizer = max(seconds for _, seconds in once)
         idle = max(0.0, makespan - busy[slowest])  # rounding may leave less
         sending = min(idle, max(0.0, send_on_path))
-        memory = self.memory(starts)
-        overflow_s = m * self._overflow_s(memory)
+        overflow_s = m * self._overflow_s(starts)
         breakdown = self._terms_s(slowest, starts)
         breakdown[Term.COMPUTE] += overflow_s
         breakdown[Term.EXPERT] += unhidden[slowest]
@@ -168,6 +172,7 @@ class Evaluator(LayoutUnits):
         breakdown[Term.OPTIMIZER] += optimizer
         step = makespan + overflow_s + data_once + optimizer
         host = self.host(starts)
+        memory = partial(self.memory, starts)
         return Evaluated(self.layout, starts, self.modes, step, breakdown, memory, self.capacity_bytes, host)
 
     def _terms_s(self, rank: int, starts: tuple[int, ...]) -> dict[Term, float]:
@@ -177,13 +182,13 @@ class Evaluator(LayoutUnits):
         terms = [term for term in Term if term is not Term.OFFLOAD or self.layout.offloads_activations]
         return {term: m * sum(sum(self._of_units(times.term_s(term, run), units)) for run in Pass) for term in terms}
 
-    def _overflow_s(self, memory: tuple[RankMemory, ...]) -> float:
+    def _overflow_s(self, starts: tuple[int, ...]) -> float:
         """Seconds that a micro-batch waits for the allocator, for frameworks known to go on where memory is short."""
         per_byte = self.table.framework.overflow_s_per_byte
         if per_byte is None:
             return 0.0
         whole = [room * self.table.cluster.memory_factor for room in self.capacity_bytes]
-        over = max(rank.peak.total_bytes - room for rank, room in zip(memory, whole, strict=True))
+        over = max(rank.peak.total_bytes - room for rank, room in zip(self.memory(starts), whole, strict=True))
         return max(0.0, over) * per_byte
 
     def timeline(self, starts: tuple[int, ...]) -> Timeline:

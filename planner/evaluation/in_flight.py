@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodels.vocabulary.held_counts import BackwardPass, HeldCounts, held_counts, of_one_stage
+from costmodels.vocabulary.held_counts import HeldCounts, OfPasses, held_counts, of_one_stage
 from planner.layout.layout import Layout
 
 
@@ -55,27 +55,27 @@ class InFlight:
             for counts, stages in zip(of_ranks, ranks, strict=True)
         ]
 
-    def like(self, rank: int) -> Hashable:
+    def like(self, rank: int) -> int:
         """Equal for ranks that hold as many micro-batches at every moment: with like units they need as much memory."""
         return self._like[rank]
 
     @cached_property
-    def _like(self) -> list[Hashable]:
+    def _like(self) -> list[int]:
         if self._has_one_stage:
             return list(self._at_once)
-        return [(held.key, moments) for held, moments in zip(self._held_counts, self._moments, strict=True)]
+        known: dict[Hashable, int] = {}
+        pairs = zip(self._held_counts, self._moments, strict=True)
+        return [known.setdefault((held.key, moments), len(known)) for held, moments in pairs]
 
-    def most_bytes(
-        self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]
-    ) -> dict[BackwardPass, float]:
+    def most_bytes(self, rank: int, kept: Mapping[int, float], waiting: Mapping[int, float]) -> OfPasses:
         """The most bytes of all micro-batches in flight on a rank while each kind of its backward passes goes on.
 
         ``kept``, ``waiting``: of one micro-batch, in each stage.
         """
         if self._layout.schedule.rules.has_one_stage:
-            numbers = of_one_stage(self._at_once[rank], self._layout.num_microbatches)
+            found = of_one_stage(self._at_once[rank], self._layout.num_microbatches)
             once = sum(kept.values())
-            return {each: number * once for each, number in numbers.items()}
+            return OfPasses(found.passes, tuple([number * once for number in found.numbers]))
         # More, or less, from the first to the second half of a split backward pass.
         in_order = sorted(kept)
         each = [*[kept[stage] for stage in in_order], *[waiting.get(stage, 0.0) for stage in in_order]]

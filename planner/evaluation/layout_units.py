@@ -18,7 +18,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.pipeline import Timeline, seconds_of_actions, simulate, simulate_actions
 from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute
-from costmodels.vocabulary.held_counts import FIRST, BackwardPass
+from costmodels.vocabulary.held_counts import ONLY_FIRST, OfPasses
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
@@ -169,11 +169,19 @@ class LayoutUnits:
 
     def stages_of_ranks(self, starts: Sequence[int]) -> list[dict[int, range]]:
         """For each pipeline rank the units of each stage that it holds."""
-        ranks: list[dict[int, range]] = [{} for _ in range(self.layout.mesh.pp)]
-        stages = enumerate(zip(self._rank_of_stage, starts, (*starts[1:], len(self._kinds)), strict=True))
-        for stage, (rank, start, end) in stages:
-            ranks[rank][stage] = range(start, end)
-        return ranks
+        return [self.stages_of_rank(rank, starts) for rank in range(self.layout.mesh.pp)]
+
+    def stages_of_rank(self, rank: int, starts: Sequence[int]) -> dict[int, range]:
+        """The same of one pipeline rank."""
+        ends = (*starts[1:], len(self._kinds))
+        return {stage: range(starts[stage], ends[stage]) for stage in self._stages_of_rank[rank]}
+
+    @cached_property
+    def _stages_of_rank(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.layout.mesh.pp)]
+        for stage, rank in enumerate(self._rank_of_stage):
+            found[rank].append(stage)
+        return found
 
     def _units_of_ranks(self, starts: Sequence[int]) -> list[list[int]]:
         return [list(chain.from_iterable(stages.values())) for stages in self.stages_of_ranks(starts)]
@@ -203,12 +211,13 @@ class LayoutUnits:
         self, rank: int, stages: Mapping[int, range], modes: Mapping[int, BlockMode] | None = None
     ) -> float:
         """What ``rank`` needs at its peak to hold ``stages``, less what its device has."""
-        chosen = self if modes is None else self.with_some(modes)
-        return chosen.excess_with(rank, stages, chosen.activation_bytes(rank, stages))
+        model = self.memory_model
+        if modes is not None:
+            model = model.with_some({unit: MODES[mode] for unit, mode in modes.items()})
+        needed = model.peak_bytes(list(stages.values()), self._activation_bytes(model, rank, stages))
+        return needed - self._ranks[rank].facts.memory_bytes
 
-    def excess_with(
-        self, rank: int, stages: Mapping[int, range], activation_bytes: Mapping[BackwardPass, float]
-    ) -> float:
+    def excess_with(self, rank: int, stages: Mapping[int, range], activation_bytes: OfPasses) -> float:
         """The same with so many ``activation_bytes``, as the method of that name finds them."""
         needed = self.memory_model.peak_bytes(list(stages.values()), activation_bytes)
         return needed - self._ranks[rank].facts.memory_bytes
@@ -322,17 +331,21 @@ class LayoutUnits:
         if self._passes_cross:
             return self._across([on_host(unit) for units in stages.values() for unit in units])
         kept = {stage: sum(map(on_host, units)) for stage, units in stages.items()}
-        return max(self._in_flight.most_bytes(rank, kept, {}).values())
+        return max(self._in_flight.most_bytes(rank, kept, {}).numbers)
 
-    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> dict[BackwardPass, float]:
+    def activation_bytes(self, rank: int, stages: Mapping[int, range]) -> OfPasses:
         """The most that a pipeline rank holds of activations while each of its backward passes goes on.
 
         Found from what one micro-batch keeps in each of them.
         """
-        held_of = self.memory_model.held_of
+        return self._activation_bytes(self.memory_model, rank, stages)
+
+    def _activation_bytes(self, model: RankMemoryModel, rank: int, stages: Mapping[int, range]) -> OfPasses:
+        held_of = model.held_of
         if self._passes_cross:
-            held = self.memory_model.held
-            return {FIRST: self._across([held(unit, Holding.KEPT) for units in stages.values() for unit in units])}
+            held = model.held
+            kept_of_units = [held(unit, Holding.KEPT) for units in stages.values() for unit in units]
+            return OfPasses(ONLY_FIRST, (self._across(kept_of_units),))
         kept = {stage: held_of(units, Holding.KEPT) for stage, units in stages.items()}
         # More, or less, from the first to the second half of a split backward pass.
         halves = stages if self.layout.schedule.rules.splits_backward else {}

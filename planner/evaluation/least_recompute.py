@@ -137,8 +137,8 @@ class LeastRecompute:
         """Of ranks of alike devices and units, one that holds less of activations than another that fits does fit."""
         kinds = [(0 in held, *(self._units.kinds[unit] for unit in held)) for held in stages.values()]
         activation_bytes = self._evaluator.activation_bytes(rank, stages)
-        alike = self._evaluator.place_of(rank), *activation_bytes, *kinds
-        activations = tuple(activation_bytes.values())
+        alike = self._evaluator.place_of(rank), activation_bytes.passes, *kinds
+        activations = activation_bytes.numbers
         if _is_no_more(activations, self._known_to_fit.get(alike)):
             return True
         if (too_many := self._known_not_to.get(alike)) and _is_no_more(too_many, activations):
@@ -236,6 +236,12 @@ class LeastRecompute:
         return self._evaluator.holding_of_modes(Holding.KEPT)
 
     @cached_property
+    def _kept_by_others(self) -> list[float]:
+        """Of each kind, in the mode of units that are no blocks."""
+        kept: list[float] = self._kept[0].tolist()
+        return kept
+
+    @cached_property
     def _working(self) -> Array:
         return self._evaluator.holding_of_modes(Holding.WORKING)
 
@@ -243,10 +249,12 @@ class LeastRecompute:
         """At most so many bytes of blocks' activations fit then: the device less what is there under every choice."""
         in_kinds = {unit for kind in kinds for unit in kind.units}
         others = sum(
-            number * self._kept[0, self._units.kinds[unit]]
-            for number, held in zip(moment.counts, stages.values(), strict=True)
-            for unit in held
-            if unit not in in_kinds
+            [
+                number * self._kept_by_others[self._units.kinds[unit]]
+                for number, held in zip(moment.counts, stages.values(), strict=True)
+                for unit in held
+                if unit not in in_kinds
+            ]
         )
         mixes = {kind.mix[0] for kind in kinds}
         in_transit = [self._on_host[MODES[mode], self._units.kinds[u]] for mode in mixes for u in in_kinds]

@@ -172,10 +172,9 @@ class ManyCuts:
             elif (each := self._known[key]) is None or each.work_s >= most_s:
                 return None
         if unknown:
-            held = self._evaluator.stages_of_ranks(starts)
             for rank in sorted(unknown, key=lambda rank: -work[rank]):
                 if keys[rank] not in self._known:
-                    self._known[keys[rank]] = self._priced(rank, held[rank])
+                    self._known[keys[rank]] = self._priced(rank, self._evaluator.stages_of_rank(rank, starts))
                 each = self._known[keys[rank]]
                 if each is None or each.work_s >= most_s:
                     return None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 
 from costmodels.ledger import MemoryLedger, RankMemory, SoftwareBytes, StateBytes
-from costmodels.vocabulary.held_counts import FIRST, BackwardPass
+from costmodels.vocabulary.held_counts import ONLY_FIRST, BackwardPass, OfPasses, Passes
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase
 from planner.evaluation.fsdp_moments import Moment, Sharding, UnitAtWork, fullest_last_moment, fullest_moment
@@ -39,7 +38,14 @@ class Transient:
 
 
 _Variants = tuple[tuple[int, ...], ...]  # of the units of each stage of a rank
-_ROWS = {term.value: term for term in MemoryTerm}
+# The rows of ledgers in order: states, which last, and what comes and goes in each phase.
+_STATES = (MemoryTerm.PARAMETERS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER)
+_AT_WORK = (MemoryTerm.ACTIVATIONS, MemoryTerm.WORKING_SET, MemoryTerm.GATHERED_PARAMETERS)
+_BUFFERS = (MemoryTerm.GATHER_BUFFERS, MemoryTerm.OFFLOAD_BUFFERS)
+_IN_FORWARD = (*_STATES, *_AT_WORK, *_BUFFERS)
+_IN_BACKWARD = (*_STATES, *_AT_WORK, MemoryTerm.REDUCTION_BUFFERS, *_BUFFERS)
+_IN_UPDATE = (*_STATES, MemoryTerm.GATHERED_UPDATE, MemoryTerm.GATHER_BUFFERS)
+_NUM_LASTING = len(_STATES)
 _total = attrgetter("total")
 
 
@@ -54,14 +60,15 @@ class RankMemoryModel(VariantsOfUnits):
         self._most_of: dict[frozenset[int], Transient] = {}
         self._elements_of: dict[tuple[tuple[bool, tuple[int, ...]], ...], tuple[float, float, float]] = {}
         self._states_of: dict[tuple[float, float, float], StateBytes] = {}
-        self._made_of: dict[tuple[tuple[range, ...], tuple[BackwardPass, ...]], tuple[float, ...]] = {}
+        self._made_of: dict[tuple[tuple[range, ...], Passes], tuple[float, ...]] = {}
         self._units_at_work: dict[int, UnitAtWork] = {}
         self._moments: dict[tuple[tuple[int, ...], float | None], Moment] = {}
-        self._at_work_of: dict[tuple[_Variants, tuple[BackwardPass, ...]], tuple[Moment, ...]] = {}
+        self._at_work_of: dict[tuple[_Variants, Passes], tuple[Moment, ...]] = {}
 
     def with_some(self, modes: Mapping[int, int]) -> RankMemoryModel:
         """The same with other modes of recomputation of some of its units."""
-        found, kinds = copy(self), self._table.units.kinds
+        found, kinds = object.__new__(RankMemoryModel), self._table.units.kinds
+        found.__dict__.update(self.__dict__)
         found._variants = list(self._variants)
         for unit, mode in modes.items():
             found._variants[unit] = mode * self._num_kinds + kinds[unit]
@@ -84,12 +91,12 @@ class RankMemoryModel(VariantsOfUnits):
             return states.gradients
         return self._states(*self.elements([stages[place] for place in made])).gradients
 
-    def _made(self, states: StateBytes, stages: Sequence[range], passes: Iterable[BackwardPass]) -> tuple[float, ...]:
+    def _made(self, states: StateBytes, stages: Sequence[range], passes: Passes) -> tuple[float, ...]:
         """The gradients in each of these backward passes, whatever the modes of units."""
-        key = tuple(stages), tuple(passes)
+        key = tuple(stages), passes
         if key not in self._made_of:
-            found = {made: self._gradients(states, stages, made) for made in {each.made for each in key[1]}}
-            self._made_of[key] = tuple([found[each.made] for each in key[1]])
+            found = {made: self._gradients(states, stages, made) for made in {each.made for each in passes}}
+            self._made_of[key] = tuple([found[each.made] for each in passes])
         return self._made_of[key]
 
     @cached_property
@@ -122,64 +129,54 @@ class RankMemoryModel(VariantsOfUnits):
         is_known = self._table.framework.has_fsdp_moments and self._layout.virtual_stages == 1
         return is_known and not self.holds_gradients
 
-    def rank(self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]) -> RankMemory:
+    def rank(self, stages: Sequence[range], activation_bytes: OfPasses) -> RankMemory:
         """The rank that holds ``stages``, rows of units, and of activations the most in each backward pass."""
         states = self._states(*self.elements(stages))
-        lasting = states.gradients if self._table.framework.keeps_gradients else 0.0
+        lasting, start = states.gradients if self._table.framework.keeps_gradients else 0.0, states.before_first_step
+        forward, backward, update, transient = self._step(stages, activation_bytes)
+        freed = transient.waiting, transient.stranded
         return RankMemory(
             (
-                (Phase.INITIALISATION, self._with_reserve(self._ledger(states.before_first_step, lasting))),
-                *[
-                    (phase, self._with_reserve(held, more))
-                    for phase, held, more in self._step(stages, activation_bytes)
-                ],
-                (Phase.CHECKPOINT, self._with_reserve(self._ledger(states, lasting))),
+                (Phase.INITIALISATION, self._ledger(_STATES, [start.parameters, lasting, start.optimizer])),
+                (Phase.FORWARD, self._ledger(_IN_FORWARD, forward, freed)),
+                (Phase.BACKWARD, self._ledger(_IN_BACKWARD, backward, freed)),
+                (Phase.OPTIMIZER, self._ledger(_IN_UPDATE, update)),
+                (Phase.CHECKPOINT, self._ledger(_STATES, [states.parameters, lasting, states.optimizer])),
             )
         )
 
-    def peak_bytes(self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]) -> float:
+    def peak_bytes(self, stages: Sequence[range], activation_bytes: OfPasses) -> float:
         """The total of ``rank``'s peak. It lies within a step: before and after it, a rank holds less of the same."""
-        software, groups = self.software, self.num_communicators
-        return max(
-            ledger.total_with_reserve(
-                software,
-                groups,
-                waiting=transient.waiting if transient else 0.0,
-                stranded=transient.stranded if transient else 0.0,
-            )
-            for _, ledger, transient in self._step(stages, activation_bytes)
-        )
+        forward, backward, update, transient = self._step(stages, activation_bytes)
+        groups, freed = self.num_communicators, [transient.waiting, transient.stranded]
+        in_passes = max(self._total(forward, groups, freed), self._total(backward, groups, freed))
+        return max(in_passes, self._total(update, groups))
+
+    def _total(self, rows: list[float], num_communicators: float, freed: Sequence[float] = (0.0, 0.0)) -> float:
+        """The total of the ledger with these rows: the same sum as ``MemoryLedger.with_reserve``, without names."""
+        software = self.software
+        reserve = sum(rows[_NUM_LASTING:]) * software.reserve_fraction
+        outside = num_communicators * software.communicator_bytes, software.context_bytes, software.workspace_bytes
+        return sum([*rows, *freed, reserve, *outside])
 
     def _step(
-        self, stages: Sequence[range], activation_bytes: Mapping[BackwardPass, float]
-    ) -> tuple[tuple[Phase, MemoryLedger, Transient | None], ...]:
-        """The ledgers of the phases of a step without what the software takes, and what besides passes in them."""
+        self, stages: Sequence[range], activation_bytes: OfPasses
+    ) -> tuple[list[float], list[float], list[float], Transient]:
+        """Rows in forward, backward and update without what the software takes, and what passes in the first two."""
         trainable, frozen, experts = self.elements(stages)
-        states = self._states(trainable, frozen, experts)
-        transient = self.transient(stages)
+        states, variants = self._states(trainable, frozen, experts), self._variants_of(stages)
+        transient = self._transient_in(variants)
         # A rank holds as much after a forward pass as before the backward pass that follows.
-        made, reserve = self._made(states, stages, activation_bytes), self._reserve
-        held = zip(activation_bytes.values(), made, strict=True)
+        made, reserve = self._made(states, stages, activation_bytes.passes), self._reserve
+        held = zip(activation_bytes.numbers, made, strict=True)
         activations, gradients = max(held, key=lambda each: each[0] * reserve + each[1])
-        forward = self._ledger(
-            states,
-            gradients,
-            activations=activations,
-            working_set=transient.loss,
-            gathered_parameters=transient.gathered,
-            gather_buffers=transient.buffers,
-            offload_buffers=transient.offloaded,
-        )
+        passing = [activations, transient.loss, transient.gathered, transient.buffers, transient.offloaded]
+        forward = [states.parameters, gradients, states.optimizer, *passing]
         gathered_update = self._gathered_update(trainable, experts)
-        update = self._ledger(
-            states, states.gradients, gathered_update=gathered_update, gather_buffers=transient.buffers
-        )
-        backward = self._backward(states, stages, activation_bytes, transient)
-        return (
-            (Phase.FORWARD, forward, transient),
-            (Phase.BACKWARD, backward, transient),
-            (Phase.OPTIMIZER, update, None),
-        )
+        update = [states.parameters, states.gradients, states.optimizer, gathered_update, transient.buffers]
+        at_work = self._moments_of(variants, activation_bytes.passes)
+        passes = list(zip(activation_bytes.numbers, at_work, made, strict=True))
+        return forward, self._backward(states, stages, passes, transient), update, transient
 
     def _states(self, trainable: float, frozen: float, experts: float) -> StateBytes:
         """States of so many elements, with the flat buffers of frameworks that have some among the gradients."""
@@ -208,61 +205,44 @@ class RankMemoryModel(VariantsOfUnits):
         self,
         states: StateBytes,
         stages: Sequence[range],
-        activation_bytes: Mapping[BackwardPass, float],
+        passes: Sequence[tuple[float, Moment, float]],
         transient: Transient,
-    ) -> MemoryLedger:
-        """The fullest moment.
+    ) -> list[float]:
+        """The fullest moment. ``passes``: of each activations, its fullest moment and the gradients that are made.
 
         Where the only micro-batch allocates the gradients, and nothing says how they grow, that is its beginning, with
         all activations, or its end, with all gradients.
         """
 
-        def ledger(gradients: float, activations: float, moment: Moment) -> MemoryLedger:
-            return self._ledger(
-                states,
-                gradients,
-                activations=activations,
-                working_set=moment.working,
-                gathered_parameters=moment.gathered,
-                reduction_buffers=moment.reduced,
-                gather_buffers=transient.buffers,
-                offload_buffers=transient.offloaded,
-            )
+        def rows(gradients: float, activations: float, moment: Moment) -> list[float]:
+            passing = [moment.working, moment.gathered, moment.reduced, transient.buffers, transient.offloaded]
+            return [states.parameters, gradients, states.optimizer, activations, *passing]
 
-        at_work = self._moments_of(stages, tuple(activation_bytes))
-        made = self._made(states, stages, activation_bytes)
-        passes = zip(activation_bytes.values(), at_work, made, strict=True)
         reserve = self._reserve
         activations, fullest, gradients = max(
             passes, key=lambda each: (each[0] + each[1].passing) * reserve + each[1].gradients + each[2]
         )
         if self.holds_gradients or self._leaves_shards:
-            gradients = fullest.gradients if self._leaves_shards else gradients
-            moments = [ledger(gradients, activations, fullest)]
-            if transient.last is not None:
-                once = sum(self.held_of(stage, Holding.KEPT) for stage in stages)
-                moments.append(ledger(states.gradients, min(max(activation_bytes.values()), once), transient.last))
+            first = rows(fullest.gradients if self._leaves_shards else gradients, activations, fullest)
+            if transient.last is None:
+                return first
+            once = sum([self.held_of(stage, Holding.KEPT) for stage in stages])
+            most = max([activations for activations, _, _ in passes])
+            last = rows(states.gradients, min(most, once), transient.last)
         else:
-            first = [stage[:1] for stage in stages[:1]]
-            kept = sum(self.held(unit, Holding.KEPT) for stage in first for unit in stage)
-            of = self._table.units.kinds
+            first = rows(0.0, activations, fullest)
+            lowest, of = [stage[:1] for stage in stages[:1]], self._table.units.kinds
+            kept = sum(self.held(unit, Holding.KEPT) for stage in lowest for unit in stage)
             reduced = self._reduction_bytes(self._largest([of[unit] for stage in stages for unit in stage]))
-            end = fullest._replace(working=self._moments_of(first, (FIRST,))[0].working, reduced=reduced)
-            moments = [ledger(0.0, activations, fullest), ledger(states.gradients, kept, end)]
-        return max(moments, key=lambda moment: moment.total_with_reserve(self.software, 0))
-
-    @staticmethod
-    def _ledger(states: StateBytes, gradients: float, **rows: float) -> MemoryLedger:
-        first = (
-            (MemoryTerm.PARAMETERS, states.parameters),
-            (MemoryTerm.GRADIENTS, gradients),
-            (MemoryTerm.OPTIMIZER, states.optimizer),
-        )
-        return MemoryLedger((*first, *[(_ROWS[name], num_bytes) for name, num_bytes in rows.items()]))
+            at_end = self._moments_of(self._variants_of(lowest), ONLY_FIRST)[0].working
+            last = rows(states.gradients, kept, fullest._replace(working=at_end, reduced=reduced))
+        return max(first, last, key=lambda each: self._total(each, 0))
 
     def transient(self, stages: Sequence[range]) -> Transient:
         """What the units of a rank need besides states and kept activations; the same for stages of the same kinds."""
-        variants = self._variants_of(stages)
+        return self._transient_in(self._variants_of(stages))
+
+    def _transient_in(self, variants: _Variants) -> Transient:
         if variants not in self._transients:
             self._transients[variants] = self._transient_of(variants)
         return self._transients[variants]
@@ -298,9 +278,8 @@ class RankMemoryModel(VariantsOfUnits):
             offloaded=BLOCKS_IN_TRANSIT * max([self._on_host[variant] for variant in there], default=0.0),
         )
 
-    def _moments_of(self, stages: Sequence[range], passes: tuple[BackwardPass, ...]) -> tuple[Moment, ...]:
+    def _moments_of(self, variants: _Variants, passes: Passes) -> tuple[Moment, ...]:
         """The fullest moment of each of these backward passes of a rank."""
-        variants = self._variants_of(stages)
         if (variants, passes) not in self._at_work_of:
             self._at_work_of[variants, passes] = tuple([self._moment_of(variants, each) for each in passes])
         return self._at_work_of[variants, passes]
@@ -395,13 +374,12 @@ class RankMemoryModel(VariantsOfUnits):
             return 0.0
         return framework.units_in_transit * framework.reduction_bytes * largest
 
-    def _with_reserve(self, ledger: MemoryLedger, transient: Transient | None = None) -> MemoryLedger:
-        return ledger.with_reserve(
-            self.software,
-            self.num_communicators,
-            waiting=transient.waiting if transient else 0.0,
-            stranded=transient.stranded if transient else 0.0,
-        )
+    def _ledger(
+        self, terms: Sequence[MemoryTerm], rows: Sequence[float], freed: tuple[float, float] = (0.0, 0.0)
+    ) -> MemoryLedger:
+        ledger = MemoryLedger(tuple(zip(terms, rows, strict=True)))
+        waiting, stranded = freed
+        return ledger.with_reserve(self.software, self.num_communicators, waiting=waiting, stranded=stranded)
 
     def _gathered_update(self, trainable: float, experts: float) -> float:
         """Copies through which ZeRO 1 gathers updated parameters."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +147,11 @@ class LayoutRows:
 
     def take(self, places: Positions) -> LayoutRows:
         """Those of some of the layouts."""
-        return LayoutRows(*(getattr(self, field.name)[places] for field in fields(self)))
+        return _SomeRows(self, places)
+
+    def in_modes(self, modes: Positions) -> LayoutRows:
+        """The same layouts in other modes."""
+        return replace(self, mode=modes)
 
     def unlike(self) -> tuple[Positions, Positions]:
         """One layout of each that differ in what ``unit_times`` reads, and which of these every layout is like."""
@@ -159,6 +163,26 @@ class LayoutRows:
             combined = combined * (int(column.max(initial=0)) + 1) + column
         _, first, like = np.unique(combined, return_index=True, return_inverse=True)
         return first, like
+
+
+class _SomeRows(LayoutRows):
+    """Of some of many layouts; each kind of entries is looked up when it is asked for first."""
+
+    def __init__(self, of: LayoutRows, places: Positions) -> None:
+        self.__dict__.update(_of=of, _places=places)
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__[name] = getattr(self.__dict__["_of"], name).take(self.__dict__["_places"])
+        return found
+
+    def take(self, places: Positions) -> LayoutRows:
+        own = self.__dict__
+        return _SomeRows(own["_of"], own["_places"].take(places))
+
+    def in_modes(self, modes: Positions) -> LayoutRows:
+        found = _SomeRows(self.__dict__["_of"], self.__dict__["_places"])
+        found.__dict__.update(self.__dict__, mode=modes)
+        return found
 
 
 @dataclass(frozen=True)
@@ -196,22 +220,22 @@ class UnitTimes:
         """The backward pass, everything included."""
         return self._of_pass(Pass.BACKWARD, but=()) + self._moved_s[..., 1]
 
-    @property
+    @cached_property
     def exposed_forward_s(self) -> Array:
         """What compute does not hide of all communication in forward."""
         return self._of_pass(Pass.FORWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 0]
 
-    @property
+    @cached_property
     def exposed_backward_s(self) -> Array:
         """What compute does not hide of all communication in backward."""
         return self._of_pass(Pass.BACKWARD, but=(Term.COMPUTE, Term.RECOMPUTE)) + self._moved_s[..., 1]
 
-    @property
+    @cached_property
     def compute_forward_s(self) -> Array:
         """Compute alone, forward: what communication hides behind, without what hides the unit's own already."""
         return _free_forward_s(self.time_s)
 
-    @property
+    @cached_property
     def compute_backward_s(self) -> Array:
         """The same backward, with what is recomputed."""
         return _free_backward_s(self.time_s)

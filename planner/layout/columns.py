@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple, TypeVar, get_type_hints, overload
+from typing import Any, NamedTuple, TypeVar, get_type_hints, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,9 +34,9 @@ class _Column:
             self._attributes[name] = _Column.of(map(attrgetter(name), self.values))
         return self._attributes[name]
 
-    def take(self, positions: NDArray[np.integer | np.bool]) -> _Column:
-        """Of the records at these positions, or where the mask is set."""
-        return _Column(self.values, self.codes[positions], self._attributes)
+    def take(self, positions: NDArray[np.integer]) -> _Column:
+        """Of the records at these positions."""
+        return _Column(self.values, self.codes.take(positions), self._attributes)
 
     def repeated(self, times: int) -> _Column:
         """All records, so many times one behind the other."""
@@ -93,6 +93,7 @@ class Columns(Sequence[T]):
 
     def __init__(self, kind: type[T], columns: Mapping[str, _Column]) -> None:
         self._kind, self._columns = kind, columns
+        self._by: dict[type, tuple[list[Any], Positions]] = {}  # what ``by`` said
 
     @staticmethod
     def of(kind: type[T], records: Iterable[T]) -> Columns[T]:
@@ -111,7 +112,15 @@ class Columns(Sequence[T]):
 
     @staticmethod
     def from_codes(kind: type[T], columns: Mapping[str, tuple[Sequence[object], NDArray[np.integer]]]) -> Columns[T]:
-        """Records from the values of each field and the place of every record's among them.
+        """Records from the values of each field and the place of every record's among them."""
+        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
+        return Columns(
+            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
+        )
+
+    @staticmethod
+    def checked(kind: type[T], columns: Mapping[str, tuple[Sequence[object], NDArray[np.integer]]]) -> Columns[T]:
+        """The same of columns that others wrote.
 
         ValueError where the columns are not those of ``kind``, are not equally long or point beyond their values.
         """
@@ -122,10 +131,7 @@ class Columns(Sequence[T]):
             raise ValueError("the places of a column must be a list of whole numbers")
         if any(len(codes) and not 0 <= codes.min() <= codes.max() < len(values) for values, codes in columns.values()):
             raise ValueError("a column points beyond its values")
-        each = {name: (tuple(values), codes) for name, (values, codes) in columns.items()}
-        return Columns(
-            kind, {name: _Column(values, _slim(codes, len(values))) for name, (values, codes) in each.items()}
-        )
+        return Columns.from_codes(kind, columns)
 
     def values_of(self, name: str) -> tuple[object, ...]:
         """The distinct values of a field."""
@@ -147,9 +153,17 @@ class Columns(Sequence[T]):
             return self.take(np.arange(len(self))[index])
         return self._kind._make(column.values[column.codes[index]] for column in self._columns.values())
 
+    def at(self, positions: NDArray[np.integer]) -> list[T]:
+        """The records at these positions, one by one."""
+        columns = [
+            [column.values[code] for code in column.codes.take(positions).tolist()] for column in self._columns.values()
+        ]
+        return list(map(self._kind._make, zip(*columns, strict=True)))
+
     def take(self, positions: NDArray[np.integer | np.bool]) -> Columns[T]:
         """The records at these positions, or where the mask is set."""
-        return Columns(self._kind, {name: each.take(positions) for name, each in self._columns.items()})
+        places: NDArray[Any] = np.flatnonzero(positions) if positions.dtype == np.bool else positions
+        return Columns(self._kind, {name: each.take(places) for name, each in self._columns.items()})
 
     def with_each(self, name: str, values: Sequence[object]) -> Columns[T]:
         """All records with the first of ``values`` in the field, then all with the second, and so on."""
@@ -161,7 +175,7 @@ class Columns(Sequence[T]):
     def numbers(self, name: str) -> Array:
         """A field of numbers, or an attribute of one field's values."""
         leaf = self._leaf(name)
-        return np.array(leaf.values, dtype=np.float64)[leaf.codes(slice(None))]
+        return np.array(leaf.values, dtype=np.float64).take(leaf.codes(slice(None)))
 
     def by(self, key: type[K]) -> tuple[list[K], Positions]:
         """The combinations of the fields of ``key`` that there are, and which of them every record has.
@@ -169,9 +183,14 @@ class Columns(Sequence[T]):
         A field is one of the records', or an attribute of one of their fields' values: ``tp`` of a mesh. Fields that
         are keys themselves are taken apart.
         """
+        if key in self._by:
+            return self._by[key]
         leaves = self._leaves(key)
-        first, which = _combinations(leaves)
-        return _keys(key, ([leaf.values[code] for code in leaf.codes(first).tolist()] for leaf in leaves)), which
+        records, which = _combinations(leaves)
+        keys = _keys_of(key, leaves, records)
+        if len(which) <= MOST_KEPT:
+            self._by[key] = keys, which
+        return keys, which
 
     def keys(self, key: type[K]) -> list[K]:
         """The combinations of the fields of ``key`` that there are, in the order of ``by``."""
@@ -179,12 +198,20 @@ class Columns(Sequence[T]):
 
     def one_of_each(self, key: type[K]) -> Columns[T]:
         """For each combination of the fields of ``key`` that there is, one record that has it."""
-        return self.take(_last_of_each(*_combined(self._leaves(key)))[0])
+        return self.take(_last_of_each(*_compact(*_combined(self._leaves(key))))[0])
 
     def each(self, key: type[K], function: Callable[[K], ArrayLike]) -> Array:
         """``function`` of every record's ``key``, called once for each that there is."""
-        keys, which = self.by(key)
-        return np.array([function(each) for each in keys])[which]
+        if len(self) <= MOST_KEPT:
+            keys, which = self.by(key)
+            return np.array([function(each) for each in keys]).take(which, axis=0)
+        leaves = self._leaves(key)
+        combined, total = _compact(*_combined(leaves))
+        records, occurs = _last_of_each(combined, total)
+        found = np.array([function(each) for each in _keys_of(key, leaves, records)])
+        of_numbers = np.zeros((total, *found.shape[1:]), dtype=found.dtype)
+        of_numbers[occurs] = found
+        return of_numbers.take(combined, axis=0)
 
     def where(self, key: type[K], condition: Callable[[K], bool]) -> Columns[T]:
         """The records whose ``key`` meets a condition."""
@@ -203,6 +230,8 @@ class Columns(Sequence[T]):
         return _Leaf(home, self._columns[home], self._columns[home].attribute(name))
 
 
+# Which combination every record has is kept for up to so many records.
+MOST_KEPT = 2**16
 # Up to so many combinations are marked in an array; more are sorted.
 MOST_MARKED = 2**24
 
@@ -215,16 +244,16 @@ def _combinations(leaves: Sequence[_Leaf]) -> tuple[Positions, Positions]:
     return _numbered(*_combined(leaves))
 
 
-def _combined(leaves: Sequence[_Leaf]) -> tuple[NDArray[np.integer], int]:
+def _combined(leaves: Sequence[_Leaf]) -> tuple[Positions, int]:
     """A number for every record that says its combination, and below which number all are."""
     combined, total = np.zeros(len(leaves[0].column.codes), dtype=np.int64), 1
     for at, part in enumerate(_parts(leaves)):
         size = _num_combinations(part)
         if total * size > MOST_MARKED:
-            records, combined = _numbered(combined, total)
+            records, combined = _numbered(combined.astype(np.intp), total)
             total = len(records)
         combined, total = combined * size + _places(part) if at else _places(part), total * size
-    return combined, total
+    return combined.astype(np.intp, copy=False), total  # as numpy wants it where it is used
 
 
 def _num_combinations(leaves: Sequence[_Leaf]) -> int:
@@ -257,24 +286,27 @@ def _places(leaves: Sequence[_Leaf]) -> NDArray[np.int32]:
             found += np.multiply(leaf.column.codes, step, dtype=np.int32, casting="unsafe")
     columns = {leaf.home: leaf.column for leaf in leaves}
     for home, each in of_values.items():
-        found += each[columns[home].codes]
+        found += each.take(columns[home].codes)
     return found
 
 
-def _numbered(combined: NDArray[np.integer], total: int) -> tuple[Positions, Positions]:
+def _numbered(combined: Positions, total: int) -> tuple[Positions, Positions]:
     """Of each number below ``total`` that occurs the last record with it, and which of these every record has."""
-    if total > MOST_MARKED:
-        numbers, combined = np.unique(combined, return_inverse=True)
-        total = len(numbers)
+    combined, total = _compact(combined, total)
     records, occurs = _last_of_each(combined, total)
-    return records, (np.cumsum(occurs) - 1)[combined]
+    return records, (np.cumsum(occurs) - 1).take(combined)
 
 
-def _last_of_each(combined: NDArray[np.integer], total: int) -> tuple[Positions, NDArray[np.bool]]:
+def _compact(combined: Positions, total: int) -> tuple[Positions, int]:
+    """The same numbers, or where they may be too large to be marked their places among those that occur."""
+    if total <= MOST_MARKED:
+        return combined, total
+    numbers, places = np.unique(combined, return_inverse=True)
+    return places, len(numbers)
+
+
+def _last_of_each(combined: Positions, total: int) -> tuple[Positions, NDArray[np.bool]]:
     """Of each number below ``total`` that occurs the last record with it, and whether each number does."""
-    if total > MOST_MARKED:
-        combined = np.unique(combined, return_inverse=True)[1]
-        total = int(combined.max(initial=-1)) + 1
     last = np.full(total, -1, dtype=np.int32)
     last[combined] = np.arange(len(combined), dtype=np.int32)
     occurs = last >= 0
@@ -307,6 +339,11 @@ def _homes(key: type[tuple[object, ...]], kind: type[tuple[object, ...]]) -> tup
     hints = list(enumerate(_hints(kind).values()))
     homes = {name: place for place, hint in reversed(hints) for name in dir(hint)}  # the first field that has it
     return tuple((name, None if hasattr(kind, name) else homes[name]) for name in leaves_of(key))
+
+
+def _keys_of(key: type[K], leaves: Sequence[_Leaf], records: Positions) -> list[K]:
+    """The ``key`` of each of these records."""
+    return _keys(key, ([leaf.values[code] for code in leaf.codes(records).tolist()] for leaf in leaves))
 
 
 def _keys(key: type[K], columns: Iterator[Sequence[object]]) -> list[K]:

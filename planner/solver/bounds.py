@@ -50,9 +50,10 @@ from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
+from planner.layout.short_rows import largest_of_each, least_of_each, running_sums
 from planner.solver.glance import at_a_glance_s, pipeline_coefficient
-from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches, by_kind
-from planner.solver.of_table import CHUNK, OfTable
+from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches
+from planner.solver.of_table import CHUNK, OfTable, by_kind
 from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import StateKey
@@ -130,10 +131,14 @@ class AlikeLayouts(AlikeMemory):
     @cached_property
     def _updated(self) -> Array:
         """Elements that one pipeline updates: those of one optimiser a pipeline rank, summed over the ranks."""
-        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        whole = self._whole_elements
         divided = whole[:, _TRAINABLE] / self.rows.num_shards
         kept = held_elements(whole[:, _TRAINABLE], whole[:, _EXPERT], self.rows.expert_parts)
         return np.where(_SHARDS_OPTIMIZER[self.rows.zero_stage], divided, kept)
+
+    @property
+    def _whole_elements(self) -> Array:
+        return self._of_table.whole_elements.take(self.rows.split, axis=0)
 
     def update_s(self) -> Array:
         """The optimiser step of a whole pipeline on its fastest device: some rank takes at least a p-th of it."""
@@ -153,7 +158,7 @@ class AlikeLayouts(AlikeMemory):
         cluster, host = table.cluster, table.cluster.host(offload)
         keys, which = self.layouts.by(StateKey)
         on_device = table.state_rows([key._replace(offload=Offload.NONE) for key in keys])[which]
-        whole = np.einsum("lke,k->le", self.elements, self.counts)
+        whole = self._whole_elements
         optimizer = np.einsum("le,le->l", by_kind(whole), table.state_bytes[on_device][..., _OPTIMIZER])
         devices_a_node = cluster.num_devices / -(-cluster.num_devices // cluster.devices_per_node)
         factor = devices_a_node / self.pp
@@ -199,11 +204,11 @@ class AlikeLayouts(AlikeMemory):
         )
         best = coefficient * total + 2 * send * (p - 1)
         blocks = np.ceil(self.counts / p)
-        most = (self.work_s * blocks).max(axis=1) + receive
+        most = largest_of_each(self.work_s * blocks) + receive
         if self.schedule.rules.forwards_first:
             return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
-        least = self.work_s.min(axis=1) + receive
-        whole = np.where(m > p, total + (m - p) * most + (p - 1) * least + 2 * send * (p - 1), m * most)
+        shortest = least_of_each(self.work_s) + receive
+        whole = np.where(m > p, total + (m - p) * most + (p - 1) * shortest + 2 * send * (p - 1), m * most)
         best = np.maximum(best, whole)
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
             best = np.maximum(best, self._rounds_s(total, send, rank))
@@ -285,7 +290,7 @@ class AlikeLayouts(AlikeMemory):
         T >= 4 * 3 + (0 + 1) / 2 s.
         """
         p, m = self.pp, self.num_microbatches
-        most = (self.work_s * np.ceil(self.counts / p)).max(axis=1)
+        most = largest_of_each(self.work_s * np.ceil(self.counts / p))
         busiest = m * np.maximum(total / p, most)
         if self.schedule.rules.overlaps_steps:
             return busiest
@@ -303,11 +308,11 @@ class AlikeLayouts(AlikeMemory):
         splits, p, v, units = self.schedule.rules.splits_backward, self.pp, self.virtual_stages, self.table.units
         work = self.times.forward_s if splits else self.work_s
         blocks = sorted({kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block})
-        least = stage_sizes(sum(units.is_block), p * v).least
-        each = least * work[:, blocks].min(axis=1) if v > 1 else work.min(axis=1)
+        fewest = stage_sizes(sum(units.is_block), p * v).least
+        each = fewest * least_of_each(work[:, blocks]) if v > 1 else least_of_each(work)
         stages = np.repeat(each[:, None], p, axis=1)
         stages[:, 0] = work[:, units.kinds[0]]
-        before = np.cumsum(stages, axis=1) - stages
+        before = running_sums(stages) - stages
         return before + (1 if splits else 2) * np.arange(p) * self.send_s[:, None]
 
     def estimate_s(self) -> Array:

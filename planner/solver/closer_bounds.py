@@ -7,7 +7,6 @@ halves of backward passes apart, the longest paths of the schedule, over all way
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
@@ -117,7 +116,7 @@ class _Pipelines:
         """What the longest paths of the schedule take (``costmodels.pipeline_paths``) for those ``wanted``, else 0."""
         of, found = self._of, np.zeros(len(wanted))
         weight_s = of.times.weight_s if of.schedule.rules.splits_backward else np.zeros_like(of.times.weight_s)
-        for m in np.unique(of.num_microbatches[wanted]).tolist():
+        for m in sorted(set(of.num_microbatches[wanted].tolist())):
             part = np.flatnonzero(wanted & (of.num_microbatches == m))
             paths = coefficients(of.schedule, of.pp, of.virtual_stages, int(m))
             times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
@@ -383,7 +382,7 @@ class _Pipelines:
     def _extra_s_of_modes(self) -> Array:
         """Seconds of one micro-batch that a unit takes more in each mode, [layouts, modes, kinds]."""
         every, modes = np.arange(len(self._of.num_microbatches)), self._of.modes
-        rows = replace(self._of.rows.take(np.repeat(every, len(modes))), mode=np.tile(modes, len(every)))
+        rows = self._of.rows.take(np.repeat(every, len(modes))).in_modes(np.tile(modes, len(every)))
         times = unit_times(self._of.table, rows, 0)
         work = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
         return np.maximum(0.0, work - work[:, :1])

@@ -138,6 +138,24 @@ class Pricer:
         return [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
 
 
+class Pricers:
+    """Of layouts of one table, so that what is known of a layout's cuts from a probe is not worked out again."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._of: dict[Layout, Pricer] = {}
+
+    def of(self, layout: Layout) -> Pricer:
+        """That of ``layout``, for others to ask for again."""
+        if layout not in self._of:
+            self._of[layout] = Pricer(self.table, layout)
+        return self._of[layout]
+
+    def drop(self, layout: Layout) -> None:
+        """Nobody asks for that of ``layout`` again."""
+        self._of.pop(layout, None)
+
+
 def probe(pricer: Pricer, solver: StageSolver) -> Evaluated | None:
     """The best of the nearly even cuts, where one fits; the only cut, where there is but one."""
     only = solver.only_cut(pricer.evaluator.num_stages)

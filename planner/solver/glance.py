@@ -17,6 +17,7 @@ from costmodels.vocabulary.terms import PLACE, Term, Time
 from planner.evaluation.block_modes import MODES
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
+from planner.layout.short_rows import largest_of_each
 from planner.solver.of_table import CHUNK, UnitPasses
 from planner.table.cost_table import CostTable
 from planner.table.keys import WorkKey
@@ -83,14 +84,14 @@ def at_a_glance_s(table: CostTable, layouts: Columns[Layout], passes: Sequence[U
     ``passes``: on each kind of devices.
     """
     # Rows that a kind of device does not run are not priced for it.
-    work_s, like = np.fmin.reduce([each.unlike_s[0] + each.unlike_s[1] for each in passes]), passes[0].like
+    work_s, like = np.fmin.reduce([each.unlike_work_s for each in passes]), passes[0].like
     whole_s = (work_s @ table.counts)[like] * layouts.each(_ShapeKey, _times_whole)
     sizes, of = layouts.by(_RanksKey)
     held = np.array([np.ceil(table.counts / key.pp) for key in sizes])
     longest_s = np.empty(len(like))
     for start in range(0, len(like), CHUNK):
         part = slice(start, start + CHUNK)
-        longest_s[part] = (work_s[like[part]] * held[of[part]]).max(axis=1)
+        longest_s[part] = largest_of_each(work_s.take(like[part], axis=0) * held.take(of[part], axis=0))
     longest_s *= layouts.numbers("num_microbatches")
     return np.maximum(whole_s, longest_s) * (1 - 1e-12)
 

@@ -6,7 +6,6 @@ However a layout is cut into stages, and whatever each of its blocks recomputes,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Self, TypeAlias
 
@@ -26,6 +25,7 @@ from planner.evaluation.states import held_elements
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
+from planner.layout.short_rows import least_of_each
 from planner.solver.flying import Counted, means_by_kind
 from planner.solver.least_extra import least_extra_s
 from planner.solver.of_table import OfTable, UnitPasses
@@ -36,7 +36,6 @@ _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table'
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 # Rounds of micro-batches that are counted to find the peak of a rank of several stages; too few count too little.
 MOST_ROUNDS = 3
-
 
 Flags: TypeAlias = NDArray[np.bool]
 
@@ -82,7 +81,7 @@ class AlikeMemory:
         self.schedule, self.pp, self.virtual_stages = key.schedule, key.pp, key.virtual_stages
         self.offload, self.num_microbatches = key.offload, rows.num_microbatches
         self.counts = table.counts
-        self.work_s = self.times.forward_s + self.times.backward_s
+        self.work_s = self.times.work_s
         self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
         self._places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
@@ -107,7 +106,7 @@ class AlikeMemory:
     @cached_property
     def _held(self) -> Array:
         """The least of every mode, [layouts, kinds, Holding]."""
-        return self._of_table.held(tuple(self.modes))[self.rows.work]
+        return self._of_table.held(tuple(self.modes)).take(self.rows.work, axis=0)
 
     @cached_property
     def _lines(self) -> Array:
@@ -116,7 +115,7 @@ class AlikeMemory:
 
     @cached_property
     def _sent_bytes(self) -> Array:
-        return self._held[..., PLACE[Holding.BOUNDARY]].max(axis=1)
+        return self._of_table.most_sent_bytes(tuple(self.modes)).take(self.rows.work)
 
     @cached_property
     def send_s(self) -> Array:
@@ -136,12 +135,12 @@ class AlikeMemory:
 
     def _held_in(self, mode: int) -> Array:
         """What units hold where all blocks are in one mode, [layouts, kinds, Holding]."""
-        return self._of_table.held((mode,))[self.rows.work]
+        return self._of_table.held((mode,)).take(self.rows.work, axis=0)
 
     @cached_property
     def elements(self) -> Array:
         """Parameters of each kind on one tensor-parallel rank, [layouts, kinds, Element]."""
-        return self.table.elements[self.rows.split]
+        return self.table.elements.take(self.rows.split, axis=0)
 
     # -- memory -------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class AlikeMemory:
 
     @cached_property
     def _besides(self) -> Array:
-        working = self._held[..., PLACE[Holding.WORKING]].min(axis=1)
+        working = least_of_each(self._held[..., PLACE[Holding.WORKING]])
         return (working * self.reserve + self.outside_bytes) / self._room.max()
 
     @cached_property
@@ -229,7 +228,7 @@ class AlikeMemory:
         Lists of modes of [layouts, kinds], and [layouts].
         """
         table, rows = self.table, self.rows
-        times = [unit_times(table, replace(rows, mode=np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+        times = [unit_times(table, rows.in_modes(np.full_like(rows.mode, mode)), 0) for mode in self.modes]
         least = [self._of_first_mode, *(self._least(self._held_in(mode)) for mode in self.modes[1:])]
         saved = [np.maximum(0.0, least[0] - each) for each in least]
         extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
@@ -350,9 +349,15 @@ class AlikeMemory:
 
     def _least_of_stages(self, static: Array, kept: Array, waiting: Array) -> Array:
         """As ``_least`` with equal weights, where a rank holds several stages; on like devices of nearly equal size."""
-        flying, waits, most, highest = self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
-        static = static + highest * self.highest_bytes
+        flying, waits, most, highest = self._means_of_stages
+        if self._is_at_peak:
+            static = static + highest * self.highest_bytes
         return (static + flying * kept + np.minimum(waits * waiting, most * waiting)) / self._room.sum()
+
+    @cached_property
+    def _means_of_stages(self) -> Array:
+        """``_means`` of each layout, [4, layouts, kinds]."""
+        return self.layouts.each(NumMicroBatches, self._means).transpose(1, 0, 2)
 
     def _means(self, key: NumMicroBatches) -> Array:
         """``means_by_kind`` of the micro-batches that it takes to see the peak, [4, kinds]."""
@@ -400,21 +405,15 @@ class AlikeMemory:
     @cached_property
     def static_bytes(self) -> Array:
         """States of each unit kind when backward begins; of gradients those that it has in every stage."""
-        state = self.table.state_bytes[self.rows.state]  # [layouts, KindOfElement, ...]
+        state = self.table.state_bytes.take(self.rows.state, axis=0)  # [layouts, KindOfElement, ...]
         holds_gradients = (self.num_microbatches > 1) | self.table.framework.keeps_gradients
         each = state[..., _PARAMETERS] + state[..., _OPTIMIZER]
         if not self._is_at_peak:
             each = each + np.where(holds_gradients[:, None], state[..., _GRADIENTS], 0.0)
-        return np.einsum("lke,le->lk", by_kind(self.elements), each)
+        return np.einsum("lke,le->lk", self._of_table.elements_by_kind.take(self.rows.split, axis=0), each)
 
     @cached_property
     def highest_bytes(self) -> Array:
         """Gradients that each unit kind has then in its rank's highest stage alone."""
         each = self.table.state_bytes[self.rows.state][..., _GRADIENTS] * self._is_at_peak
-        return np.einsum("lke,le->lk", by_kind(self.elements), each)
-
-
-def by_kind(elements: Array) -> Array:
-    """[..., KindOfElement] of [..., Element]."""
-    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
-    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
+        return np.einsum("lke,le->lk", self._of_table.elements_by_kind.take(self.rows.split, axis=0), each)

@@ -9,15 +9,17 @@ import numpy as np
 
 from costmodels.overlap import exposed_s
 from costmodels.vocabulary.mesh import ZERO_STAGES
-from costmodels.vocabulary.terms import PLACE, Data
+from costmodels.vocabulary.terms import PLACE, Data, Element, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.unit_times import Hiding, LayoutRows, data_times, unit_times
 from planner.layout.columns import Array, Positions
+from planner.layout.short_rows import largest_of_each
 from planner.table.cost_table import CostTable
 
 # Layouts whose units are timed at once.
 CHUNK = 8_000
 
+_TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _SHARDS_OPTIMIZER = np.array([stage.shards_optimizer for stage in ZERO_STAGES])
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
@@ -28,32 +30,44 @@ class UnitPasses:
     """``forward_s``, ``backward_s`` and ``weight_s`` of ``unit_times``, of many layouts that are mostly alike."""
 
     unlike_s: Array  # [forward backward weight, layouts of which no two are alike, kinds]
+    unlike_work_s: Array  # forward and backward
     unlike_data_s: Array  # what ``data_once_s`` says of these
     like: Positions  # which of these each layout is like
 
     def take(self, places: Positions) -> UnitPasses:
         """Those of some of the layouts."""
-        return UnitPasses(self.unlike_s, self.unlike_data_s, self.like[places])
+        return UnitPasses(self.unlike_s, self.unlike_work_s, self.unlike_data_s, self.like.take(places))
 
     @cached_property
     def forward_s(self) -> Array:
         """The forward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[0][self.like]
+        return self.unlike_s[0].take(self.like, axis=0)
 
     @cached_property
     def backward_s(self) -> Array:
         """The backward pass, everything included, [layouts, kinds]."""
-        return self.unlike_s[1][self.like]
+        return self.unlike_s[1].take(self.like, axis=0)
 
     @cached_property
     def weight_s(self) -> Array:
         """Part of the backward pass that a schedule which splits it runs later, [layouts, kinds]."""
-        return self.unlike_s[2][self.like]
+        return self.unlike_s[2].take(self.like, axis=0)
+
+    @cached_property
+    def work_s(self) -> Array:
+        """Both passes, everything included, [layouts, kinds]."""
+        return self.unlike_work_s.take(self.like, axis=0)
 
     @property
     def data_once_s(self) -> Array:
         """Exposed communication of data parallelism once a step, of a rank that holds all units; [layouts]."""
-        return self.unlike_data_s[self.like]
+        return self.unlike_data_s.take(self.like)
+
+
+def by_kind(elements: Array) -> Array:
+    """[..., KindOfElement] of [..., Element]."""
+    dense = elements[..., _TRAINABLE] - elements[..., _EXPERT]
+    return np.stack([dense, elements[..., _FROZEN], elements[..., _EXPERT]], axis=-1)
 
 
 class OfTable:
@@ -62,6 +76,7 @@ class OfTable:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._held: dict[tuple[int, ...], Array] = {}
+        self._sent: dict[tuple[int, ...], Array] = {}
 
     def held(self, modes: tuple[int, ...]) -> Array:
         """The least that units hold in any of these modes, [rows of work, kinds, Holding]."""
@@ -70,6 +85,22 @@ class OfTable:
             each = [held_bytes(self.table, every, np.full_like(every, mode)) for mode in modes]
             self._held[modes] = np.min(each, axis=0)
         return self._held[modes]
+
+    @cached_property
+    def elements_by_kind(self) -> Array:
+        """Parameters of each kind of units on one tensor-parallel rank, [splits, kinds, KindOfElement]."""
+        return by_kind(self.table.elements)
+
+    @cached_property
+    def whole_elements(self) -> Array:
+        """Those of all units together, [splits, Element]."""
+        return np.einsum("lke,k->le", self.table.elements, self.table.counts)
+
+    def most_sent_bytes(self, modes: tuple[int, ...]) -> Array:
+        """The most that any unit then sends to the next, [rows of work]."""
+        if modes not in self._sent:
+            self._sent[modes] = largest_of_each(self.held(modes)[..., PLACE[Holding.BOUNDARY]])
+        return self._sent[modes]
 
     def passes(self, rows: LayoutRows, device: int = 0) -> UnitPasses:
         """Of units of these layouts on the devices at place ``device``."""
@@ -82,7 +113,7 @@ class OfTable:
             times = unit_times(self.table, of_part, device)
             unlike_s[:, part] = times.forward_s, times.backward_s, times.weight_s
             data_s[part] = self._data_once_s(of_part, hiding)
-        return UnitPasses(unlike_s, data_s, like)
+        return UnitPasses(unlike_s, unlike_s[0] + unlike_s[1], data_s, like)
 
     def _data_once_s(self, rows: LayoutRows, hiding: Hiding) -> Array:
         framework, counts = self.table.framework, self.table.counts

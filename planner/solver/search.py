@@ -27,7 +27,7 @@ from planner.solver.base import StageSolver
 from planner.solver.best import Best
 from planner.solver.bounds import Bounds, bounds
 from planner.solver.closer_bounds import CloserBounds
-from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
+from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, unlike
 from planner.solver.smallest import smallest
@@ -110,9 +110,9 @@ def search(
     deadline, listed = deadline or Deadline.never(), Columns.of(Layout, layouts)
     best = Best(wanted.cutoff_s)
     best.keep(wanted.known)
-    rough_s = rough_bound_s(table, listed)
+    rough_s, pricers = rough_bound_s(table, listed), Pricers(table)
     try:
-        _probe_likely(table, listed, rough_s, solver, best, deadline)
+        _probe_likely(pricers, listed, rough_s, solver, best, deadline)
         if best.time_s is not None:  # others need no closer look
             listed = listed.take(rough_s < best.time_s * (1 + NEAR))
         lower = _bounds_in_time(table, listed, best.time_s, deadline)
@@ -121,7 +121,7 @@ def search(
             return Outcome(best.best, best.ranking(), float(rough_s.min()), False, False, len(layouts), 0, (), None)
         raise
     order, interrupted = _in_order(table, listed, lower), False
-    walk = _Walk(table, listed, lower, solver, best)
+    walk = _Walk(pricers, listed, lower, solver, best)
 
     def is_over() -> bool:
         return deadline.is_over() or (wanted.any_will_do and best.best is not None)
@@ -144,7 +144,7 @@ def search(
     near = order[lower.step_time_s[order] <= reach_s]
     return Outcome(
         best=best.best,
-        near=tuple((listed[i], float(lower.step_time_s[i])) for i in near),
+        near=tuple(zip(listed.at(near), lower.step_time_s[near].tolist(), strict=True)),
         ranking=best.ranking(),
         bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
         is_exhausted=is_proved if best.time_s is not None else bound_s == float("inf"),
@@ -168,12 +168,11 @@ class _Walk:
     """What is known of the layouts so far."""
 
     def __init__(
-        self, table: CostTable, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: Best
+        self, pricers: Pricers, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: Best
     ) -> None:
-        self._table, self._listed, self._solver, self._best = table, listed, solver, best
+        self._pricers, self._listed, self._solver, self._best = pricers, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
-        self._pricers: dict[int, Pricer] = {}
-        self._closer, self._num_close = CloserBounds(table), 0
+        self._closer, self._num_close = CloserBounds(pricers.table), 0
         self._closely: dict[int, tuple[float, float]] = {}  # bounds of loads and of paths that nobody asked for yet
         self.excess = Excess(listed)
         self._estimate_s = lower.estimate_s
@@ -263,7 +262,7 @@ class _Walk:
         self._visited.add(index)
         bound_s = float(self._open_s[index])
         cut = best_cut(self._pricer(index), self._solver, self._best.time_s, bound_s)
-        self._pricers.pop(index)
+        self._pricers.drop(self._listed[index])
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
         taken_s = self._best.time_s if cut.best is None else cut.best.step_time_s
@@ -271,10 +270,7 @@ class _Walk:
             self.excess.learn(index, taken_s / float(self._estimate_s[index]))
 
     def _pricer(self, index: int) -> Pricer:
-        """What is known of a layout's cuts from its probe is not worked out again by its visit."""
-        if index not in self._pricers:
-            self._pricers[index] = Pricer(self._table, self._listed[index])
-        return self._pricers[index]
+        return self._pricers.of(self._listed[index])
 
     def bound_s(self, order: Positions) -> float:
         """What no layout of ``order`` undercuts by more than the tolerance."""
@@ -353,7 +349,7 @@ def _nearest(
 
 
 def _probe_likely(
-    table: CostTable, listed: Columns[Layout], rough_s: Array, solver: StageSolver, best: Best, deadline: Deadline
+    pricers: Pricers, listed: Columns[Layout], rough_s: Array, solver: StageSolver, best: Best, deadline: Deadline
 ) -> None:
     """Of many layouts prices a few unlike ones, and others like the best, so that most need no closer look.
 
@@ -363,16 +359,16 @@ def _probe_likely(
     if len(flexible) <= 2 * MANY:
         return
     flexible = flexible[np.argsort(rough_s[flexible] * times_filled(listed)[flexible], kind="stable")[:MANY]]
-    part = listed.take(flexible)
+    part, table = listed.take(flexible), pricers.table
     order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s, deadline))
     for index in unlike(part, order, NUM_UNLIKE):
         deadline.check()
-        best.keep(probe(Pricer(table, part[index]), solver))
+        best.keep(probe(pricers.of(part[index]), solver))
     kind = None if best.best is None else kind_of(best.best.layout)
     alike = (index for index in order.tolist() if kind_of(part[index]) == kind)
     for index in islice(alike, NUM_PROBES):
         deadline.check()
-        best.keep(probe(Pricer(table, part[index]), solver))
+        best.keep(probe(pricers.of(part[index]), solver))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
@@ -383,12 +379,14 @@ def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | N
     return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
 
 
-def _in_order(table: CostTable, listed: Sequence[Layout], lower: Bounds) -> Positions:
+def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Positions:
     """Positions of the layouts that may fit, by their estimates; at equal ones the simpler first."""
     fits = np.flatnonzero(_scarcity(table, lower) <= 1)
     by_time = fits[np.argsort(lower.estimate_s[fits], kind="stable")]
-    head = sorted(by_time[:HEAD].tolist(), key=lambda i: (lower.estimate_s[i], complexity(listed[i])))
-    return np.concatenate([np.array(head, dtype=np.intp), by_time[HEAD:]])
+    head = by_time[:HEAD]
+    keys = list(zip(lower.estimate_s[head].tolist(), map(complexity, listed.at(head)), strict=True))
+    in_order = np.array(sorted(range(len(head)), key=keys.__getitem__), dtype=np.intp)
+    return np.concatenate([head[in_order], by_time[HEAD:]])
 
 
 def _scarcity(table: CostTable, lower: Bounds) -> Array:

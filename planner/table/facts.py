@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -23,7 +24,7 @@ class UnitRow:
     names: tuple[str, ...]
     is_block: tuple[bool, ...]
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many units there are of each kind."""
         return tuple(self.kinds.count(kind) for kind in range(max(self.kinds) + 1))

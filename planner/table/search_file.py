@@ -191,7 +191,7 @@ def _values_of(hint: type) -> TypeAdapter[tuple[object, ...]]:
 
 def _layouts(columns: dict[str, Any], arrays: dict[str, np.ndarray]) -> Columns[Layout]:
     hints = get_type_hints(Layout)
-    return Columns.from_codes(
+    return Columns.checked(
         Layout,
         {
             name: (_values_of(hint).validate_python(columns[name]), arrays[f"codes.{name}"])

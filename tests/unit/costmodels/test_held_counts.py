@@ -41,7 +41,7 @@ def test_the_most_before_each_backward_pass_is_that_of_a_replay(name: ScheduleNa
             stages = sorted({action.stage for action in actions})
             kept = {stage: 3.0 + stage % 5 for stage in stages}
             waiting = {stage: (-1.0) ** stage * 0.5 for stage in stages}
-            found = counts.most_of_each([*kept.values(), *waiting.values()])
+            found = dict(zip(*counts.most_of_each([*kept.values(), *waiting.values()]), strict=True))
             assert found == pytest.approx(replayed(actions, kept, waiting)), (p, v, m)
             assert max(found.values()) == pytest.approx(peak_in_flight(actions, kept, waiting))
 
@@ -52,7 +52,8 @@ def test_a_shortened_schedule_has_the_same_backward_passes(name: ScheduleName) -
         short = name.rules.shortened_to_peak(p, m)
         for few, many in zip(held_counts(name, p, v, short), held_counts(name, p, v, m), strict=True):
             bytes_of = [3.0 + 2 * stage % 5 for stage in range(2 * v)]
-            assert few.most_of_each(bytes_of) == pytest.approx(many.most_of_each(bytes_of)), (p, v, m)
+            one, other = (dict(zip(*each.most_of_each(bytes_of), strict=True)) for each in (few, many))
+            assert one == pytest.approx(other), (p, v, m)
 
 
 @pytest.mark.parametrize("name", OF_ONE)
@@ -60,9 +61,10 @@ def test_what_a_rank_s_only_stage_holds_is_that_of_a_replay(name: ScheduleName) 
     for _, p, _, m in legal([name]):
         pairs = zip(name.rules.actions(p, 1, m), name.rules.in_flight(p, m), strict=True)
         for rank, (actions, in_flight) in enumerate(pairs):
-            assert of_one_stage(in_flight, m) == replayed(actions, {rank: 1.0}, {rank: 0.0}), (p, m)
-    assert of_one_stage(3, 1) == {FIRST: 3}
-    assert set(of_one_stage(3, 2)) == {FIRST, LATER}
+            found = dict(zip(*of_one_stage(in_flight, m), strict=True))
+            assert found == replayed(actions, {rank: 1.0}, {rank: 0.0}), (p, m)
+    assert of_one_stage(3, 1) == ((FIRST,), (3,))
+    assert of_one_stage(3, 2).passes == (FIRST, LATER)
 
 
 def test_the_peak_comes_again_after_the_lowest_stage_where_the_records_say_so() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from costmodels.vocabulary.choices import KeptOnHost, Recompute
-from costmodels.vocabulary.held_counts import FIRST
+from costmodels.vocabulary.held_counts import ONLY_FIRST, OfPasses
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.schedules import ScheduleName, peak_in_flight
 from costmodels.vocabulary.terms import PLACE, Element, Holding, MemoryTerm, Phase, Term
@@ -70,6 +70,9 @@ def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict
             names = [name for name, _ in ledger.rows]
             assert len(set(names)) == len(names)
         assert priced.peak_memory_bytes == max(ledger.total_bytes for ledger in priced.ledgers)
+        for rank, stages in enumerate(point.stages_of_ranks(point.even_starts())):
+            kept = point.activation_bytes(rank, stages)
+            assert point.memory_model.peak_bytes(list(stages.values()), kept) == priced.ledgers[rank].total_bytes
         assert priced.fits == (priced.peak_memory_bytes <= point.table.cluster.devices[0].memory_bytes)
 
 
@@ -164,7 +167,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
 
 def _gradients(point: Evaluator, units: range) -> float:
     """Of a rank that holds these units alone, when the optimiser steps."""
-    memory = point.memory_model.rank([units], {FIRST: 0.0})
+    memory = point.memory_model.rank([units], OfPasses(ONLY_FIRST, (0.0,)))
     return memory.ledger(Phase.OPTIMIZER).bytes_of(MemoryTerm.GRADIENTS)
 
 

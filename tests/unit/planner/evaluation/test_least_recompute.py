@@ -80,5 +80,5 @@ def test_ranks_are_alike_only_if_they_hold_as_much() -> None:
         first: dict[object, list[float]] = {}
         for rank, stages in enumerate(evaluator.stages_of_ranks(evaluator.even_starts())):
             kept = {stage: float(1 + place) for place, stage in enumerate(stages)}
-            held = list(evaluator.in_flight.most_bytes(rank, kept, kept).values())
+            held = list(evaluator.in_flight.most_bytes(rank, kept, kept).numbers)
             assert first.setdefault(evaluator.in_flight.like(rank), held) == held, (layout, rank)
