@@ -193,8 +193,9 @@ class Recipe(_Value):
     update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
     norm_traffic: Quantity  # bytes moved by norms over those of a fused kernel: eager norms make many passes
     norm_saved_bytes: Quantity  # kept per element of a norm besides its input: eager norms keep fp32 copies
-    tensor_parallel_rate: Quantity  # rate of tensor-parallel collectives over what the links sustain
-    data_parallel_rate: Quantity  # rate of gradient reduction and parameter gathering over what the links sustain
+    # Rates over what the links sustain; groups with one rank on each node reach all of it (planner/pricing/machine.py).
+    tensor_parallel_rate: Quantity  # of tensor-parallel collectives
+    data_parallel_rate: Quantity  # of gradient reduction and parameter gathering
     overlaps_reduction: bool  # gradients are reduced behind the backward pass
     # Parameters are gathered tensor by tensor, each time with the latency of a collective; otherwise a unit's together.
     gathers_each_tensor: bool = False

@@ -41,6 +41,9 @@ NOT_MODELLED = """## What is not modelled
   clusters one mean delay comes close (`megatron-deepspeed-2022`). Runs of 2023 show none.
 - Contention with other jobs; how a network slows down with scale is the profile's alone. That of the layout study's
   256 GPUs beyond eight nodes is fitted to its own step times (`benchmarks/data/profiles/a100-layout-study.json`).
+- Why gradients of groups with several ranks on a node take so long in vTrain's runs. One rate is fitted to all of
+  these. Rings that reach a network card through the processor explain groups of two and four ranks a node (two and
+  four ways of tensor parallelism), not those of eight, nor the seconds that some runs of 39 B parameters lack besides.
 - Which devices are slow. Beyond 512 devices compute is that of the slowest to be expected among them, with one spread
   for all GPUs (`costmodels/stragglers.py`, `benchmarks/results/straggler_fit_published-runs_*.md`). The spread is the
   median over nine sources, between 0 and 0.29; a cluster whose slow hosts were taken out lost nothing with scale.

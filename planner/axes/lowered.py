@@ -168,7 +168,7 @@ class Collective:
     follows_batch: bool = True
     hides: Hides = Hides.NOTHING
     hidden_share: float = 0.0  # of its time, where ``hides`` is KERNELS
-    rate: float = 1.0  # over what the links sustain
+    rate: float = 1.0  # over what the links sustain, where several ranks of a node are in a group
     repeats: float = 1.0  # so often
     wait_s: float = 0.0  # for the group's last rank, each time; nothing hides it
     behind: tuple[int, ...] = ()  # kernels whose blocks it runs beside, one repetition a block

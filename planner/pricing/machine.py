@@ -105,7 +105,7 @@ class Machine:
 
     def collective_s(self, collective: Collective, num_bytes: Array) -> Array:
         """Seconds of a collective of so many bytes that compute cannot hide, at each size; and of waiting for it."""
-        moved = num_bytes / collective.rate
+        moved = num_bytes / self._rate_of(collective)
         if collective.copies is None:
             seconds = collective_times_s(self.lines(collective.kind, collective.group), moved)
         else:
@@ -113,3 +113,16 @@ class Machine:
             ways = [collective_times_s(self.lines(collective.kind, ranks), share * moved) for ranks, share in parts]
             seconds = np.maximum.reduce(ways)
         return collective.repeats * ((1 - collective.hidden_share) * seconds + collective.wait_s)
+
+    def _rate_of(self, collective: Collective) -> float:
+        """What the framework reaches of what the links sustain: all of it where a group has one rank on each node.
+
+        A ring comes into a node and leaves it through one network card: NCCL's src/graph/search.cc (v2.10), "NET n ->
+        GPU a -> GPU b -> .. -> GPU x -> NET n". A rank alone on its node is both a and x, and takes its own card. Of
+        several ranks some lie behind another PCIe switch, and src/graph/paths.cc sends what they send and receive
+        through the processor, a way that does not deliver full bandwidth (NVIDIA, "Doubling all2all Performance with
+        NVIDIA Collective Communication Library 2.12", 2022). How much of it is left is fitted, with all else that slows
+        groups with several ranks on a node.
+        """
+        is_one_a_node = collective.group.stride >= self.cluster.devices_per_node
+        return 1.0 if is_one_a_node else collective.rate

@@ -9,11 +9,12 @@ import pytest
 from costmodels.communication import collective_time_s, dispatch_parts
 from costmodels.recipe import HookTimes, attention_kernel, load_recipe
 from costmodels.vocabulary.choices import Recompute
-from costmodels.vocabulary.terms import Data, Element, Holding, Time
+from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term, Time
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement, OpClass
 from hardware_profiles.schema import CollectiveName
 from planner.axes.framework import Framework
-from planner.axes.lowered import Kernel, Work
+from planner.axes.lowered import Collective as LoweredCollective
+from planner.axes.lowered import Kernel, Role, Work
 from planner.axes.traced import representatives
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
@@ -337,6 +338,23 @@ def test_states_move_as_rings_move_them() -> None:
     bandwidth = device.memory_bandwidth_bytes_per_s.value * device.efficiency["memory_bound"].fraction.value
     added = elements * recipe.accumulation_bytes.value / bandwidth
     assert [row[2] for row in (sharded, replicated, alone)] == pytest.approx([added] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_one_rank_a_node_reduces_gradients_at_what_the_links_sustain(tp: int) -> None:
+    """Eight nodes of eight GPUs, each gradient on 64 / tp ranks: 2 (n - 1) / n of its bytes over the node's cards.
+
+    A framework's own rate slows all but the groups with one rank on each node.
+    """
+    ranks, num_bytes, rate = GroupPlacement(64 // tp, tp), 1e10, 0.25
+    slow = LoweredCollective(
+        CollectiveKind.ALL_REDUCE, ranks, Term.DATA, Pass.BACKWARD, Role.REDUCE, fixed_bytes=num_bytes, rate=rate
+    )
+    network, n = CLUSTER.profile.tiers[1], ranks.num_ranks
+    node = network.bandwidth_bytes_per_s.value * network.efficiency.value * network.links_per_node
+    moved_s = 2 * (n - 1) / n * num_bytes / (node / tp)
+    found = float(MACHINE.collective_s(slow, np.array([num_bytes]))[0])
+    assert found == pytest.approx(moved_s / (1.0 if tp == 8 else rate), rel=0.01)  # latencies are the rest
 
 
 def test_rows_stand_where_their_keys_do() -> None:
