@@ -13,11 +13,12 @@ from planner.executor.host_allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
+found = []
 for number in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24).exp()  # two tensors of 64 MiB
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults)
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(found))  # the system may take pages of any one round away
 """
 
 
