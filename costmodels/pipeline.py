@@ -116,8 +116,8 @@ def simulate(
 
     ``forward_s`` and ``backward_s`` are indexed by stage, and so are the two of ``split_s``: input and weight
     gradient where the schedule runs them apart. ``send_s[k]`` is from stage k to the next and back, one number all of
-    them. ValueError if the lists do not fit together or if the order of actions can never complete (deadlock; the
-    message names the actions that wait).
+    them; ``transfer`` says when it begins and who waits for it. ValueError if the lists do not fit together or if the
+    order of actions can never complete (deadlock; the message names the actions that wait).
     """
     sends = [send_s] * (len(forward_s) - 1) if isinstance(send_s, float | int) else send_s
     return simulate_actions(

@@ -190,7 +190,8 @@ class _Pipelines:
             ends[:, end.rank] += self._of.work_s[:, end.kind]
         receives_s = self._receives_s
         seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s + receives_s[:, :, None]
-        before_s = self._of.before_s - np.minimum(receives_s, self._of.send_s[:, None]) * (np.arange(self._of.pp) > 0)
+        before_s = self._of.before_s.copy()
+        before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._of.send_s[:, None])  # one way less than they send
         whole_s = self._of.num_microbatches[:, None, None] * seconds + before_s[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
@@ -211,7 +212,7 @@ class _Pipelines:
     def _receives_s(self) -> Array:
         """Where results go on demand, what each rank stands and waits for them on one micro-batch, [layouts, ranks].
 
-        It counts as work, and sends are free: the ranks before r take 2 r - 1 ways, one less than they send.
+        It counts as work, and sends are free: the ranks before r > 0 take 2 r - 1 ways, one less than they send.
         """
         if not self._of.is_on_demand:
             return np.zeros((len(self._of.send_s), self._of.pp))
