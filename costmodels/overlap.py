@@ -27,6 +27,16 @@ class Overlap(NamedTuple):
     slowdown: float  # compute takes (1 + this) times as long while communication runs
 
 
+def message_beside_s(way_s: npt.ArrayLike, pass_s: npt.ArrayLike, slowdown: npt.ArrayLike) -> FloatArray:
+    """Seconds by which a message between stages lengthens a pass beside it, at either of its ends; arrays broadcast.
+
+    ``slowdown`` was measured beside an all-reduce, in which every rank sends and receives all the time. Of a message
+    one rank sends and another receives, so each end bears half. A message goes on beside one pass at most.
+    Example: 10 ms beside a pass of 30 ms with a slowdown of 0.2 cost the sender 1 ms, and as much the receiver.
+    """
+    return np.asarray(slowdown) / 2 * np.minimum(way_s, pass_s)
+
+
 @overload
 def exposed_s(communication_s: float, compute_s: float, overlap: Overlap) -> float: ...
 

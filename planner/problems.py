@@ -42,8 +42,8 @@ class StageProblem:
     infinite where they do not fit. ``once_s[r, a, b]``: what rank r does at least with them once a
     step, after the last micro-batch. ``send_s[r]``: one activation from rank r to the next.
     ``windowed``: 1F1B, whose ranks alternate forward and backward; otherwise GPipe, all forwards
-    first. ``receive_s[r]``: where results go on demand, what rank r stands and waits for them before
-    each forward and each backward pass, which is as if the passes took longer; ``send_s`` is 0 then.
+    first. ``receive_s[r]``: what messages add to each forward and each backward pass of rank r: those
+    beside it, and where results go on demand those it stands and waits for; ``send_s`` is 0 then.
     """
 
     forward_s: tuple[tuple[float, ...], ...]

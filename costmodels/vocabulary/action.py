@@ -31,5 +31,15 @@ class Transfer(StrEnum):
     BLOCKING = "blocking"  # the same, and its maker goes on when it has arrived
     ON_DEMAND = "on_demand"  # once it is made and the receiver has ended all before it, which then stands and waits
 
+    @property
+    def sends_beside(self) -> bool:
+        """Whether the maker works on while it sends."""
+        return self is not Transfer.BLOCKING
+
+    @property
+    def receives_beside(self) -> bool:
+        """Whether the receiver works on while it receives."""
+        return self is Transfer.AHEAD
+
 
 ActionLists = tuple[tuple[Action, ...], ...]

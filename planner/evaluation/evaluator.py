@@ -13,13 +13,14 @@ from itertools import pairwise
 import numpy as np
 
 from costmodels.ledger import MemoryLedger, RankMemory
-from costmodels.overlap import exposed_s
+from costmodels.overlap import exposed_s, message_beside_s
 from costmodels.pipeline import Timeline
 from costmodels.pipeline_many import simulate_many, whole_s
 from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute, recompute_of
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term
+from planner.evaluation.block_modes import MODES
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
 from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s, without_pipeline
 from planner.evaluation.host import HostMemory
@@ -143,6 +144,30 @@ class Evaluator(LayoutUnits):
             return ((0.0, 0.0),) * self.layout.mesh.pp
         return tuple(zip((0.0, *sends), (*sends, 0.0), strict=True))
 
+    @cached_property
+    def beside_s(self) -> Array:
+        """What messages to and from other ranks add to a forward and a backward pass of each stage, [2, stages].
+
+        Where they go on beside passes (``Transfer``); a pass counts as long as the mean stage's forward one.
+        """
+        if self.num_stages == 1 or not self.transfer.sends_beside:
+            return np.zeros((2, self.num_stages))
+        ranks = [self._ranks[rank] for rank in self._rank_of_stage]
+        over = [way * (a != b) for way, (a, b) in zip(self.send_s, pairwise(self._rank_of_stage), strict=True)]
+        mode = MODES[self.layout.recompute or Recompute.NONE]
+        pass_s = [sum(rank.times.forward_s[mode, self._kinds].tolist()) / self.num_stages for rank in ranks]
+        slowdowns = np.array([rank.facts.overlap.slowdown for rank in ranks])
+        before, behind = (message_beside_s(ways, pass_s, slowdowns) for ways in ([0.0, *over], [*over, 0.0]))
+        if self.transfer.receives_beside:
+            return np.array([before + behind, before + behind])
+        return np.array([behind, before])
+
+    def beside_of_ranks_s(self) -> Array:
+        """The same of each pipeline rank on one micro-batch, [2, ranks]."""
+        found = np.zeros((self.layout.mesh.pp, 2))
+        np.add.at(found, np.array(self._rank_of_stage), self.beside_s.T)
+        return found.T
+
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:
         """Simulates the schedule.
 
@@ -167,7 +192,7 @@ class Evaluator(LayoutUnits):
         breakdown[Term.COMPUTE] += overflow_s
         breakdown[Term.EXPERT] += unhidden[slowest]
         breakdown[Term.DATA] += data_once
-        breakdown[Term.SEND] += sending
+        breakdown[Term.SEND] += sending + m * float(self.beside_of_ranks_s()[:, slowest].sum())
         breakdown[Term.BUBBLE] += idle - sending
         breakdown[Term.OPTIMIZER] += optimizer
         step = makespan + overflow_s + data_once + optimizer
@@ -231,10 +256,10 @@ class Evaluator(LayoutUnits):
         """Seconds of each stage on one micro-batch."""
         ends = (*starts[1:], len(self._kinds))
         rows = [self._ranks[self._rank_of(stage)].unit_times for stage in range(len(starts))]
-        stages = list(zip(rows, starts, ends, strict=True))
+        stages, (forward_s, backward_s) = list(zip(rows, starts, ends, strict=True)), self.beside_s.tolist()
         return StageTimes(
-            forward_s=tuple(sum(row.forward_s[a:b]) for row, a, b in stages),
-            backward_s=tuple(sum(row.backward_s[a:b]) for row, a, b in stages),
+            forward_s=tuple(sum(row.forward_s[a:b]) + s for (row, a, b), s in zip(stages, forward_s, strict=True)),
+            backward_s=tuple(sum(row.backward_s[a:b]) + s for (row, a, b), s in zip(stages, backward_s, strict=True)),
             weight_s=tuple(sum(row.weight_s[a:b]) for row, a, b in stages),
             exchanges=self._exchanges(starts) if self.hides_exchanges else (),
         )

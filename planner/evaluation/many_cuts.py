@@ -83,6 +83,7 @@ class ManyCuts:
         priced = [each for _, each in ranks]
         once = np.array([max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced])
         seconds, work_s = self._seconds(priced), np.array([[rank.work_s for rank in each] for each in priced]).T
+        work_s += self._evaluator.beside_of_ranks_s().sum(axis=0)[:, None]
         passes = seconds.reshape(4, -1, len(priced))[: 1 if self._splits_backward else 2, : len(work_s)]
         left = np.flatnonzero(self._least_s(passes.sum(axis=0), work_s) + once < limit_s)
         receives_s = np.sum(self._evaluator.receives_s(self._evaluator.send_s), axis=1)[:, None]
@@ -233,4 +234,5 @@ class ManyCuts:
         place = [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
         parts = np.array([[(each.forward_s, each.backward_s, each.weight_s) for each in of_cut] for of_cut in priced])
         forward, backward, weight = parts[:, ranks, :, place].transpose(2, 0, 1)
+        forward, backward = np.array([forward, backward]) + evaluator.beside_s[:, :, None]
         return np.concatenate([forward, backward, backward - weight, weight])

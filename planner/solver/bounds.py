@@ -1,9 +1,9 @@
 """Lower bounds of many layouts at once: however a layout is cut into stages, it takes and needs no less.
 
 The search passes over layouts whose bound is above the best price, so a bound must hold for every cut. Symbols: p
-pipeline ranks, m micro-batches, w_r the seconds that rank r works on one micro-batch (forward and backward), W their
-sum, c the seconds of one send, T the time of the pipeline. The examples have six units of 1 s each (W = 6), two ranks,
-four micro-batches and free sends. Their best cut is the even one, w = (3, 3), and takes 15 s.
+pipeline ranks, m micro-batches, w_r the seconds that rank r works on one micro-batch (both passes and messages beside
+them), W their sum, c the seconds of one send, T the time of the pipeline. The examples have six units of 1 s each (W =
+6), two ranks, four micro-batches and free sends. Their best cut is the even one, w = (3, 3), and takes 15 s.
 
 **One stage a rank.** For every rank r of every cut (``problems.pipeline_bound_s``):
 
@@ -35,10 +35,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodels.overlap import message_beside_s
 from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.mesh import ZERO_STAGES
@@ -190,15 +192,15 @@ class AlikeLayouts(AlikeMemory):
     def _pipeline_s(self, recomputed_s: Array) -> Array:
         if self._key.groups:
             return self._unlike_s()
-        total = self.work_s @ self.counts + recomputed_s
+        total = self.work_s @ self.counts + recomputed_s + self.beside_of_ranks_s.sum(axis=1)
         if self.pp == 1:
             return self.num_microbatches * total
         if not self.schedule.rules.has_one_stage:
             return self._any_cut_s(total)
-        p, m, send, receive = self.pp, self.num_microbatches, self.send_s, np.zeros_like(self.send_s)
+        p, m, send, receive = self.pp, self.num_microbatches, self.send_s, least_of_each(self.beside_of_ranks_s)
         if self.is_on_demand:
             # A rank stands and waits for what it receives, as if its passes took longer and sends nothing.
-            total, send, receive = total + 2 * send * (p - 1), receive, send
+            total, send, receive = total + 2 * send * (p - 1), np.zeros_like(send), receive + send
         coefficient = self.layouts.each(
             NumMicroBatches, lambda key: pipeline_coefficient(self.schedule, p, key.num_microbatches)
         )
@@ -218,6 +220,21 @@ class AlikeLayouts(AlikeMemory):
     def is_on_demand(self) -> bool:
         """Whether results go from rank to rank on demand."""
         return self.table.framework.transfer(self.schedule) is Transfer.ON_DEMAND
+
+    @cached_property
+    def beside_of_ranks_s(self) -> Array:
+        """What messages beside a rank's passes add to its work on one micro-batch, [layouts, ranks].
+
+        As ``Evaluator.beside_s`` says; over unlike devices it is left out.
+        """
+        num_stages, transfer = self.pp * self.virtual_stages, self.table.framework.transfer(self.schedule)
+        ends = np.zeros(self.pp)
+        if not self._key.groups and transfer.sends_beside:
+            for ranks in pairwise(self.schedule.rules.rank_of(stage, self.pp) for stage in range(num_stages)):
+                ends[list(ranks)] += (ranks[0] != ranks[1]) * (2 if transfer.receives_beside else 1)
+        pass_s = self.times.forward_s @ self.counts / num_stages
+        each_s = message_beside_s(self.send_s, pass_s, self.table.cluster.devices[0].overlap.slowdown)
+        return each_s[:, None] * ends * (1 - 1e-12)
 
     def _unlike_s(self) -> Array:
         """Lines (1), (2) and (3) where the devices of the ranks differ."""

@@ -124,7 +124,8 @@ class _Pipelines:
             sends = paths.sends
             if of.is_on_demand:  # what every stage receives for a pass is as if the pass took longer
                 sends = max(sends, (of.pp - 1) * (paths.forward + paths.backward))
-            found[part] = paths.least(*times) @ of.counts + recomputed + sends * of.send_s[part]
+            beside = (paths.forward + paths.backward) / 2 * of.beside_of_ranks_s[part].sum(axis=1)
+            found[part] = paths.least(*times) @ of.counts + recomputed + sends * of.send_s[part] + beside
             found[part] += self._of.once_s[part]
         return found
 
@@ -189,7 +190,8 @@ class _Pipelines:
         for end in self._ends:
             ends[:, end.rank] += self._of.work_s[:, end.kind]
         receives_s = self._receives_s
-        seconds = ends[:, :, None] + own * self._of.work_s[:, kind, None, None] + extra_s + receives_s[:, :, None]
+        besides = ends + receives_s + self._of.beside_of_ranks_s
+        seconds = own * self._of.work_s[:, kind, None, None] + extra_s + besides[:, :, None]
         before_s = self._of.before_s.copy()
         before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._of.send_s[:, None])  # one way less than they send
         whole_s = self._of.num_microbatches[:, None, None] * seconds + before_s[:, :, None]
@@ -198,14 +200,15 @@ class _Pipelines:
     def _waiting_s(self, seconds: Array) -> Array:
         """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
         p, m = self._of.pp, self._of.num_microbatches[:, None, None]
-        total_s = self._of.work_s @ self._of.counts + self._extra_of_ranks_s
+        beside_s = self._of.beside_of_ranks_s
+        total_s = self._of.work_s @ self._of.counts + self._extra_of_ranks_s + beside_s.sum(axis=1)
         whole_s = total_s[:, None, None] + (2 * (p - 1) * self._of.send_s)[:, None, None]
         if self._of.schedule.rules.forwards_first:
             finite = np.isfinite(seconds)
             return np.where(finite, whole_s + (m - 1) * np.where(finite, seconds, 0.0), np.inf)
         behind = np.arange(p - 1, -1, -1)[:, None]
         # Of a rank that holds one unit.
-        least_s = (self._of.work_s.min(axis=1) + self._receives_s.min(axis=1))[:, None, None]
+        least_s = (self._of.work_s.min(axis=1) + (self._receives_s + beside_s).min(axis=1))[:, None, None]
         return np.where(m > p, whole_s + np.maximum(1, m - 1 - behind) * seconds + behind * least_s, 0.0)
 
     @cached_property

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.overlap import Overlap, exposed_s
+from costmodels.overlap import Overlap, exposed_s, message_beside_s
 
 # Hides behind 0.75 of the compute, which then runs 1.2 times as long.
 OVERLAP = Overlap(fraction=0.75, slowdown=0.2)
@@ -31,6 +31,16 @@ def test_bounds_and_monotony(communication: float, compute: float, more: float) 
     assert -1e-9 <= exposed <= communication
     assert exposed_s(communication, compute + more, OVERLAP) <= exposed + 1e-9
     assert exposed_s(communication + more, compute, OVERLAP) >= exposed - 1e-9
+
+
+def test_a_message_beside_a_pass_slows_it_at_either_end_by_half_of_what_an_all_reduce_does() -> None:
+    assert message_beside_s(0.010, 0.030, 0.2) == pytest.approx(0.001)
+    both_ways = exposed_s(0.010, 0.030, Overlap(fraction=1.0, slowdown=0.2))  # each rank sends and receives
+    assert 2 * message_beside_s(0.010, 0.030, 0.2) == pytest.approx(both_ways)
+
+
+def test_a_message_that_takes_longer_than_a_pass_is_beside_one_pass_at_most() -> None:
+    assert message_beside_s([1.0, 0.5], 0.030, 0.2) == pytest.approx([0.003, 0.003])
 
 
 def test_arrays_are_priced_element_by_element() -> None:

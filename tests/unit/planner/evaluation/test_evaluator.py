@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import KeptOnHost, Recompute
 from costmodels.vocabulary.held_counts import ONLY_FIRST, OfPasses
 from costmodels.vocabulary.mesh import ZERO_STAGES
@@ -76,6 +78,58 @@ def test_the_ledger_sums_to_the_peak(model: str, num_devices: int, options: dict
         assert priced.fits == (priced.peak_memory_bytes <= point.table.cluster.devices[0].memory_bytes)
 
 
+def _by_hand(point: Evaluator, slowdown: float) -> tuple[list[float], list[float]]:
+    """What messages add to a forward and a backward pass of each stage, message by message."""
+    layout, num_stages = point.layout, point.num_stages
+    ranks = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(num_stages)]
+    times = point.with_modes([Recompute.NONE] * len(point.modes)).unit_times_of(0)
+    mean_s = sum(times.forward_s) / num_stages
+    forward, backward = [0.0] * num_stages, [0.0] * num_stages
+    for border, way in enumerate(point.send_s):
+        if ranks[border] == ranks[border + 1]:  # the turn of a V
+            continue
+        each = slowdown / 2 * min(way, mean_s)
+        forward[border] += each  # sends the activation
+        backward[border + 1] += each  # sends its gradient
+        if layout.schedule not in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B):  # torch's others ask ahead
+            forward[border + 1] += each
+            backward[border] += each
+    return forward, backward
+
+
+@every_case
+def test_messages_beside_passes_lengthen_them(model: str, num_devices: int, options: dict) -> None:
+    schedules = set[ScheduleName]()
+    for point in sample(model, num_devices, options, 300):
+        if point.layout.mesh.pp == 1 or point.layout.recompute not in (None, Recompute.NONE):
+            continue
+        schedules.add(point.layout.schedule)
+        slowdown = point.table.cluster.devices[0].overlap.slowdown
+        assert slowdown > 0
+        forward, backward = _by_hand(point, slowdown)
+        assert point.beside_s.tolist() == [pytest.approx(forward), pytest.approx(backward)]
+        starts = point.even_starts()
+        own, ends = point.unit_times_of(0), (*starts[1:], len(point.modes))
+        times = point.timeline(starts)
+        m = point.layout.num_microbatches
+        for rank, busy_s in enumerate(times.busy_s):
+            stages = point.stages_of_rank(rank, starts)
+            units = [u for stage in stages for u in range(starts[stage], ends[stage])]
+            bare = sum(own.forward_s[u] + own.backward_s[u] for u in units)
+            assert busy_s == pytest.approx(m * (bare + sum(forward[k] + backward[k] for k in stages)), rel=1e-9)
+    assert {ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE} < schedules
+    assert {ScheduleName.DUAL_PIPE_V, ScheduleName.ZBV_ZERO_BUBBLE} & schedules
+
+
+def test_a_rank_that_sends_while_it_waits_is_not_slowed_by_it() -> None:
+    point = next(each for each in sample(*CASES[0][:2], CASES[0][2], 100) if each.layout.mesh.pp > 1)
+    blocking = Evaluator(
+        replace(point.table, framework=replace(point.table.framework, transfers=Transfer.BLOCKING)),
+        point.layout,
+    )
+    assert not blocking.beside_s.any()
+
+
 @every_case
 def test_a_long_pipeline_is_extrapolated_truly(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
@@ -94,7 +148,9 @@ def test_the_price_is_that_of_the_simulated_schedule(model: str, num_devices: in
         timeline, parts = point.timeline(point.even_starts()), priced.breakdown
         once = priced.step_time_s - timeline.makespan_s - parts[Term.OPTIMIZER]  # data-parallel work after the pipeline
         assert -1e-9 <= once <= parts[Term.DATA] + 1e-9
-        waiting = parts[Term.BUBBLE] + parts[Term.SEND]
+        busiest = max(range(point.layout.mesh.pp), key=timeline.busy_s.__getitem__)
+        beside_s = point.layout.num_microbatches * point.beside_of_ranks_s()[:, busiest].sum()
+        waiting = parts[Term.BUBBLE] + parts[Term.SEND] - beside_s
         assert timeline.makespan_s - max(timeline.busy_s) == pytest.approx(waiting, abs=1e-9 * priced.step_time_s)
 
 

@@ -116,6 +116,22 @@ def test_no_rank_holds_less_than_its_bound_at_either_moment(model: str, num_devi
     assert seen[False] > 0 or "Interleaved1F1B" not in str(options)
 
 
+@pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS[:4])
+def test_bounds_count_what_messages_add_to_passes(model: str, num_devices: int, options: dict) -> None:
+    problem, counted = problem_of(model, num_devices, **options), 0
+    several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
+    for layout in random.Random(4).sample(several, 100):
+        one = Columns.of(Layout, [layout])
+        ((key,), _), rows = one.by(AlikeKey), LayoutRows.of(problem.table, one)
+        of_table = OfTable(problem.table)
+        bound = AlikeLayouts(of_table, key, one, rows, of_table.passes(rows)).beside_of_ranks_s[0]
+        priced = Evaluator(problem.table, layout).beside_of_ranks_s().sum(axis=0)
+        assert (bound <= priced).all()
+        assert bound == pytest.approx(priced, rel=1e-9)
+        counted += bool(priced.any())
+    assert counted > 50
+
+
 def test_a_bound_of_memory_counts_what_lies_outside_tensors() -> None:
     """Communicators as they are counted by hand, the context and the workspace: none of them is any layout's choice."""
     table = problem_of("moe-tiny", 8, batch=32, seq_len=64).table
