@@ -211,6 +211,8 @@ def report_held_out(
                 found[source] += zip(held, residuals_of(names, held, pricer)(values), strict=True)
         relative = [math.exp(e) - 1 for _, e in found[source]]
         print(f"  left out {_mape(relative):6.1%}  bias {fmean(relative):+6.1%}  {source}", flush=True)
+        for cluster, own in _by_cluster(found[source]).items():
+            print(f"           {_mape(own):6.1%}  bias {fmean(own):+6.1%}  {len(own)} rows on {cluster}", flush=True)
     every = [math.exp(e) - 1 for errors_of in found.values() for _, e in errors_of]
     print(
         f"leave one source out: MAPE {_mape(every):.1%}, median {median(map(abs, every)):.1%}, bias {fmean(every):+.1%}"
@@ -219,6 +221,14 @@ def report_held_out(
     if spread is not None:
         print(f"between two layouts: {spread:.1%} (median over {groups} groups of runs that differ in layout alone)")
     return found
+
+
+def _by_cluster(errors: Sequence[tuple[Run, float]]) -> dict[str, list[float]]:
+    """Relative errors of the runs on each cluster of a source that ran on several."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run, error in errors:
+        found[run.software.cluster].append(math.exp(error) - 1)
+    return dict(found) if len(found) > 1 else {}
 
 
 def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
