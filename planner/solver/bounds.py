@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +52,7 @@ from planner.layout.columns import Array, Columns, Positions
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
 from planner.layout.short_rows import largest_of_each, least_of_each, running_sums
-from planner.solver.glance import at_a_glance_s, pipeline_coefficient
+from planner.solver.glance import at_a_glance_s, num_beside, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeKey, AlikeMemory, NumMicroBatches
 from planner.solver.of_table import CHUNK, OfTable, by_kind
 from planner.table.cost_table import CostTable
@@ -192,12 +191,12 @@ class AlikeLayouts(AlikeMemory):
     def _pipeline_s(self, recomputed_s: Array) -> Array:
         if self._key.groups:
             return self._unlike_s()
-        total = self.work_s @ self.counts + recomputed_s + self.beside_of_ranks_s.sum(axis=1)
+        total = self.work_s @ self.counts + recomputed_s + self.beside_s * self.num_beside.sum()
         if self.pp == 1:
             return self.num_microbatches * total
         if not self.schedule.rules.has_one_stage:
             return self._any_cut_s(total)
-        p, m, send, receive = self.pp, self.num_microbatches, self.send_s, least_of_each(self.beside_of_ranks_s)
+        p, m, send, receive = self.pp, self.num_microbatches, self.send_s, self.beside_s * self.num_beside.min()
         if self.is_on_demand:
             # A rank stands and waits for what it receives, as if its passes took longer and sends nothing.
             total, send, receive = total + 2 * send * (p - 1), np.zeros_like(send), receive + send
@@ -222,19 +221,18 @@ class AlikeLayouts(AlikeMemory):
         return self.table.framework.transfer(self.schedule) is Transfer.ON_DEMAND
 
     @cached_property
-    def beside_of_ranks_s(self) -> Array:
-        """What messages beside a rank's passes add to its work on one micro-batch, [layouts, ranks].
+    def beside_s(self) -> Array:
+        """What a message adds to a pass of a rank beside which it goes on, [layouts]; see ``Evaluator.beside_s``."""
+        pass_s = self.times.forward_s @ self.counts / (self.pp * self.virtual_stages)
+        slowdown = self.table.cluster.devices[0].overlap.slowdown
+        return message_beside_s(self.send_s, pass_s, slowdown) * (1 - 1e-12)
 
-        As ``Evaluator.beside_s`` says; over unlike devices it is left out.
-        """
-        num_stages, transfer = self.pp * self.virtual_stages, self.table.framework.transfer(self.schedule)
-        ends = np.zeros(self.pp)
-        if not self._key.groups and transfer.sends_beside:
-            for ranks in pairwise(self.schedule.rules.rank_of(stage, self.pp) for stage in range(num_stages)):
-                ends[list(ranks)] += (ranks[0] != ranks[1]) * (2 if transfer.receives_beside else 1)
-        pass_s = self.times.forward_s @ self.counts / num_stages
-        each_s = message_beside_s(self.send_s, pass_s, self.table.cluster.devices[0].overlap.slowdown)
-        return each_s[:, None] * ends * (1 - 1e-12)
+    @cached_property
+    def num_beside(self) -> Array:
+        """So many messages go on beside the passes of each rank on one micro-batch; over unlike devices none count."""
+        transfer = self.table.framework.transfer(self.schedule)
+        found = num_beside(self.schedule, self.pp, self.virtual_stages, transfer)
+        return found * (not self._key.groups)
 
     def _unlike_s(self) -> Array:
         """Lines (1), (2) and (3) where the devices of the ranks differ."""

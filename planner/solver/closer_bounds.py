@@ -124,7 +124,7 @@ class _Pipelines:
             sends = paths.sends
             if of.is_on_demand:  # what every stage receives for a pass is as if the pass took longer
                 sends = max(sends, (of.pp - 1) * (paths.forward + paths.backward))
-            beside = (paths.forward + paths.backward) / 2 * of.beside_of_ranks_s[part].sum(axis=1)
+            beside = (paths.forward + paths.backward) / 2 * of.num_beside.sum() * of.beside_s[part]
             found[part] = paths.least(*times) @ of.counts + recomputed + sends * of.send_s[part] + beside
             found[part] += self._of.once_s[part]
         return found
@@ -190,7 +190,7 @@ class _Pipelines:
         for end in self._ends:
             ends[:, end.rank] += self._of.work_s[:, end.kind]
         receives_s = self._receives_s
-        besides = ends + receives_s + self._of.beside_of_ranks_s
+        besides = ends + receives_s + self._beside_s
         seconds = own * self._of.work_s[:, kind, None, None] + extra_s + besides[:, :, None]
         before_s = self._of.before_s.copy()
         before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._of.send_s[:, None])  # one way less than they send
@@ -200,7 +200,7 @@ class _Pipelines:
     def _waiting_s(self, seconds: Array) -> Array:
         """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
         p, m = self._of.pp, self._of.num_microbatches[:, None, None]
-        beside_s = self._of.beside_of_ranks_s
+        beside_s = self._beside_s
         total_s = self._of.work_s @ self._of.counts + self._extra_of_ranks_s + beside_s.sum(axis=1)
         whole_s = total_s[:, None, None] + (2 * (p - 1) * self._of.send_s)[:, None, None]
         if self._of.schedule.rules.forwards_first:
@@ -221,6 +221,11 @@ class _Pipelines:
             return np.zeros((len(self._of.send_s), self._of.pp))
         ranks = np.arange(self._of.pp)
         return self._of.send_s[:, None] * ((ranks > 0).astype(float) + (ranks < self._of.pp - 1))
+
+    @property
+    def _beside_s(self) -> Array:
+        """What messages beside a rank's passes add to its work on one micro-batch, [layouts, ranks]."""
+        return self._of.beside_s[:, None] * self._of.num_beside
 
     @cached_property
     def _ends(self) -> tuple[_End, ...]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Term, Time
@@ -94,6 +96,17 @@ def at_a_glance_s(table: CostTable, layouts: Columns[Layout], passes: Sequence[U
         longest_s[part] = largest_of_each(work_s.take(like[part], axis=0) * held.take(of[part], axis=0))
     longest_s *= layouts.numbers("num_microbatches")
     return np.maximum(whole_s, longest_s) * (1 - 1e-12)
+
+
+@lru_cache(maxsize=4096)
+def num_beside(schedule: ScheduleName, num_ranks: int, virtual_stages: int, transfer: Transfer) -> Array:
+    """Messages of one micro-batch beside which each rank works, [ranks]: over every border one each way."""
+    found, each = np.zeros(num_ranks), transfer.sends_beside + transfer.receives_beside
+    ranks = [schedule.rules.rank_of(stage, num_ranks) for stage in range(num_ranks * virtual_stages)]
+    for first, second in pairwise(ranks):
+        if first != second:
+            found[[first, second]] += each
+    return found
 
 
 @lru_cache(maxsize=4096)

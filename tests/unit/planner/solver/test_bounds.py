@@ -124,7 +124,8 @@ def test_bounds_count_what_messages_add_to_passes(model: str, num_devices: int, 
         one = Columns.of(Layout, [layout])
         ((key,), _), rows = one.by(AlikeKey), LayoutRows.of(problem.table, one)
         of_table = OfTable(problem.table)
-        bound = AlikeLayouts(of_table, key, one, rows, of_table.passes(rows)).beside_of_ranks_s[0]
+        of = AlikeLayouts(of_table, key, one, rows, of_table.passes(rows))
+        bound = of.beside_s[0] * of.num_beside
         priced = Evaluator(problem.table, layout).beside_of_ranks_s().sum(axis=0)
         assert (bound <= priced).all()
         assert bound == pytest.approx(priced, rel=1e-9)
