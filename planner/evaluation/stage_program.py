@@ -22,10 +22,8 @@ def stage_problem(evaluator: Evaluator) -> StageProblem:
     pp, num_units = layout.mesh.pp, len(evaluator.table.units.kinds)
     times = [evaluator.unit_times_of(rank) for rank in range(pp)]
     places = [evaluator.place_of(rank) for rank in range(pp)]
-    sends, beside_s = evaluator.send_s, evaluator.beside_s.T.tolist()
-    waits = [
-        tuple(map(sum, zip(*each, strict=True))) for each in zip(evaluator.receives_s(sends), beside_s, strict=True)
-    ]
+    sends = evaluator.send_s
+    messages = zip(evaluator.receives_s(sends), evaluator.beside_s.T.tolist(), strict=True)
     once_s = {place: evaluator.least_once_a_step_s(places.index(place)) for place in set(places)}
     return StageProblem(
         forward_s=tuple(each.forward_s for each in times),
@@ -35,7 +33,7 @@ def stage_problem(evaluator: Evaluator) -> StageProblem:
         num_microbatches=layout.num_microbatches,
         send_s=(0.0,) * len(sends) if evaluator.transfer is Transfer.ON_DEMAND else sends,
         windowed=not layout.schedule.rules.forwards_first,
-        receive_s=tuple((first, then) for first, then in waits),
+        receive_s=tuple((first + forward, then + backward) for (first, then), (forward, backward) in messages),
     )
 
 
