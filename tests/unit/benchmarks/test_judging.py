@@ -18,7 +18,7 @@ from benchmarks.judging.enumeration import cuts, layouts, num_cuts, ordered_fact
 from benchmarks.judging.estimate import document_of, estimate
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.makespans import Makespans, places_of
-from benchmarks.judging.oracle import Best, Oracle, disagreement
+from benchmarks.judging.oracle import SMALL_SHAPES, Best, Oracle, disagreement
 from benchmarks.judging.pairs import Pair, lost
 from benchmarks.judging.questions import Question, Reply, ask
 from benchmarks.judging.rivals import Budget, annealing, best_of, evolution, first_of, megatron_rule, plain_fsdp
@@ -239,6 +239,29 @@ def test_the_oracle_finds_what_pricing_every_cut_of_every_layout_finds(question:
         ("gpt-tiny", "rtx-3090-x8:2,rtx-4090-x8:2", None),
     ],
 )
+def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_path: Path) -> None:
+    model = graphs.shape(SMALL_SHAPES[0], Precision.BF16)
+    question = Question(
+        "llama", str(model), None, "dgx-a100-80gb:2,dgx-h100-80gb:2", graphs.read(model).seq_len, 12,
+        pins=Pins(pp=1, tp=1),
+    )  # fmt: skip
+    reply, best = ask(question), Oracle.of(question, graphs).best()
+    assert best.is_whole
+    assert best.choice is not None
+    assert [share.size for share in best.choice.shares] == [2, 4]
+    assert disagreement(reply, best) == ""
+    auditor = Auditor.of(question, graphs, tmp_path)
+    document = document_of(plan_in(reply), question.model)
+    choice = read_choice(document, auditor.facts)
+    assert choice.shares == best.choice.shares
+    assert written(choice, document, auditor.facts, auditor.placed.section) == document
+    changed = [edit.choice for edit in edits(choice, auditor.facts) if edit.kind == "shares"]
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(1, 5), (3, 3), ()}
+    verdict = auditor.verdict(plan_in(reply))
+    assert verdict.agrees
+    assert verdict.refutations == ()
+
+
 def test_plans_simulated_together_take_what_each_takes_alone(
     graphs: Graphs, model: str, hardware: str, num_devices: int | None
 ) -> None:

@@ -188,3 +188,14 @@ def test_stages_of_a_rank_have_one_buffer_of_gradients_together(
     assert apart is not None
     block = 1024 * (1024 + 2 * 512 + 1024 + 3 * 2816) + 2 * 1024  # parameters
     assert apart - together > block  # gradients are reduced in float32; the peak is another moment than it was
+
+
+def test_every_share_of_a_batch_takes_what_its_ledger_says(wide: str) -> None:
+    pins = Pins(zero=2, pp=1, tp=1, cp=1, dp_replicate=1, recompute=Recompute.NONE)
+    hardware = "dgx-a100-80gb:2,dgx-h100-80gb:2"
+    plan = find_plan(Request(wide, 4, hardware, global_batch_size=24, pins=pins, may_idle=False)).plan
+    sizes = [share.micro_batch_size for share in plan.pipeline.batch_shares]
+    assert sizes[0] < sizes[1]
+    counted = [_check_rank(plan, loaded_model(plan), row).allocated_bytes for row in range(2)]
+    assert counted == [pytest.approx(allocated_bytes(plan, row), rel=WITHIN) for row in range(2)]
+    assert counted[0] < counted[1]

@@ -1,0 +1,239 @@
+"""The best shares of the batch for replicas on unlike devices, put together from the prices of each group by itself.
+
+The micro-batches of a layout with shares take as long as its slowest group, and all groups recompute alike. So with
+T_g(b) the time of group g with micro-batches of b sequences, in the modes that are best for this group alone, those of
+sizes (b_1, b_2, ...) take no less than the largest T_g(b_g). Of alike layouts, a family, every list of sizes that makes
+up the batch is bounded so, at first by what T_g(b) is if nothing need be recomputed, whatever the memory. Lists come in
+the order of that bound as long as it is below the best price. Then each of their T_g(b) is priced, once, and where what
+that makes is below the best price, too, all groups together, in the modes of each group.
+
+A group that does not fit with some size does not with a larger one, which holds more of everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.vocabulary.choices import BlockMode, ContextMethod, Offload, Recompute
+from costmodels.vocabulary.mesh import Mesh
+from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.shares import evaluator_of
+from planner.evaluation.unit_times import LayoutRows
+from planner.layout.columns import Array, Columns, Positions
+from planner.layout.deadline import Deadline
+from planner.layout.layout import Layout
+from planner.solver.best import Best
+from planner.solver.cutting import Pricer
+from planner.solver.of_table import OfTable
+from planner.solver.search import Outcome
+from planner.table.cost_table import CostTable
+
+# Groups that are priced with a size of micro-batch, some milliseconds each; beyond that what is open stays open.
+MOST_PRICED = 3000
+WHOLE = (0,)  # the only cut
+
+
+class _Alike(NamedTuple):
+    """Layouts of one family differ in the sizes of micro-batches alone."""
+
+    mesh: Mesh
+    zero_stage: int
+    num_microbatches: int
+    schedule: ScheduleName
+    virtual_stages: int
+    recompute: Recompute | None
+    sequence_parallel: bool
+    offload: Offload
+    cp_method: ContextMethod
+    offloads_activations: bool
+
+
+class _Family(NamedTuple):
+    """``sizes``: lists of sizes that make up the batch, [lists, groups]; ``least_s`` below the time of each."""
+
+    part: Layout  # any of its groups with any size
+    sizes: Positions
+    least_s: Array
+
+
+class _Part(NamedTuple):
+    """One group with one size, in the modes of least time with which it fits: the parts of a step."""
+
+    modes: tuple[BlockMode, ...]
+    micro_batches_s: float
+    data_once_s: float  # no mode leaves less
+    update_s: float
+
+
+def with_shares(
+    table: CostTable, parts: Columns[Layout], outcome: Outcome, global_batch_size: int, deadline: Deadline
+) -> Outcome:
+    """``outcome`` and the layouts with shares that may be faster. ``parts``: as ``space.shares`` lists them."""
+    families = _families(table, parts, global_batch_size)
+    walk = _Walk(table, outcome)
+    for family in families:
+        if walk.is_over(family) or deadline.is_over():
+            walk.leave(float(family.least_s[0]))
+            break
+        walk.visit(family)
+    best, bound_s = walk.best, min(outcome.bound_s, walk.open_s)
+    return replace(
+        outcome,
+        best=best.best,
+        ranking=best.ranking(),
+        bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
+        is_exhausted=bound_s == np.inf if best.time_s is None else best.beats(bound_s),
+        num_candidates=outcome.num_candidates + sum(len(family.sizes) for family in families),
+        num_visited=outcome.num_visited + walk.num_visited,
+    )
+
+
+def priced(table: CostTable, layout: Layout) -> Evaluated | None:
+    """One layout with shares in the best modes that are known; None where it does not fit."""
+    found = [_part(table, part) for part in layout.parts]
+    return _together(table, layout, [part for part in found if part is not None]) if None not in found else None
+
+
+class _Walk:
+    """What is known of the families so far."""
+
+    def __init__(self, table: CostTable, outcome: Outcome) -> None:
+        self._table = table
+        self.best = Best()
+        for each in outcome.ranking:
+            self.best.keep(each)
+        self.best.best = outcome.best
+        self.open_s = np.inf  # no list of sizes takes less, of those that were left or priced
+        self.num_visited = 0
+        self._priced: dict[Layout, _Part | None] = {}
+        self._most: dict[Layout, int] = {}  # the largest size with which a group fits, where some does not
+
+    def leave(self, bound_s: float) -> None:
+        """What takes ``bound_s`` or more is not looked at."""
+        self.open_s = min(self.open_s, bound_s)
+
+    def is_over(self, family: _Family) -> bool:
+        """Whether neither this family nor those behind it need be looked at, or as many as may be were."""
+        return self.best.beats(float(family.least_s[0])) or len(self._priced) >= MOST_PRICED
+
+    def visit(self, family: _Family) -> None:
+        """Prices every list of sizes that may be better than the best."""
+        for place, sizes in enumerate(family.sizes.tolist()):
+            least_s = float(family.least_s[place])
+            if self.best.beats(least_s) or len(self._priced) >= MOST_PRICED:
+                self.leave(least_s)
+                return
+            layout = family.part._replace(groups=self._groups, shares=tuple(sizes), micro_batch_size=max(sizes))
+            parts = [self._part_of(part) for part in layout.parts]
+            fitting = [part for part in parts if part is not None]
+            if len(fitting) < len(parts):
+                continue
+            bound_s = _least_s(fitting)
+            self.leave(bound_s)
+            if not self.best.beats(bound_s):
+                self.num_visited += 1
+                self.best.keep(_together(self._table, layout, fitting))
+
+    @property
+    def _groups(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self._table.cluster.devices[1:])
+
+    def _part_of(self, part: Layout) -> _Part | None:
+        """One group with one size; None where it does not fit."""
+        # Memory depends on whether there is more than one micro-batch, not on how many.
+        alike = part._replace(micro_batch_size=0, num_microbatches=min(2, part.num_microbatches))
+        if part.micro_batch_size > self._most.get(alike, part.micro_batch_size):
+            return None
+        if part not in self._priced:
+            self._priced[part] = _part(self._table, part)
+            if self._priced[part] is None:
+                self._most[alike] = self._most_below(part)
+        return self._priced[part]
+
+    def _most_below(self, part: Layout) -> int:
+        """The largest size with which a group fits, which does not with that of ``part``."""
+        fits, fails = 0, part.micro_batch_size
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            smaller = part._replace(micro_batch_size=middle)
+            if smaller not in self._priced:
+                self._priced[smaller] = _part(self._table, smaller)
+            fits, fails = (middle, fails) if self._priced[smaller] is not None else (fits, middle)
+        return fits
+
+
+def _part(table: CostTable, part: Layout) -> _Part | None:
+    pricer = Pricer(table, part)
+    found = pricer.price(WHOLE)
+    if found is None:
+        return None
+    evaluator = pricer.evaluator.with_modes(found.modes)
+    (data_s, update_s), least_s = evaluator.once_a_step(WHOLE)[0], float(evaluator.least_once_a_step_s(0)[0, -1])
+    return _Part(found.modes, found.step_time_s - data_s - update_s, min(data_s, least_s - update_s), update_s)
+
+
+def _least_s(parts: list[_Part]) -> float:
+    """What all groups together take at least, whatever they recompute: the longest of each thing that all wait for."""
+    longest = (max(each) for each in zip(*((p.micro_batches_s, p.data_once_s, p.update_s) for p in parts), strict=True))
+    return sum(longest) * (1 - 1e-12)
+
+
+def _together(table: CostTable, layout: Layout, parts: list[_Part]) -> Evaluated | None:
+    """All groups in the modes that are best for one of them, of which some fit all; None where none do."""
+    modes_of = dict.fromkeys(part.modes for part in parts)
+    tried = (evaluator_of(table, layout, modes).evaluate(WHOLE) for modes in modes_of)
+    return min((each for each in tried if each.fits), key=lambda each: each.step_time_s, default=None)
+
+
+def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int) -> list[_Family]:
+    """Every family that has a list of sizes, and its lists, in the order of what they take at least."""
+    least_s, (keys, family_of) = _least_of_parts(table, parts), parts.by(_Alike)
+    names = [device.name for device in table.cluster.devices[1:]]
+    places = np.array([names.index(name) for (name,) in map(tuple, parts.values_of("groups"))])
+    group_of, size_of = places[parts.codes_of("groups")], parts.numbers("micro_batch_size").astype(np.intp)
+    # [families, groups, sizes]; what is not listed takes infinitely long
+    by_size = np.full((len(keys), len(names), int(size_of.max(initial=0)) + 1), np.inf)
+    by_size[family_of, group_of, size_of] = least_s
+    one_of = np.zeros(len(keys), dtype=np.intp)
+    one_of[family_of] = np.arange(len(parts))
+    found = (_family(table, key, part, by_size[place], global_batch_size)
+             for place, (key, part) in enumerate(zip(keys, parts.at(one_of), strict=True)))  # fmt: skip
+    return sorted((each for each in found if len(each.sizes)), key=lambda each: float(each.least_s[0]))
+
+
+def _family(table: CostTable, key: _Alike, part: Layout, least_s: Array, global_batch_size: int) -> _Family:
+    each = key.mesh.cp * key.mesh.tp
+    replicas = tuple(device.num_devices // each for device in table.cluster.devices[1:])
+    most = tuple(np.isfinite(least_s).sum(axis=1).tolist())
+    sizes = _lists(global_batch_size // key.num_microbatches, replicas, most)
+    of_lists = least_s[np.arange(len(replicas)), sizes].max(axis=1, initial=0.0)
+    order = np.argsort(of_lists, kind="stable")
+    return _Family(part, sizes[order], of_lists[order])
+
+
+@lru_cache(maxsize=4096)
+def _lists(num_sequences: int, replicas: tuple[int, ...], most: tuple[int, ...]) -> Positions:
+    """Every list of sizes, up to ``most`` of each group, with which all replicas have so many sequences together."""
+    ranges = np.meshgrid(*(np.arange(1, size + 1) for size in most[:-1]), indexing="ij")
+    others = np.stack(ranges, axis=-1).reshape(-1, len(replicas) - 1)
+    last, rest = np.divmod(num_sequences - others @ np.array(replicas[:-1]), replicas[-1])
+    fits = (rest == 0) & (last >= 1) & (last <= most[-1])
+    return np.concatenate([others, last[:, None]], axis=1)[fits].astype(np.intp)
+
+
+def _least_of_parts(table: CostTable, parts: Columns[Layout]) -> Array:
+    """What the micro-batches of each group by itself take at least: no block recomputes what it need not."""
+    found, of_table = np.zeros(len(parts)), OfTable(table)
+    names = parts.values_of("groups")
+    for code, (name,) in enumerate(map(tuple, names)):
+        places = np.flatnonzero(parts.codes_of("groups") == code)
+        some = parts.take(places)
+        passes = of_table.passes(LayoutRows.of(table, some), table.cluster.place_of(name))
+        whole_s = (passes.unlike_work_s @ table.counts).take(passes.like)
+        found[places] = whole_s * some.numbers("num_microbatches") * (1 - 1e-12)
+    return found
