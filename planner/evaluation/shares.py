@@ -35,7 +35,7 @@ class SharesEvaluator:
         """The replicas that all others wait for."""
         return max(self.parts, key=lambda part: _micro_batches_s(part, part.evaluate(starts)))
 
-    def evaluate(self, starts: tuple[int, ...] = (0,), *, exact: bool = False) -> Evaluated:
+    def evaluate(self, starts: tuple[int, ...], *, exact: bool = False) -> Evaluated:
         """The step, and the memory of a rank of each group."""
         found = [part.evaluate(starts, exact=exact) for part in self.parts]
         seconds = [_micro_batches_s(*each) for each in zip(self.parts, found, strict=True)]

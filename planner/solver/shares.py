@@ -53,6 +53,10 @@ class _Alike(NamedTuple):
     offloads_activations: bool
 
 
+class _GroupsKey(NamedTuple):
+    groups: tuple[str, ...]
+
+
 class _Family(NamedTuple):
     """``sizes``: lists of sizes that make up the batch, [lists, groups]; ``least_s`` below the time of each."""
 
@@ -194,8 +198,8 @@ def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int) 
     """Every family that has a list of sizes, and its lists, in the order of what they take at least."""
     least_s, (keys, family_of) = _least_of_parts(table, parts), parts.by(_Alike)
     names = [device.name for device in table.cluster.devices[1:]]
-    places = np.array([names.index(name) for (name,) in map(tuple, parts.values_of("groups"))])
-    group_of, size_of = places[parts.codes_of("groups")], parts.numbers("micro_batch_size").astype(np.intp)
+    group_of = parts.each(_GroupsKey, lambda key: names.index(key.groups[0])).astype(np.intp)
+    size_of = parts.numbers("micro_batch_size").astype(np.intp)
     # [families, groups, sizes]; what is not listed takes infinitely long
     by_size = np.full((len(keys), len(names), int(size_of.max(initial=0)) + 1), np.inf)
     by_size[family_of, group_of, size_of] = least_s
@@ -229,11 +233,11 @@ def _lists(num_sequences: int, replicas: tuple[int, ...], most: tuple[int, ...])
 def _least_of_parts(table: CostTable, parts: Columns[Layout]) -> Array:
     """What the micro-batches of each group by itself take at least: no block recomputes what it need not."""
     found, of_table = np.zeros(len(parts)), OfTable(table)
-    names = parts.values_of("groups")
-    for code, (name,) in enumerate(map(tuple, names)):
-        places = np.flatnonzero(parts.codes_of("groups") == code)
+    keys, which = parts.by(_GroupsKey)
+    for place, key in enumerate(keys):
+        places = np.flatnonzero(which == place)
         some = parts.take(places)
-        passes = of_table.passes(LayoutRows.of(table, some), table.cluster.place_of(name))
+        passes = of_table.passes(LayoutRows.of(table, some), table.cluster.place_of(key.groups[0]))
         whole_s = (passes.unlike_work_s @ table.counts).take(passes.like)
         found[places] = whole_s * some.numbers("num_microbatches") * (1 - 1e-12)
     return found

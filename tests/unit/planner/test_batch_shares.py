@@ -187,7 +187,7 @@ def test_the_search_finds_what_pricing_every_layout_finds(hardware: str, batch: 
     listed = every_layout(problem)
     parts = list(dict.fromkeys(part for layout in listed for part in layout.parts))
     table = build_table(problem.target, problem.space.training, problem.decisions, parts)
-    priced = [evaluator_of(table, layout).evaluate() for layout in listed]
+    priced = [evaluator_of(table, layout).evaluate((0,)) for layout in listed]
     least_s = min(each.step_time_s for each in priced if each.fits)
     outcome = problem.solved()
     assert outcome.best is not None
@@ -207,7 +207,7 @@ def test_where_memory_is_short_the_search_finds_what_pricing_everything_finds() 
     least_s = float("inf")
     for layout in every_layout(problem):
         for mode in Recompute:
-            found = evaluator_of(problem.table, layout, [mode] * len(problem.table.units.kinds)).evaluate()
+            found = evaluator_of(problem.table, layout, [mode] * len(problem.table.units.kinds)).evaluate((0,))
             least_s = min(least_s, found.step_time_s if found.fits else least_s)
     assert outcome.best.layout.shares
     assert outcome.best.step_time_s <= least_s * (1 + 1e-3)
@@ -253,7 +253,7 @@ def test_bounds_of_parts_hold_for_the_whole() -> None:
     walk = _Walk(problem.table, problem.solved())
     draw = random.Random(1)
     for layout in draw.sample(every_layout(problem), 40):
-        found: Evaluated = evaluator_of(problem.table, layout).evaluate()
+        found: Evaluated = evaluator_of(problem.table, layout).evaluate((0,))
         parts = [walk._part_of(part) for part in layout.parts]
         for part in parts:
             assert part is not None
