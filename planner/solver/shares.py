@@ -3,9 +3,9 @@
 The micro-batches of a layout with shares take as long as its slowest group, and all groups recompute alike. So with
 T_g(b) the time of group g with micro-batches of b sequences, in the modes that are best for this group alone, those of
 sizes (b_1, b_2, ...) take no less than the largest T_g(b_g). Of alike layouts, a family, every list of sizes that makes
-up the batch is bounded so, at first by what T_g(b) is if nothing need be recomputed, whatever the memory. Lists come in
-the order of that bound as long as it is below the best price. Then each of their T_g(b) is priced, once, and where what
-that makes is below the best price, too, all groups together, in the modes of each group.
+up the batch is bounded so: at first by a bound of T_g(b), as ``solver.bounds`` has it for this group alone, and in that
+order as long as it is below the best price; then by T_g(b) itself, each priced once. What may still be better is priced
+whole, in the modes of each group.
 
 A group that does not fit with some size does not with a larger one, which holds more of everything.
 """
@@ -23,13 +23,12 @@ from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.shares import evaluator_of
-from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
 from planner.solver.best import Best
+from planner.solver.bounds import bounds
 from planner.solver.cutting import Pricer
-from planner.solver.of_table import OfTable
 from planner.solver.search import Outcome
 from planner.table.cost_table import CostTable
 
@@ -78,8 +77,9 @@ def with_shares(
     table: CostTable, parts: Columns[Layout], outcome: Outcome, global_batch_size: int, deadline: Deadline
 ) -> Outcome:
     """``outcome`` and the layouts with shares that may be faster. ``parts``: as ``space.shares`` lists them."""
-    families = _families(table, parts, global_batch_size)
     walk = _Walk(table, outcome)
+    enough_s = np.inf if walk.best.time_s is None else walk.best.time_s
+    families = _families(table, parts, global_batch_size, enough_s)
     for family in families:
         if walk.is_over(family) or deadline.is_over():
             walk.leave(float(family.least_s[0]))
@@ -115,7 +115,7 @@ class _Walk:
         self.open_s = np.inf  # no list of sizes takes less, of those that were left or priced
         self.num_visited = 0
         self._priced: dict[Layout, _Part | None] = {}
-        self._most: dict[Layout, int] = {}  # the largest size with which a group fits, where some does not
+        self._too_large: dict[Layout, int] = {}  # a size with which a group does not fit
 
     def leave(self, bound_s: float) -> None:
         """What takes ``bound_s`` or more is not looked at."""
@@ -151,24 +151,13 @@ class _Walk:
         """One group with one size; None where it does not fit."""
         # Memory depends on whether there is more than one micro-batch, not on how many.
         alike = part._replace(micro_batch_size=0, num_microbatches=min(2, part.num_microbatches))
-        if part.micro_batch_size > self._most.get(alike, part.micro_batch_size):
+        if part.micro_batch_size >= self._too_large.get(alike, np.inf):
             return None
         if part not in self._priced:
             self._priced[part] = _part(self._table, part)
             if self._priced[part] is None:
-                self._most[alike] = self._most_below(part)
+                self._too_large[alike] = part.micro_batch_size
         return self._priced[part]
-
-    def _most_below(self, part: Layout) -> int:
-        """The largest size with which a group fits, which does not with that of ``part``."""
-        fits, fails = 0, part.micro_batch_size
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            smaller = part._replace(micro_batch_size=middle)
-            if smaller not in self._priced:
-                self._priced[smaller] = _part(self._table, smaller)
-            fits, fails = (middle, fails) if self._priced[smaller] is not None else (fits, middle)
-        return fits
 
 
 def _part(table: CostTable, part: Layout) -> _Part | None:
@@ -194,30 +183,26 @@ def _together(table: CostTable, layout: Layout, parts: list[_Part]) -> Evaluated
     return min((each for each in tried if each.fits), key=lambda each: each.step_time_s, default=None)
 
 
-def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int) -> list[_Family]:
-    """Every family that has a list of sizes, and its lists, in the order of what they take at least."""
-    least_s, (keys, family_of) = _least_of_parts(table, parts), parts.by(_Alike)
-    names = [device.name for device in table.cluster.devices[1:]]
+def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int, enough_s: float) -> list[_Family]:
+    """Every family with its lists of sizes, in the order of what they take at least."""
+    least_s, (keys, family_of) = _least_of_parts(table, parts, enough_s), parts.by(_Alike)
+    groups = table.cluster.devices[1:]
+    names = [group.name for group in groups]
     group_of = parts.each(_GroupsKey, lambda key: names.index(key.groups[0])).astype(np.intp)
     size_of = parts.numbers("micro_batch_size").astype(np.intp)
-    # [families, groups, sizes]; what is not listed takes infinitely long
-    by_size = np.full((len(keys), len(names), int(size_of.max(initial=0)) + 1), np.inf)
+    by_size = np.full((len(keys), len(names), int(size_of.max(initial=0)) + 1), np.nan)  # not a number: not listed
     by_size[family_of, group_of, size_of] = least_s
     one_of = np.zeros(len(keys), dtype=np.intp)
     one_of[family_of] = np.arange(len(parts))
-    found = (_family(table, key, part, by_size[place], global_batch_size)
-             for place, (key, part) in enumerate(zip(keys, parts.at(one_of), strict=True)))  # fmt: skip
+    found: list[_Family] = []
+    for key, part, seconds in zip(keys, parts.at(one_of), by_size, strict=True):
+        replicas = tuple(group.num_devices // (key.mesh.cp * key.mesh.tp) for group in groups)
+        most = tuple((~np.isnan(seconds)).sum(axis=1).tolist())
+        sizes = _lists(global_batch_size // key.num_microbatches, replicas, most)
+        of_lists = seconds[np.arange(len(replicas)), sizes].max(axis=1)
+        order = np.argsort(of_lists, kind="stable")
+        found.append(_Family(part, sizes[order], of_lists[order]))
     return sorted((each for each in found if len(each.sizes)), key=lambda each: float(each.least_s[0]))
-
-
-def _family(table: CostTable, key: _Alike, part: Layout, least_s: Array, global_batch_size: int) -> _Family:
-    each = key.mesh.cp * key.mesh.tp
-    replicas = tuple(device.num_devices // each for device in table.cluster.devices[1:])
-    most = tuple(np.isfinite(least_s).sum(axis=1).tolist())
-    sizes = _lists(global_batch_size // key.num_microbatches, replicas, most)
-    of_lists = least_s[np.arange(len(replicas)), sizes].max(axis=1, initial=0.0)
-    order = np.argsort(of_lists, kind="stable")
-    return _Family(part, sizes[order], of_lists[order])
 
 
 @lru_cache(maxsize=4096)
@@ -230,14 +215,16 @@ def _lists(num_sequences: int, replicas: tuple[int, ...], most: tuple[int, ...])
     return np.concatenate([others, last[:, None]], axis=1)[fits].astype(np.intp)
 
 
-def _least_of_parts(table: CostTable, parts: Columns[Layout]) -> Array:
-    """What the micro-batches of each group by itself take at least: no block recomputes what it need not."""
-    found, of_table = np.zeros(len(parts)), OfTable(table)
-    keys, which = parts.by(_GroupsKey)
-    for place, key in enumerate(keys):
-        places = np.flatnonzero(which == place)
-        some = parts.take(places)
-        passes = of_table.passes(LayoutRows.of(table, some), table.cluster.place_of(key.groups[0]))
-        whole_s = (passes.unlike_work_s @ table.counts).take(passes.like)
-        found[places] = whole_s * some.numbers("num_microbatches") * (1 - 1e-12)
+def _least_of_parts(table: CostTable, parts: Columns[Layout], enough_s: float) -> Array:
+    """What a step of each group by itself takes at least, and infinitely long where it needs more memory than it has.
+
+    Where some time is enough, not all of the time is counted of what takes it or more.
+    """
+    found, (keys, which) = np.zeros(len(parts)), parts.by(_GroupsKey)
+    for code, key in enumerate(keys):
+        places = np.flatnonzero(which == code)
+        alone = table.on_devices(table.cluster.place_of(key.groups[0]))
+        lower = bounds(alone, parts.take(places).with_each("groups", [()]), enough_s)
+        lacks = (lower.step_time_s < enough_s) & (lower.memory_bytes > alone.cluster.devices[0].memory_bytes)
+        found[places] = np.where(lacks, np.inf, lower.step_time_s * (1 - 1e-12))
     return found
