@@ -4,8 +4,8 @@ The micro-batches of a layout with shares take as long as its slowest group, and
 T_g(b) the time of group g with micro-batches of b sequences, in the modes that are best for this group alone, those of
 sizes (b_1, b_2, ...) take no less than the largest T_g(b_g). Of alike layouts, a family, every list of sizes that makes
 up the batch is bounded so: at first by a bound of T_g(b), as ``solver.bounds`` has it for this group alone, and in that
-order as long as it is below the best price; then by T_g(b) itself, each priced once. What may still be better is priced
-whole, in the modes of each group.
+order as long as it is below the best price; then by T_g(b) itself, each priced once, and by what one group must
+recompute so that another fits (``_Part.beside``). What may still be better is priced whole, in the modes of each group.
 
 A group that does not fit with some size does not with a larger one, which holds more of everything.
 """
@@ -21,6 +21,7 @@ import numpy as np
 from costmodels.vocabulary.choices import BlockMode, ContextMethod, Offload, Recompute
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.evaluation.block_modes import MODES
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.shares import evaluator_of
 from planner.layout.columns import Array, Columns, Positions
@@ -68,9 +69,21 @@ class _Part(NamedTuple):
     """One group with one size, in the modes of least time with which it fits: the parts of a step."""
 
     modes: tuple[BlockMode, ...]
-    micro_batches_s: float
+    least_s: float  # of all micro-batches if nothing is recomputed
+    extra_s: float  # that the modes take more
+    extra_of_modes: Array  # of one block in each mode, [modes, kinds]
     data_once_s: float  # no mode leaves less
     update_s: float
+
+    def beside(self, other: _Part) -> float:
+        """What its micro-batches take at least in modes in which another group fits.
+
+        These take the other group ``other.extra_s`` or more, and for each second that a block of it takes more, the
+        same block of this group takes no less than some number of seconds more.
+        """
+        takes_more = other.extra_of_modes > 0
+        each = self.extra_of_modes[takes_more] / other.extra_of_modes[takes_more]
+        return self.least_s + max(0.0, float(each.min(initial=np.inf)) if other.extra_s > 0 else 0.0) * other.extra_s
 
 
 def with_shares(
@@ -166,14 +179,21 @@ def _part(table: CostTable, part: Layout) -> _Part | None:
     if found is None:
         return None
     evaluator = pricer.evaluator.with_modes(found.modes)
-    (data_s, update_s), least_s = evaluator.once_a_step(WHOLE)[0], float(evaluator.least_once_a_step_s(0)[0, -1])
-    return _Part(found.modes, found.step_time_s - data_s - update_s, min(data_s, least_s - update_s), update_s)
+    (data_s, update_s), once_s = evaluator.once_a_step(WHOLE)[0], float(evaluator.least_once_a_step_s(0)[0, -1])
+    micro_batches_s, extra_of_modes = found.step_time_s - data_s - update_s, evaluator.extra_of_modes(0)
+    if evaluator.hides_exchanges:  # behind what is recomputed, too
+        extra_of_modes = np.zeros_like(extra_of_modes)
+    places = [MODES[mode] for mode in found.modes]
+    extra_s = part.num_microbatches * float(extra_of_modes[places, list(table.units.kinds)].sum())
+    own = micro_batches_s - extra_s, extra_s, extra_of_modes
+    return _Part(found.modes, *own, min(data_s, once_s - update_s), update_s)
 
 
 def _least_s(parts: list[_Part]) -> float:
     """What all groups together take at least, whatever they recompute: the longest of each thing that all wait for."""
-    longest = (max(each) for each in zip(*((p.micro_batches_s, p.data_once_s, p.update_s) for p in parts), strict=True))
-    return sum(longest) * (1 - 1e-12)
+    micro_batches_s = max(part.beside(other) for part in parts for other in parts)
+    data_s, update_s = max(part.data_once_s for part in parts), max(part.update_s for part in parts)
+    return (micro_batches_s + data_s + update_s) * (1 - 1e-12)
 
 
 def _together(table: CostTable, layout: Layout, parts: list[_Part]) -> Evaluated | None:
