@@ -238,8 +238,10 @@ def space_of(
     if target.cluster.mixed is not None:
         groups = target.cluster.mixed.groups
         layouts = Columns.joined([space.layouts, over_groups(space.layouts, groups)])
-        shares = space.shares if deadline is None else parts_of_shares(Asked(*whole), groups)
-        space = replace(space, layouts=layouts, shares=shares)
+        if deadline is not None:
+            counts = {group.name: group.cluster.num_devices for group in groups}
+            space = replace(space, shares=parts_of_shares(Asked(*whole), counts))
+        space = replace(space, layouts=layouts)
     return space
 
 

@@ -10,13 +10,12 @@ is each group by itself with each size that it may have (``Layout.parts``); ``so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from math import factorial
 
 from costmodels.vocabulary.mesh import Mesh
-from hardware_profiles.schema import DeviceGroup
 from planner.axes.base import Asked, divisors
 from planner.axes.context import CONTEXT, methods
 from planner.axes.data import MAX_MICRO_BATCH_SIZE
@@ -28,10 +27,10 @@ from planner.layout.layout import Layout
 from planner.space.search_space import Degrees, Shape, divided, layouts_on
 
 
-def parts_of_shares(asked: Asked, groups: tuple[DeviceGroup, ...]) -> Columns[Layout]:
+def parts_of_shares(asked: Asked, groups: Mapping[str, int]) -> Columns[Layout]:
     """The replicas on each of ``groups`` with each size of micro-batch; empty where the user fixes one size for all.
 
-    And of more groups than pipelines are laid over in every order.
+    And of more groups than pipelines are laid over in every order. ``groups``: the devices of each, in order.
     """
     found = [Columns.of(Layout, ())]
     if asked.pins.micro_batch is not None or asked.pins.pp not in (None, 1) or factorial(len(groups)) > MAX_ORDERS:
@@ -43,14 +42,14 @@ def parts_of_shares(asked: Asked, groups: tuple[DeviceGroup, ...]) -> Columns[La
 
     for degrees in _degrees(asked):
         for mesh in divided(asked, degrees):
-            if not _has_whole_parts(mesh, groups):
+            if not _has_whole_parts(mesh, [*groups.values()]):
                 continue
-            replicas = tuple(group.cluster.num_devices // (mesh.cp * mesh.tp) for group in groups)
+            replicas = tuple(count // (mesh.cp * mesh.tp) for count in groups.values())
             ways = methods(asked, mesh.tp, mesh.cp)
             pairs = zip(groups, shapes(replicas), strict=True)
             for group, of_group in ((group, of_group) for group, of_group in pairs if of_group):
                 part = layouts_on(mesh, asked, of_group).with_each("cp_method", ways)
-                found.append(part.with_each("groups", [(group.name,)]))
+                found.append(part.with_each("groups", [(group,)]))
     return Columns.joined(found)
 
 
@@ -64,9 +63,8 @@ def _degrees(asked: Asked) -> Iterator[Degrees]:
                 yield Degrees(1, dp, cp, tp)
 
 
-def _has_whole_parts(mesh: Mesh, groups: tuple[DeviceGroup, ...]) -> bool:
+def _has_whole_parts(mesh: Mesh, ranks: Sequence[int]) -> bool:
     """Whether every group holds whole replicas, and whole groups of ranks that exchange rows of experts."""
-    ranks = [group.cluster.num_devices for group in groups]
     together = mesh.ep * mesh.expert_tp
     divides = all(count % (mesh.cp * mesh.tp) == 0 for count in ranks)
     return divides and all(end % together == 0 for end in accumulate(ranks))
