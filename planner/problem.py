@@ -176,10 +176,10 @@ class Problem:
         if not (outcome.interrupted or deadline.is_over()):
             try:
                 return with_shares(self.table, self.space.shares, outcome, training.global_batch_size, deadline)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, OutOfTimeError) as error:
                 if outcome.best is None:
                     raise
-                outcome = replace(outcome, interrupted=True)
+                outcome = replace(outcome, interrupted=isinstance(error, KeyboardInterrupt))
         bound_s = min(outcome.bound_s, ideal_step_s(self.target, training))
         return replace(outcome, bound_s=bound_s, is_exhausted=False)
 

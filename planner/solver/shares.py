@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ from planner.table.cost_table import CostTable
 
 # Groups that are priced with a size of micro-batch, some milliseconds each; beyond that what is open stays open.
 MOST_PRICED = 3000
+# Lists of one family that are looked at, and that are tried out to find these: with more groups there may be millions.
+MOST_LISTS, MOST_TRIED = 64, 2**16
 WHOLE = (0,)  # the only cut
 
 
@@ -58,11 +61,18 @@ class _GroupsKey(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """``sizes``: lists of sizes that make up the batch, [lists, groups]; ``least_s`` below the time of each."""
+    """Lists of sizes that make up the batch, [lists, groups], with what each takes at least, the likeliest first."""
 
     part: Layout  # any of its groups with any size
+    number: int  # of lists
     sizes: Positions
     least_s: Array
+    rest_s: float  # that the lists which are not here take at least
+
+    @property
+    def floor_s(self) -> float:
+        """That any list takes at least."""
+        return min([*self.least_s[:1].tolist(), self.rest_s])
 
 
 class _Part(NamedTuple):
@@ -89,13 +99,16 @@ class _Part(NamedTuple):
 def with_shares(
     table: CostTable, parts: Columns[Layout], outcome: Outcome, global_batch_size: int, deadline: Deadline
 ) -> Outcome:
-    """``outcome`` and the layouts with shares that may be faster. ``parts``: as ``space.shares`` lists them."""
+    """``outcome`` and the layouts with shares that may be faster. ``parts``: as ``space.shares`` lists them.
+
+    OutOfTimeError where the deadline is over before it is known which these may be.
+    """
     walk = _Walk(table, outcome)
     enough_s = np.inf if walk.best.time_s is None else walk.best.time_s
-    families = _families(table, parts, global_batch_size, enough_s)
+    families = _families(table, parts, global_batch_size, _least_of_parts(table, parts, enough_s, deadline))
     for family in families:
-        if walk.is_over(family) or deadline.is_over():
-            walk.leave(float(family.least_s[0]))
+        if walk.is_over(family.floor_s) or deadline.is_over():
+            walk.leave(family.floor_s)
             break
         walk.visit(family)
     best, bound_s = walk.best, min(outcome.bound_s, walk.open_s)
@@ -105,7 +118,7 @@ def with_shares(
         ranking=best.ranking(),
         bound_s=bound_s if best.time_s is None else min(bound_s, best.time_s),
         is_exhausted=bound_s == np.inf if best.time_s is None else best.beats(bound_s),
-        num_candidates=outcome.num_candidates + sum(len(family.sizes) for family in families),
+        num_candidates=outcome.num_candidates + sum(family.number for family in families),
         num_visited=outcome.num_visited + walk.num_visited,
     )
 
@@ -134,15 +147,14 @@ class _Walk:
         """What takes ``bound_s`` or more is not looked at."""
         self.open_s = min(self.open_s, bound_s)
 
-    def is_over(self, family: _Family) -> bool:
-        """Whether neither this family nor those behind it need be looked at, or as many as may be were."""
-        return self.best.beats(float(family.least_s[0])) or len(self._priced) >= MOST_PRICED
+    def is_over(self, bound_s: float) -> bool:
+        """Whether nothing with this bound, or a higher one, need be looked at, or as much was as may be."""
+        return bound_s == np.inf or self.best.beats(bound_s) or len(self._priced) >= MOST_PRICED
 
     def visit(self, family: _Family) -> None:
         """Prices every list of sizes that may be better than the best."""
-        for place, sizes in enumerate(family.sizes.tolist()):
-            least_s = float(family.least_s[place])
-            if self.best.beats(least_s) or len(self._priced) >= MOST_PRICED:
+        for sizes, least_s in zip(family.sizes.tolist(), family.least_s.tolist(), strict=True):
+            if self.is_over(least_s):
                 self.leave(least_s)
                 return
             layout = family.part._replace(groups=self._groups, shares=tuple(sizes), micro_batch_size=max(sizes))
@@ -155,6 +167,7 @@ class _Walk:
             if not self.best.beats(bound_s):
                 self.num_visited += 1
                 self.best.keep(_together(self._table, layout, fitting))
+        self.leave(family.rest_s)
 
     @property
     def _groups(self) -> tuple[str, ...]:
@@ -203,9 +216,9 @@ def _together(table: CostTable, layout: Layout, parts: list[_Part]) -> Evaluated
     return min((each for each in tried if each.fits), key=lambda each: each.step_time_s, default=None)
 
 
-def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int, enough_s: float) -> list[_Family]:
-    """Every family with its lists of sizes, in the order of what they take at least."""
-    least_s, (keys, family_of) = _least_of_parts(table, parts, enough_s), parts.by(_Alike)
+def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int, least_s: Array) -> list[_Family]:
+    """Every family in the order of what it takes at least; ``least_s``: that each part takes at least."""
+    keys, family_of = parts.by(_Alike)
     groups = table.cluster.devices[1:]
     names = [group.name for group in groups]
     group_of = parts.each(_GroupsKey, lambda key: names.index(key.groups[0])).astype(np.intp)
@@ -217,15 +230,25 @@ def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int, 
     found: list[_Family] = []
     for key, part, seconds in zip(keys, parts.at(one_of), by_size, strict=True):
         replicas = tuple(group.num_devices // (key.mesh.cp * key.mesh.tp) for group in groups)
-        most = tuple((~np.isnan(seconds)).sum(axis=1).tolist())
-        sizes = _lists(global_batch_size // key.num_microbatches, replicas, most)
-        of_lists = seconds[np.arange(len(replicas)), sizes].max(axis=1)
-        order = np.argsort(of_lists, kind="stable")
-        found.append(_Family(part, sizes[order], of_lists[order]))
-    return sorted((each for each in found if len(each.sizes)), key=lambda each: float(each.least_s[0]))
+        found.append(_family(part, replicas, global_batch_size // key.num_microbatches, seconds))
+    return sorted((each for each in found if each.number), key=lambda each: each.floor_s)
 
 
-@lru_cache(maxsize=4096)
+def _family(part: Layout, replicas: tuple[int, ...], num_sequences: int, seconds: Array) -> _Family:
+    """``seconds``: that each group takes at least with each size, [groups, sizes]; NaN for sizes that it has not."""
+    most = tuple((~np.isnan(seconds)).sum(axis=1).tolist())
+    if min(most) > 0 and prod(most[:-1]) > MOST_TRIED:
+        none = np.zeros((0, len(replicas)), dtype=np.intp)
+        return _Family(part, prod(most[:-1]), none, np.zeros(0), float(np.nanmin(seconds, axis=1).max()))
+    sizes = _lists(num_sequences, replicas, most)
+    of_lists = seconds[np.arange(len(replicas)), sizes].max(axis=1)
+    order = np.argsort(of_lists, kind="stable")
+    rest_s = of_lists[order[MOST_LISTS]] if len(order) > MOST_LISTS else np.inf
+    order = order[:MOST_LISTS]
+    return _Family(part, len(sizes), sizes[order], of_lists[order], float(rest_s))
+
+
+@lru_cache(maxsize=64)
 def _lists(num_sequences: int, replicas: tuple[int, ...], most: tuple[int, ...]) -> Positions:
     """Every list of sizes, up to ``most`` of each group, with which all replicas have so many sequences together."""
     ranges = np.meshgrid(*(np.arange(1, size + 1) for size in most[:-1]), indexing="ij")
@@ -235,7 +258,7 @@ def _lists(num_sequences: int, replicas: tuple[int, ...], most: tuple[int, ...])
     return np.concatenate([others, last[:, None]], axis=1)[fits].astype(np.intp)
 
 
-def _least_of_parts(table: CostTable, parts: Columns[Layout], enough_s: float) -> Array:
+def _least_of_parts(table: CostTable, parts: Columns[Layout], enough_s: float, deadline: Deadline) -> Array:
     """What a step of each group by itself takes at least, and infinitely long where it needs more memory than it has.
 
     Where some time is enough, not all of the time is counted of what takes it or more.
@@ -244,7 +267,7 @@ def _least_of_parts(table: CostTable, parts: Columns[Layout], enough_s: float) -
     for code, key in enumerate(keys):
         places = np.flatnonzero(which == code)
         alone = table.on_devices(table.cluster.place_of(key.groups[0]))
-        lower = bounds(alone, parts.take(places).with_each("groups", [()]), enough_s)
+        lower = bounds(alone, parts.take(places).with_each("groups", [()]), enough_s, deadline)
         lacks = (lower.step_time_s < enough_s) & (lower.memory_bytes > alone.cluster.devices[0].memory_bytes)
         found[places] = np.where(lacks, np.inf, lower.step_time_s * (1 - 1e-12))
     return found

@@ -26,6 +26,7 @@ from planner.errors import InputError, PlanError
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.shares import evaluator_of
 from planner.layout.columns import Columns
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Pins
 from planner.plan.checks import contradictions
 from planner.plan.plan_file import write_plan
@@ -35,6 +36,7 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
+from planner.solver import shares
 from planner.solver.shares import _least_of_parts, _least_s, _lists, _part, priced
 from tests.planning import NO_PINS, graph_of, training_of
 
@@ -261,7 +263,9 @@ def test_no_layout_is_faster_than_what_is_known_of_its_groups(hardware: str, mod
     """By the bound of each group, and by its price; what is bounded not to fit does not."""
     problem, draw = problem_on(hardware, model=model, batch=24, pins=pins), random.Random(1)
     parts = problem.space.shares
-    bound_s = dict(zip(parts, _least_of_parts(problem.table, parts, float("inf")).tolist(), strict=True))
+    bound_s = dict(
+        zip(parts, _least_of_parts(problem.table, parts, float("inf"), Deadline.never()).tolist(), strict=True)
+    )
     known = 0
     for layout in draw.sample(every_layout(problem), 60):
         found: Evaluated | None = priced(problem.table, layout)
@@ -286,3 +290,17 @@ def test_a_layout_says_what_each_group_runs() -> None:
         (("b",), 3, ()),
     ]
     assert layout.parts[0].parts == (layout.parts[0],)
+
+
+def test_what_is_not_looked_at_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of many lists of one family nor of those that are never listed is anything proved."""
+    problem = problem_on(f"{A100}:2,{H100}:2", batch=24, pins=Pins(pp=1, tp=1))
+    whole = problem.solved()
+    assert whole.best is not None
+    for name, number in (("MOST_LISTS", 1), ("MOST_TRIED", 1), ("MOST_PRICED", 1)):
+        monkeypatch.setattr(shares, name, number)
+        part = problem.solved()
+        assert part.best is not None
+        assert part.bound_s <= whole.best.step_time_s <= part.best.step_time_s
+        assert part.is_exhausted == (part.bound_s >= part.best.step_time_s * (1 - 1e-3))
+        monkeypatch.undo()
