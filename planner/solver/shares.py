@@ -12,6 +12,7 @@ A group that does not fit with some size does not with a larger one, which holds
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -237,15 +238,26 @@ def _families(table: CostTable, parts: Columns[Layout], global_batch_size: int, 
 def _family(part: Layout, replicas: tuple[int, ...], num_sequences: int, seconds: Array) -> _Family:
     """``seconds``: that each group takes at least with each size, [groups, sizes]; NaN for sizes that it has not."""
     most = tuple((~np.isnan(seconds)).sum(axis=1).tolist())
-    if min(most) > 0 and prod(most[:-1]) > MOST_TRIED:
-        none = np.zeros((0, len(replicas)), dtype=np.intp)
-        return _Family(part, prod(most[:-1]), none, np.zeros(0), float(np.nanmin(seconds, axis=1).max()))
+    if prod(most[:-1]) > MOST_TRIED:
+        none, floor_s = np.zeros((0, len(replicas)), dtype=np.intp), _floor_s(replicas, num_sequences, seconds)
+        return _Family(part, prod(most[:-1]), none, np.zeros(0), floor_s)
     sizes = _lists(num_sequences, replicas, most)
     of_lists = seconds[np.arange(len(replicas)), sizes].max(axis=1)
     order = np.argsort(of_lists, kind="stable")
     rest_s = of_lists[order[MOST_LISTS]] if len(order) > MOST_LISTS else np.inf
     order = order[:MOST_LISTS]
     return _Family(part, len(sizes), sizes[order], of_lists[order], float(rest_s))
+
+
+def _floor_s(replicas: tuple[int, ...], num_sequences: int, seconds: Array) -> float:
+    """The least time in which all replicas can have so many sequences, and more: no list of sizes takes less."""
+    sizes, times = np.arange(seconds.shape[1]), np.sort(seconds[np.isfinite(seconds)])
+
+    def is_enough(limit_s: float) -> bool:
+        return bool(np.where(seconds <= limit_s, sizes, 0).max(axis=1) @ replicas >= num_sequences)
+
+    place = bisect_left(times, True, key=is_enough)
+    return float(times[place]) if place < len(times) else np.inf
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ from itertools import product
 from operator import mul
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -37,7 +38,7 @@ from planner.problem import Problem
 from planner.render import show_plan
 from planner.request import Request
 from planner.solver import shares
-from planner.solver.shares import _least_of_parts, _least_s, _lists, _part, priced
+from planner.solver.shares import _floor_s, _least_of_parts, _least_s, _lists, _part, priced
 from tests.planning import NO_PINS, graph_of, training_of
 
 A100, H100 = "dgx-a100-80gb", "dgx-h100-80gb"
@@ -304,3 +305,14 @@ def test_what_is_not_looked_at_stays_open(monkeypatch: pytest.MonkeyPatch) -> No
         assert part.bound_s <= whole.best.step_time_s <= part.best.step_time_s
         assert part.is_exhausted == (part.bound_s >= part.best.step_time_s * (1 - 1e-3))
         monkeypatch.undo()
+
+
+def test_the_floor_of_a_family_is_below_its_lists() -> None:
+    draw = np.random.default_rng(0)
+    for replicas, sequences in (((1, 2), 9), ((2, 2), 12), ((1, 3, 2), 17)):
+        seconds = np.cumsum(draw.random((len(replicas), 9)), axis=1)
+        seconds[:, 0] = np.nan
+        lists = _lists(sequences, replicas, (8,) * len(replicas))
+        least_s = seconds[np.arange(len(replicas)), lists].max(axis=1).min()
+        assert 0.4 * least_s < _floor_s(replicas, sequences, seconds) <= least_s
+        assert _floor_s(replicas, 1000, seconds) == float("inf")
