@@ -139,6 +139,9 @@ def test_everything_that_shows_a_plan_shows_shares(tmp_path: Path) -> None:
 def test_explain_prices_all_that_it_names() -> None:
     plan = plan_on()
     found = explain(plan)
+    unlike = [each for each in found.runners_up if each.candidate is not None and each.candidate.micro_batch_sizes]
+    assert unlike
+    assert all(each.differences_s is not None for each in unlike)
     assert sum(found.time_s.values()) == pytest.approx(seconds_of(plan))
     assert found.compute.seconds == pytest.approx(found.time_s[next(t for t in found.time_s if t.value == "compute")])
 
