@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from costmodels.vocabulary.choices import Placement, Preference
 from costmodels.vocabulary.mesh import Mesh
-from planner.axes.base import divisors
+from planner.axes.base import Asked, divisors
 from planner.axes.unlike_devices import MAX_ORDERS, over_groups
 from planner.evaluation.dominance import undominated
-from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.shares import evaluator_of
 from planner.graph.disk_cache import DiskCache
 from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder
@@ -32,9 +33,11 @@ from planner.solver.in_turn import in_turn
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, Wanted, probes, search
+from planner.solver.shares import with_shares
 from planner.solver.smallest import at_its_smallest
 from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
+from planner.space.shares import parts_of_shares
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
 
@@ -95,7 +98,8 @@ class Problem:
         if target.within is not None:
             baseline, own_cut = target.within.of(baseline, space.training), target.within.cut
         deadline.check()
-        table = build_table(target, space.training, decisions, Columns.joined([space.layouts, baseline]), deadline)
+        layouts = Columns.joined([space.layouts, space.shares, baseline])
+        table = build_table(target, space.training, decisions, layouts, deadline)
         return Problem(target, space, baseline, decisions, table, DynamicProgramSolver(own_cut))
 
     def at_risk(self, memory_risk: float) -> Problem:
@@ -165,7 +169,19 @@ class Problem:
             wanted = Wanted(cutoff_s, known=best)
             return search(self.table, layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
 
-        return in_turn(self.table, self.space.layouts, of, known)
+        outcome = in_turn(self.table, self.space.layouts, of, known)
+        if not self.space.shares:
+            return outcome
+        training, deadline = self.space.training, deadline or Deadline.never()
+        if not (outcome.interrupted or deadline.is_over()):
+            try:
+                return with_shares(self.table, self.space.shares, outcome, training.global_batch_size, deadline)
+            except (KeyboardInterrupt, OutOfTimeError) as error:
+                if outcome.best is None:
+                    raise
+                outcome = replace(outcome, interrupted=isinstance(error, KeyboardInterrupt))
+        bound_s = min(outcome.bound_s, ideal_step_s(self.target, training))
+        return replace(outcome, bound_s=bound_s, is_exhausted=False)
 
     def worthwhile_counts(self) -> tuple[int, ...]:
         """Smaller numbers of devices that may train faster, descending; none where devices differ."""
@@ -191,16 +207,18 @@ class Problem:
     def lower_bound_s(self) -> float:
         """What holds for layouts that are not searched: infinite where all are.
 
-        Groups of unlike devices are laid in ``MAX_ORDERS`` orders at most. The model's FLOPs at peak bound the others.
+        Groups of unlike devices are laid in ``MAX_ORDERS`` orders at most, and where there are more none has a share
+        of the batch. The model's FLOPs at peak bound the others.
         """
-        mixed = self.target.cluster.mixed
-        if mixed is None or self.space.pins.pp == 1 or factorial(len(mixed.groups)) <= MAX_ORDERS:
+        mixed, pins = self.target.cluster.mixed, self.space.pins
+        is_alike = pins.pp == 1 and pins.micro_batch is not None
+        if mixed is None or is_alike or factorial(len(mixed.groups)) <= MAX_ORDERS:
             return float("inf")
         return ideal_step_s(self.target, self.space.training)
 
     def exactly(self, found: Evaluated) -> Evaluated:
         """The same layout and cut with every micro-batch simulated."""
-        return Evaluator(self.table, found.layout, found.modes).evaluate(found.starts, exact=True)
+        return evaluator_of(self.table, found.layout, found.modes).evaluate(found.starts, exact=True)
 
     def closest_baseline(self, baseline: Outcome) -> Evaluated | None:
         """The best plain FSDP layout, or where none fits the one that lacks least memory."""
@@ -218,8 +236,12 @@ def space_of(
     if target.within is not None:
         return narrowed(space, target.within, may_be_empty=deadline is None)
     if target.cluster.mixed is not None:
-        pipelines = over_groups(space.layouts, target.cluster.mixed.groups)
-        space = replace(space, layouts=Columns.joined([space.layouts, pipelines]))
+        groups = target.cluster.mixed.groups
+        layouts = Columns.joined([space.layouts, over_groups(space.layouts, groups)])
+        if deadline is not None:
+            counts = {group.name: group.cluster.num_devices for group in groups}
+            space = replace(space, shares=parts_of_shares(Asked(*whole), counts))
+        space = replace(space, layouts=layouts)
     return space
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from costmodels.vocabulary.choices import ContextMethod, Offload
 from costmodels.vocabulary.terms import Term
-from planner.plan.schema import Candidate, MeshSection, Plan, PredictionSection, RunSection
+from planner.plan.schema import Candidate, MeshSection, PipelineSection, Plan, PredictionSection, RunSection
 
 GIB, MIB = 2**30, 2**20
 _TAGS = ("fitted", "measured")
@@ -70,7 +70,7 @@ def show_plan(plan: Plan) -> RenderableType:
     """The whole answer: the plan, where its time and memory go, and what it was compared with."""
     parts: list[RenderableType] = [_headline(plan), _layout(plan)]
     if plan.prediction is not None:
-        parts += [_time(plan.prediction), _memory(plan.prediction), _phases(plan.prediction)]
+        parts += [_time(plan.prediction), _memory(plan, plan.prediction), _phases(plan, plan.prediction)]
     if plan.search is not None:
         parts += [_candidates(plan), _proof(plan)]
     return Group(*parts)
@@ -144,8 +144,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("data parallelism", _ZERO[plan.zero_stage] if plan.mesh.shape().is_replicated else "none"),
         (
             "batch",
-            f"{sequences(training.global_batch_size, training.seq_len)}; each data-parallel rank runs "
-            f"{pipeline.num_microbatches} x {pipeline.micro_batch_size} of them",
+            f"{sequences(training.global_batch_size, training.seq_len)}; {_micro_batches(pipeline)}",
         ),
     ]
     if plan.mesh.cp > 1:
@@ -190,6 +189,32 @@ def fullest_text(prediction: PredictionSection) -> str:
     return f"{size(need)} of {size(room)}"
 
 
+def _micro_batches(pipeline: PipelineSection) -> str:
+    """``each data-parallel rank runs 8 x 2 of them``; of unlike shares, each with its replicas and devices."""
+    if not pipeline.batch_shares:
+        return f"each data-parallel rank runs {pipeline.num_microbatches} x {pipeline.micro_batch_size} of them"
+    each = pipeline.batch_shares
+    shares = (f"{s.micro_batch_size} on each of {s.num_replicas} replicas on {s.device_group}" for s in each)
+    return f"{pipeline.num_microbatches} micro-batches, of {', '.join(shares)}"
+
+
+def sizes_text(pipeline: PipelineSection) -> str:
+    """``2``, sequences in a micro-batch; ``1 and 3`` where replicas differ."""
+    sizes = [share.micro_batch_size for share in pipeline.batch_shares] or [pipeline.micro_batch_size]
+    return " and ".join(map(str, sizes))
+
+
+def kind_of_rows(plan: Plan) -> str:
+    """What each row of the prediction is of."""
+    return "replica group" if plan.pipeline.batch_shares else "pipeline rank"
+
+
+def rank_name(plan: Plan, rank: int, kind: str = "rank") -> str:
+    """What a row of the prediction is of: ``rank 0`` of the pipeline, or ``replicas on`` a group with a share."""
+    shares = plan.pipeline.batch_shares
+    return f"replicas on {shares[rank].device_group}" if shares else f"{kind} {rank}"
+
+
 def _devices(plan: Plan) -> str:
     """``0 to 3 on old, 4 to 7 on new``."""
     found: list[str] = []
@@ -218,14 +243,14 @@ def _time(prediction: PredictionSection) -> Table:
     return table
 
 
-def _memory(prediction: PredictionSection) -> Table:
-    table = Table(title="Peak memory by pipeline rank", title_justify="left")
+def _memory(plan: Plan, prediction: PredictionSection) -> Table:
+    table = Table(title=f"Peak memory by {kind_of_rows(plan)}", title_justify="left")
     scale, unit = (GIB, "GiB") if max(prediction.peak_memory_bytes) >= GIB else (MIB, "MiB")
     table.add_column(unit)
     ranks = list(range(len(prediction.peak_memory_bytes)))
     shown = ranks if len(ranks) <= 4 else [0, 1, ranks[-2], ranks[-1]]
     for rank in shown:
-        table.add_column(f"rank {rank}", justify="right")
+        table.add_column(rank_name(plan, rank), justify="right")
     if prediction.memory_breakdown_bytes:
         ledgers = [prediction.memory_breakdown_bytes[rank] for rank in shown]
         for name in dict.fromkeys(name for ledger in ledgers for name in ledger):
@@ -236,7 +261,7 @@ def _memory(prediction: PredictionSection) -> Table:
     return table
 
 
-def _phases(prediction: PredictionSection) -> RenderableType:
+def _phases(plan: Plan, prediction: PredictionSection) -> RenderableType:
     """The fullest rank's memory phase by phase, and how each term is known."""
     if not prediction.memory_phases_bytes:
         return Text("")
@@ -244,7 +269,7 @@ def _phases(prediction: PredictionSection) -> RenderableType:
     rank = peaks.index(max(peaks))
     phases = prediction.memory_phases_bytes[rank]
     scale, unit = (GIB, "GiB") if peaks[rank] >= GIB else (MIB, "MiB")
-    table = Table(title=f"Memory of rank {rank}, the fullest, phase by phase", title_justify="left")
+    table = Table(title=f"Memory of {rank_name(plan, rank)}, the fullest, phase by phase", title_justify="left")
     table.add_column(unit, no_wrap=True)
     for phase in phases:
         table.add_column(phase.label, justify="right", no_wrap=True)
@@ -294,11 +319,12 @@ def _candidates(plan: Plan) -> Table:
 
 def layout_line(row: Candidate) -> str:
     """A candidate in one line: its degrees, and whatever else tells it from others."""
-    parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {row.micro_batch_size}"]
+    sizes = " and ".join(map(str, row.micro_batch_sizes)) or row.micro_batch_size
+    parts = [degrees(row.mesh), f"ZeRO {row.zero_stage}", f"micro-batch {sizes}"]
     if row.mesh.cp > 1:
         parts.append(f"CP by {row.cp_method}")
     if row.device_groups:
-        parts.append(" then ".join(row.device_groups))
+        parts.append((" and " if row.micro_batch_sizes else " then ").join(row.device_groups))
     if row.mesh.pp > 1:
         parts.append(row.schedule.value + (f" x{row.virtual_stages}" if row.virtual_stages > 1 else ""))
     if row.sequence_parallel:

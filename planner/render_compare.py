@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.api.compare import Comparison, Row
-from planner.render import degrees, items, seconds, sequences, size
+from planner.render import degrees, items, seconds, sequences, size, sizes_text
 
 # Reasons are cut to so many letters in the table; `--json` has them whole.
 LONGEST_REASON = 400
@@ -114,7 +114,7 @@ def _plans(rows: list[Row]) -> Table:
 def _layout(row: Row) -> str:
     assert row.plan is not None
     plan, pipeline = row.plan, row.plan.pipeline
-    text = f"{degrees(plan.mesh)}, ZeRO {plan.zero_stage}, micro-batch {pipeline.micro_batch_size}"
+    text = f"{degrees(plan.mesh)}, ZeRO {plan.zero_stage}, micro-batch {sizes_text(pipeline)}"
     if plan.mesh.pp > 1:
         text += f", {pipeline.schedule}" + (f" x{pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
     modes = sorted({rule.mode for rule in plan.recompute})

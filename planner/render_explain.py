@@ -12,7 +12,7 @@ from planner.api.explain import Explanation, Prices
 from planner.api.operators import ComputeShares, Reached
 from planner.api.what_if import Resource, WhatIf
 from planner.glossary import OF_MEMORY, SHORT
-from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, run_text, seconds, size
+from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, rank_name, run_text, seconds, size
 
 # Operators that are shown one by one; the rest are one row.
 MOST_OPERATORS = 10
@@ -58,7 +58,7 @@ def binding_lines(found: Explanation) -> list[str]:
         )
     room = f"of the {size(memory.room_bytes)} that a plan may take of its {size(memory.device_bytes)}"
     full = " Memory is nearly full." if memory.is_nearly_full else ""
-    lines.append(f"The fullest GPU, of pipeline rank {memory.rank}, takes {size(memory.peak_bytes)} {room}.{full}")
+    lines.append(f"The fullest GPU, of {_rank(found)}, takes {size(memory.peak_bytes)} {room}.{full}")
     return lines
 
 
@@ -79,9 +79,14 @@ def _time(found: Explanation, block: str) -> Table:
     return table
 
 
+def _rank(found: Explanation) -> str:
+    """The fullest one."""
+    return rank_name(found.plan, found.memory.rank, "pipeline rank")
+
+
 def _memory(found: Explanation) -> Table:
     memory = found.memory
-    table = _table(f"Memory of the fullest GPU, pipeline rank {memory.rank}, at its peak", "part", "", "share>", "what")
+    table = _table(f"Memory of the fullest GPU, {_rank(found)}, at its peak", "part", "", "share>", "what")
     scale, unit = (GIB, "GiB") if memory.peak_bytes >= GIB else (MIB, "MiB")
     table.columns[1].header, table.columns[1].justify = unit, "right"
     ends, before = [0.0], 0

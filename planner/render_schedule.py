@@ -40,7 +40,10 @@ def show_timeline(timeline: StepTimeline, width: int) -> RenderableType:
 
 def _headline(timeline: StepTimeline) -> Text:
     ranks = len(timeline.ranks)
-    text = Text(f"{timeline.schedule.value} on {ranks} pipeline ranks" if ranks > 1 else "no pipeline", style="bold")
+    words = f"{timeline.schedule.value} on {ranks} pipeline ranks" if ranks > 1 else "no pipeline"
+    if timeline.groups:
+        words = "no pipeline, shares of the batch on " + ", ".join(f"{n} ({i})" for i, n in enumerate(timeline.groups))
+    text = Text(words, style="bold")
     after_s = timeline.step_time_s - timeline.pipeline_s
     text.append(
         f": {seconds(timeline.step_time_s)} a step, of which {seconds(timeline.pipeline_s)} until the last micro-batch "
@@ -62,7 +65,7 @@ def _panel(timeline: StepTimeline, window: tuple[float, float], num_cells: int, 
         if position and rank != shown[position - 1] + 1:
             text.append(f"{'...':>{LABEL_WIDTH - 1}}\n")
         found = timeline.ranks[rank]
-        text.append(f"rank {rank:>3} ")
+        text.append(f"{'share' if timeline.groups else 'rank'} {rank:>{2 if timeline.groups else 3}} ")
         text.append_text(_line(_row(found), window, num_cells, is_dense=is_whole))
         if is_whole:
             text.append(f" {found.idle_s / timeline.step_time_s:5.1%} idle")

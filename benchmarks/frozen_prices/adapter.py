@@ -38,7 +38,7 @@ from planner.table.keys import TensorSplit
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 ENUMS: dict[str, Callable[[Any], Any]] = {
-    "schedule": ScheduleName, "recompute": Recompute, "offload": Offload, "groups": tuple,
+    "schedule": ScheduleName, "recompute": Recompute, "offload": Offload, "groups": tuple, "shares": tuple,
     "cp_method": ContextMethod,
 }  # fmt: skip
 _graph = cache(load_graph)

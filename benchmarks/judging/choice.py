@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -19,6 +20,14 @@ METHODS: tuple[str, ...] = tuple(map(str, getattr(vocabulary, "ContextMethod", (
 
 # (tp, pp, sequence parallel) -> the section ``placements`` of a plan; None where operators cannot be placed so.
 Placements = Callable[[int, int, bool], "dict[str, Any] | None"]
+
+
+class Share(NamedTuple):
+    """What the replicas on one group of unlike devices take of a batch: sequences in each micro-batch."""
+
+    group: str
+    replicas: int
+    size: int
 
 
 class Choice(NamedTuple):
@@ -39,6 +48,7 @@ class Choice(NamedTuple):
     modes: tuple[Recompute, ...]
     groups: tuple[str | None, ...] = ()  # of each pipeline rank, where devices differ; empty: all count as alike
     cp_method: str = METHODS[0]
+    shares: tuple[Share, ...] = ()  # in the order of ranks, where replicas differ; ``micro_batch_size`` is the largest
 
     @property
     def dp(self) -> int:
@@ -67,6 +77,7 @@ class Choice(NamedTuple):
         words += [f"{count} blocks {mode.value}" for mode, count in counts.items()]
         if self.groups:
             words.append("over " + ",".join(map(str, self.groups)))
+        words += [f"{share.size} on each of {share.replicas} replicas on {share.group}" for share in self.shares]
         return " ".join(words)
 
 
@@ -105,6 +116,8 @@ class Facts:
     def num_microbatches(self, choice: Choice) -> int:
         """Of each data-parallel rank; 0 where the batch does not divide."""
         each = choice.dp * choice.micro_batch_size
+        if choice.shares:
+            each = sum(share.replicas * share.size for share in choice.shares)
         return 0 if self.global_batch_size % each else self.global_batch_size // each
 
     def modes(self, mode: Recompute) -> tuple[Recompute, ...]:
@@ -127,7 +140,19 @@ def is_legal(choice: Choice, facts: Facts) -> bool:
     experts = inside % choice.ep == 0 and facts.num_experts % choice.ep == 0
     parallel = (choice.tp > 1 or not choice.sequence_parallel) and (choice.cp > 1 or choice.cp_method == METHODS[0])
     cut = len(choice.starts) == choice.num_stages and _is_cut(choice.starts, facts.num_units)
-    return m > 0 and runs and sharded and split and experts and parallel and cut and choice.tp <= facts.devices_per_node
+    fits_node = choice.tp <= facts.devices_per_node
+    runs = runs and _shares_are_legal(choice)
+    return m > 0 and runs and sharded and split and experts and parallel and cut and fits_node
+
+
+def _shares_are_legal(choice: Choice) -> bool:
+    """Whole replicas on every group, and no border between groups through ranks that share experts."""
+    if not choice.shares:
+        return True
+    ends = accumulate(share.replicas for share in choice.shares)
+    apart = not any(end * choice.cp % choice.ep for end in ends)
+    whole = sum(share.replicas for share in choice.shares) == choice.dp and all(s.size > 0 for s in choice.shares)
+    return apart and whole and choice.pp == 1 and choice.micro_batch_size == max(s.size for s in choice.shares)
 
 
 def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
@@ -138,6 +163,8 @@ def obeys(choice: Choice, pins: Pins, facts: Facts) -> bool:
         "sequence_parallel": choice.sequence_parallel, "virtual_stages": choice.virtual_stages,
         "zero": choice.zero_stage,
     }  # fmt: skip
+    if choice.shares and pins.micro_batch is not None:
+        return False
     if any(getattr(pins, name) not in (None, value) for name, value in pinned.items()):
         return False
     if choice.cp > 1 and getattr(pins, "cp_method", None) not in (None, choice.cp_method):
@@ -168,6 +195,10 @@ def read_choice(document: Document, facts: Facts) -> Choice:
         modes=tuple(Recompute.NONE if name is None else mode_of.get(name, Recompute.NONE) for name in facts.blocks),
         groups=groups if any(groups) else (),
         cp_method=document.get("cp_method", METHODS[0]) if mesh["cp"] > 1 else METHODS[0],
+        shares=tuple(
+            Share(each["device_group"], each["num_replicas"], each["micro_batch_size"])
+            for each in pipeline.get("batch_shares", ())
+        ),
     )
 
 
@@ -195,8 +226,13 @@ def written(choice: Choice, document: Document, facts: Facts, placements: Placem
             "micro_batch_size": choice.micro_batch_size,
             "virtual_stages": choice.virtual_stages,
             "stages": _stages(choice, facts),
+            **({"batch_shares": [_share(each) for each in choice.shares]} if choice.shares else {}),
         },
     }
+
+
+def _share(share: Share) -> dict[str, Any]:
+    return {"device_group": share.group, "num_replicas": share.replicas, "micro_batch_size": share.size}
 
 
 def _stages(choice: Choice, facts: Facts) -> list[dict[str, Any]]:

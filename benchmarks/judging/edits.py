@@ -29,6 +29,7 @@ def edits(choice: Choice, facts: Facts) -> list[Edit]:
         *degrees(choice, facts),
         *experts(choice, facts),
         *micro_batches(choice, facts),
+        *shares(choice),
         *zero_stages(choice),
         *schedules(choice, facts),
         *sequence_parallel(choice),
@@ -76,11 +77,33 @@ def experts(choice: Choice, facts: Facts) -> Iterator[Edit]:
 
 def micro_batches(choice: Choice, facts: Facts) -> Iterator[Edit]:
     """Twice and half the size, or by the least factor that the batch allows."""
-    size = choice.micro_batch_size
+    sizes = [share.size for share in choice.shares] or [choice.micro_batch_size]
     for factor in primes(facts.num_microbatches(choice)):
-        yield Edit("micro-batch", f"* {factor}", choice._replace(micro_batch_size=size * factor))
-    for factor in primes(size):
-        yield Edit("micro-batch", f"/ {factor}", choice._replace(micro_batch_size=size // factor))
+        yield Edit("micro-batch", f"* {factor}", _with_sizes(choice, [size * factor for size in sizes]))
+    for factor in primes(gcd(*sizes)):
+        yield Edit("micro-batch", f"/ {factor}", _with_sizes(choice, [size // factor for size in sizes]))
+
+
+def shares(choice: Choice) -> Iterator[Edit]:
+    """A few sequences of one group's replicas given to another's, and all replicas alike."""
+    for giving, one in enumerate(choice.shares):
+        for taking, other in enumerate(choice.shares):
+            if giving == taking:
+                continue
+            step = gcd(one.replicas, other.replicas)
+            sizes = [share.size for share in choice.shares]
+            sizes[giving] -= other.replicas // step
+            sizes[taking] += one.replicas // step
+            if sizes[giving] > 0:
+                yield Edit("shares", f"of {one.group} to {other.group}", _with_sizes(choice, sizes))
+    for size in sorted({share.size for share in choice.shares}):
+        yield Edit("shares", "all alike", choice._replace(shares=(), micro_batch_size=size))
+
+
+def _with_sizes(choice: Choice, sizes: list[int]) -> Choice:
+    """``choice`` with micro-batches of the one size, or one for each of its shares."""
+    parts = tuple(share._replace(size=size) for share, size in zip(choice.shares, sizes, strict=False))
+    return choice._replace(micro_batch_size=max(sizes), shares=parts)
 
 
 def zero_stages(choice: Choice) -> Iterator[Edit]:
@@ -174,6 +197,8 @@ def primes(number: int) -> list[int]:
 def _followed(moved: Choice, before: Choice, facts: Facts) -> Iterator[Choice]:
     """``moved`` with expert degree, ZeRO stage, micro-batch, schedule, cut and sequence parallelism that go with it."""
     moved = moved._replace(ep=gcd(moved.ep, moved.dp_shard * moved.cp))
+    if moved.dp != before.dp:  # other replicas are other shares
+        moved = moved._replace(shares=())
     shards = [0] if moved.dp_shard == 1 else [1, 2, 3]
     if moved.dp_shard == 1 and moved.cp > 1 and before.zero_stage:
         shards.append(before.zero_stage)
@@ -189,7 +214,7 @@ def _piped(choice: Choice, before: Choice, facts: Facts) -> Iterator[Choice]:
     if choice.pp == before.pp:
         yield choice
         return
-    choice = choice._replace(groups=())
+    choice = choice._replace(groups=(), shares=())
     if choice.pp == 1:
         yield choice._replace(schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, starts=(0,))
         return

@@ -4,7 +4,8 @@ mesh       every (pp, dp_replicate, dp_shard, cp, tp) whose product is the numbe
 sizes      every micro-batch that divides a rank's part of the global batch; every stage of ZeRO
 pipeline   every schedule with every number of stages that the model's units allow, every cut into stages
 blocks     every recomputation
-placing    sequence parallelism on or off; of unlike devices every order of the groups, or all taken as alike
+placing    sequence parallelism on or off; of unlike devices every order of the groups, every list of sizes of
+           micro-batches of the replicas on each, or all taken as alike
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 from math import comb
+from operator import mul
 
-from benchmarks.judging.choice import METHODS, Choice, Facts, is_legal
+from benchmarks.judging.choice import METHODS, Choice, Facts, Share, is_legal
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -35,6 +37,34 @@ def layouts(facts: Facts, groups: Groups = ()) -> Iterator[Choice]:
                             if is_legal(choice, facts):
                                 yield choice
                                 yield from over_groups(choice, groups)
+    yield from with_shares(facts, groups)
+
+
+def with_shares(facts: Facts, groups: Groups) -> Iterator[Choice]:
+    """Every choice without a pipeline whose replicas on each of ``groups`` have a size of micro-batch of their own."""
+    if not groups:
+        return
+    for replicate, shard, cp, tp in ordered_factors(facts.num_devices, 4):
+        if any(count % (cp * tp) for _, count in groups):
+            continue
+        replicas = [count // (cp * tp) for _, count in groups]
+        for sizes in lists_of_sizes(facts.global_batch_size, replicas):
+            shares = tuple(Share(name, n, size) for (name, _), n, size in zip(groups, replicas, sizes, strict=True))
+            others = product(factors_of(facts.num_experts), range(4), (False, True), METHODS)
+            for ep, zero, flag, method in others:
+                choice = Choice(
+                    1, replicate, shard, cp, tp, ep, zero, max(sizes), ScheduleName.ONE_F_ONE_B, 1, flag, (0,),
+                    facts.modes(Recompute.NONE), cp_method=method, shares=shares,
+                )  # fmt: skip
+                if is_legal(choice, facts):
+                    yield choice
+
+
+def lists_of_sizes(global_batch_size: int, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every size of each group's micro-batches of which some number makes up the batch."""
+    most = [(global_batch_size - sum(replicas) + count) // count for count in replicas]
+    listed = product(*(range(1, size + 1) for size in most))
+    return [sizes for sizes in listed if global_batch_size % sum(map(mul, replicas, sizes)) == 0]
 
 
 def ordered_factors(number: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -14,7 +14,8 @@ from benchmarks.judging.questions import Question
 from costmodels.vocabulary import choices as vocabulary
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import Mesh
-from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.shares import AnyEvaluator, evaluator_of
 from planner.graph import node_operators
 from planner.layout.layout import Layout, Training
 from planner.pricing.table_builder import build_table
@@ -30,7 +31,7 @@ class Evaluations:
     facts: Facts
     placed: Placed
     _tables: dict[Layout, CostTable] = field(default_factory=dict[Layout, CostTable])
-    _known: dict[Layout, Evaluator] = field(default_factory=dict[Layout, Evaluator])
+    _known: dict[Layout, AnyEvaluator] = field(default_factory=dict[Layout, AnyEvaluator])
 
     @staticmethod
     def of(question: Question, graphs: Graphs) -> Evaluations:
@@ -57,26 +58,27 @@ class Evaluations:
         question = self.question
         training = Training(question.global_batch_size, question.seq_len, question.precision, question.optimizer)
         if listed:
-            table = build_table(self.placed.target, training, decisions, listed)
+            parts = tuple(dict.fromkeys(part for layout in listed for part in layout.parts))
+            table = build_table(self.placed.target, training, decisions, parts)
             self._tables.update(dict.fromkeys(listed, table))
 
-    def evaluator(self, choice: Choice) -> Evaluator:
+    def evaluator(self, choice: Choice) -> AnyEvaluator:
         """What simulates the layout of ``choice`` and what its blocks recompute, under any cut."""
         found = self._evaluator(self.layout(choice), choice)
         return found if self.is_uniform(choice) else found.with_modes(choice.modes)
 
-    def _evaluator(self, layout: Layout, choice: Choice) -> Evaluator:
+    def _evaluator(self, layout: Layout, choice: Choice) -> AnyEvaluator:
         if layout not in self._tables:
             self.prepare([choice])
         if layout not in self._known:
-            self._known[layout] = Evaluator(self._tables[layout], layout)
+            self._known[layout] = evaluator_of(self._tables[layout], layout)
         return self._known[layout]
 
     def _layouts_of(self, choice: Choice) -> list[Layout]:
         layout = self.layout(choice)
         return [layout._replace(recompute=mode) for mode in (*Recompute, None)]
 
-    def free(self, choice: Choice) -> Evaluator:
+    def free(self, choice: Choice) -> AnyEvaluator:
         """The same, in whose table every block may recompute what it likes; here none does."""
         return self._evaluator(self.layout(choice)._replace(recompute=None), choice)
 
@@ -112,5 +114,7 @@ class Evaluations:
             virtual_stages=choice.virtual_stages,
             recompute=mode,  # None: each block has its own
             sequence_parallel=choice.sequence_parallel,
-            groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None)),
+            groups=tuple(dict.fromkeys(name for name in choice.groups if name is not None))
+            or tuple(share.group for share in choice.shares),
+            shares=tuple(share.size for share in choice.shares),
         )

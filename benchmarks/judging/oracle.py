@@ -117,19 +117,18 @@ class _Tried:
         the memory of every rank, and what fits is priced whole.
         """
         choice, evaluations = layout.choice, self._evaluations
-        evaluator = evaluations.free(choice)
-        spans = Makespans(choice, evaluator).of(
-            layout.places[rows], starts_of, evaluations.facts.num_microbatches(choice)
-        )
+        number, parts = evaluations.facts.num_microbatches(choice), evaluations.free(choice).parts
+        each = [Makespans(choice, part).of(layout.places[rows], starts_of, number) for part in parts]
+        spans = np.maximum.reduce(each)  # replicas wait for the slowest
         self.num_priced += spans.size
-        fits: dict[object, bool] = {}
+        fits: list[dict[object, bool]] = [{} for _ in parts]
         least = spans.ravel() * (1 - SLACK)
         worth = np.arange(least.size) if self.best[0] is None else np.flatnonzero(least < self.best[0])
         for place in worth[np.argsort(least[worth], kind="stable")].tolist():
             if self.beats(float(least[place])):
                 break
             modes, starts = layout.recomputed[rows[place // len(starts_of)]], starts_of[place % len(starts_of)]
-            if self._fits(evaluator, modes, starts, fits):
+            if all(self._fits(part, modes, starts, known) for part, known in zip(parts, fits, strict=True)):
                 found = evaluations.evaluator(choice._replace(modes=modes)).evaluate(starts, exact=True)
                 if found.fits and not self.beats(found.step_time_s):
                     self.best = found.step_time_s, choice._replace(starts=starts, modes=modes)
@@ -203,9 +202,9 @@ class Oracle:
                 allowed[key] = kept, places_of(kept)
             recomputed, places = allowed[key]
             if recomputed and self._has_price(choice):
-                spans = Makespans(choice, evaluations.free(choice))
-                least_s = spans.least_work_s(places, facts.num_microbatches(choice)) * (1 - SLACK)
-                found.append(_Layout(choice, recomputed, places, least_s))
+                number = facts.num_microbatches(choice)
+                each = [Makespans(choice, part).least_work_s(places, number) for part in evaluations.free(choice).parts]
+                found.append(_Layout(choice, recomputed, places, np.maximum.reduce(each) * (1 - SLACK)))
         return sorted(found, key=lambda each: each.floor_s)
 
     def _is_allowed(self, choice: Choice, modes: Modes) -> bool:
@@ -217,7 +216,7 @@ class Oracle:
         if not choice.groups:
             return True
         try:
-            self.evaluations.free(choice).timeline(even_cuts(choice.num_stages, self.evaluations.facts)[0])
+            self.evaluations.free(choice).parts[0].timeline(even_cuts(choice.num_stages, self.evaluations.facts)[0])
         except (ValueError, LookupError):
             return False
         return True

@@ -22,7 +22,8 @@ from planner.errors import (
     PlanError,
     TimeLimitError,
 )
-from planner.evaluation.evaluator import Evaluated, Evaluator
+from planner.evaluation.evaluator import Evaluated
+from planner.evaluation.shares import AnyEvaluator, evaluator_of
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.plan.schema import CaseSection, Plan, SearchSection
@@ -327,7 +328,7 @@ def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float =
 class PlannedLayout:
     """An existing plan as the numbers of the search, and what was assumed on the way."""
 
-    evaluator: Evaluator
+    evaluator: AnyEvaluator
     starts: tuple[int, ...]
     target: PricingTarget
     training: Training
@@ -339,8 +340,8 @@ class PlannedLayout:
         """The same layout, cut and placements priced on another cluster."""
         layout = self.evaluator.layout
         split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-        table = build_table(target, self.training, {split: self.decision}, (layout,))
-        return Evaluator(table, layout, self.evaluator.modes).evaluate(self.starts, exact=True)
+        table = build_table(target, self.training, {split: self.decision}, layout.parts)
+        return evaluator_of(table, layout, self.evaluator.modes).evaluate(self.starts, exact=True)
 
 
 def planned_layout(
@@ -351,7 +352,8 @@ def planned_layout(
     section = plan.training
     layout = from_plan.layout_of(plan, num_devices or plan.num_devices)
     cluster = load_cluster(hardware or plan.hardware, layout.mesh.world_size, notes)
-    if layout.groups and not from_plan.lies_on(layout, cluster):
+    from_plan.check_shares(plan, cluster)
+    if layout.groups and not layout.shares and not from_plan.lies_on(layout, cluster):
         notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")
         layout = layout._replace(groups=())
     check_precision(cluster, section.precision)
@@ -371,9 +373,9 @@ def planned_layout(
             f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",
             hint="search for a new plan: planner search MODEL -o plan.json",
         )
-    table = build_table(target, training, {split: decision}, (layout,))
+    table = build_table(target, training, {split: decision}, layout.parts)
     starts = from_plan.starts_of(plan, graph)
-    evaluator = Evaluator(table, layout, from_plan.modes_of(plan, graph))
+    evaluator = evaluator_of(table, layout, from_plan.modes_of(plan, graph))
     return PlannedLayout(evaluator, starts, target, training, decision, framework, tuple(notes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import mul
 from typing import NamedTuple
 
 from costmodels.vocabulary.choices import Recompute
@@ -19,6 +20,8 @@ from planner.plan.schema import Candidate, Plan
 from planner.problem import ROOMY, Problem, at_its_smallest, solved_by
 from planner.request import DEFAULT_RISK
 from planner.solver.search import search
+from planner.solver.shares import priced
+from planner.table.cost_table import CostTable
 from planner.translate import to_plan
 
 # Predictions that differ by less are called equal: what a search takes for a tie, too.
@@ -55,6 +58,10 @@ class Alternative:
 
 class _GroupsKey(NamedTuple):
     groups: tuple[str, ...]
+
+
+class _NumberKey(NamedTuple):
+    num_microbatches: int
 
 
 def runners_up(
@@ -158,15 +165,37 @@ def _priced(candidate: Candidate, planned: PlannedLayout, risk: float, share: fl
         problem = Problem.build(target, planned.training, _pins_of(candidate), risk)
     except PlannerError:
         return None
+    cluster = problem.table.cluster
+    table = replace(problem.table, cluster=cluster.with_memory_factor(cluster.memory_factor / share))
+    if candidate.micro_batch_sizes:
+        return _priced_with_shares(candidate, problem, table)
     layouts = problem.space.layouts.where(_GroupsKey, lambda key: key.groups == candidate.device_groups)
     if not layouts:
         return None
-    cluster = problem.table.cluster
-    table = replace(problem.table, cluster=cluster.with_memory_factor(cluster.memory_factor / share))
     outcome = search(table, layouts, problem.solver)
     if outcome.best is not None:
         return problem.exactly(outcome.best)
     return None if outcome.closest is None else at_its_smallest(table, outcome.closest)
+
+
+def _priced_with_shares(candidate: Candidate, problem: Problem, table: CostTable) -> Evaluated | None:
+    """The same of one whose replicas have shares of the batch."""
+    mesh, devices = candidate.mesh.shape(), {each.name: each.num_devices for each in table.cluster.devices[1:]}
+    if devices.keys() != set(candidate.device_groups):
+        return None
+    counts = [devices[name] for name in candidate.device_groups]
+    sequences = sum(map(mul, counts, candidate.micro_batch_sizes)) // (mesh.cp * mesh.tp)
+    number = problem.space.training.global_batch_size // sequences
+    alike = problem.space.shares.where(_NumberKey, lambda key: key.num_microbatches == number)
+    if not alike:
+        return None
+    layout = alike[0]._replace(
+        groups=candidate.device_groups,
+        shares=candidate.micro_batch_sizes,
+        micro_batch_size=max(candidate.micro_batch_sizes),
+    )
+    found = priced(table, layout)
+    return None if found is None else problem.exactly(found)
 
 
 def _pins_of(candidate: Candidate) -> Pins:
@@ -180,7 +209,7 @@ def _pins_of(candidate: Candidate) -> Pins:
         cp=mesh.cp,
         ep=mesh.ep,
         zero=candidate.zero_stage,
-        micro_batch=candidate.micro_batch_size,
+        micro_batch=None if candidate.micro_batch_sizes else candidate.micro_batch_size,
         schedule=candidate.schedule if mesh.pp > 1 else None,
         virtual_stages=candidate.virtual_stages if mesh.pp > 1 else None,
         recompute=candidate.recompute,
@@ -195,6 +224,7 @@ def _candidate_of(label: str, plan: Plan) -> Candidate:
     prediction, pipeline = plan.prediction, plan.pipeline
     assert prediction is not None
     modes = {rule.mode for rule in plan.recompute}
+    in_order = pipeline.batch_shares or pipeline.stages
     return Candidate(
         label=label,
         mesh=plan.mesh,
@@ -206,7 +236,8 @@ def _candidate_of(label: str, plan: Plan) -> Candidate:
         sequence_parallel=plan.placements.sequence_parallel,
         offload=plan.offload,
         cp_method=plan.cp_method,
-        device_groups=tuple(dict.fromkeys(s.device_group for s in pipeline.stages if s.device_group is not None)),
+        device_groups=tuple(dict.fromkeys(s.device_group for s in in_order if s.device_group is not None)),
+        micro_batch_sizes=tuple(share.micro_batch_size for share in pipeline.batch_shares),
         step_time_s=prediction.step_time_s,
         peak_memory_bytes=max(prediction.peak_memory_bytes),
         fits=True,

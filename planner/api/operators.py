@@ -1,7 +1,8 @@
 """Which operators and units of a plan take its compute, and how far each is from the roofline.
 
 Counted is one GPU of every pipeline rank: what one copy of the model computes in a step, forward and backward, without
-what is recomputed. With no pipeline that is the plan's term ``compute``.
+what is recomputed. With no pipeline that is the plan's term ``compute``. Where replicas have unlike shares of the
+batch, those that take longest are counted.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def compute_shares(planned: PlannedLayout) -> ComputeShares:
 
 def _held(planned: PlannedLayout) -> Iterable[_Held]:
     """Every unit, with its operators under their names in the whole model."""
-    evaluator, target = planned.evaluator, planned.target
+    evaluator, target = planned.evaluator.slowest(planned.starts), planned.target
     layout, table, units = evaluator.layout, evaluator.table, target.graph.units
     rows = LayoutRows.of_one(table, layout)
     costs: dict[int, list[tuple[OperatorCost, ...]]] = {}

@@ -1,11 +1,12 @@
-"""Pipelines over groups of unlike devices: each group holds whole pipeline ranks, in some order of the groups.
+"""Groups of unlike devices: pipelines over them, each of which holds whole pipeline ranks, in some order of the groups.
 
-Nothing of a unit changes: it is priced on each group's devices.
+Nothing of a unit changes: it is priced on each group's devices. So it is where the groups have shares of the batch,
+which ``space.shares`` lists.
 """
 
 from __future__ import annotations
 
-from itertools import groupby, islice, permutations
+from itertools import accumulate, islice, permutations
 from typing import ClassVar, NamedTuple
 
 from hardware_profiles.schema import ClusterSpec, DeviceGroup
@@ -21,20 +22,21 @@ class _PipelineKey(NamedTuple):
 
 
 class UnlikeDevicesAxis(Axis[None]):
-    """The order of the groups along the pipeline."""
+    """The order of the groups along the ranks."""
 
     name: ClassVar[str] = "groups"
 
     def unexecuted(self, run: Executed) -> list[str]:
-        """It is executed where nodes are started in the order of the pipeline."""
+        """It is executed where nodes are started in the order of the groups."""
         layout, cluster = run.layout, run.cluster
-        if not layout.groups:
+        if not layout.groups or cluster.mixed is None:
             return []
-        each = cluster.num_devices // layout.mesh.pp
-        places = enumerate(group_of_ranks(layout, cluster))
-        ranks = {name: [rank for rank, _ in found] for name, found in groupby(places, key=lambda place: place[1])}
-        order = ", ".join(f"ranks {r[0] * each} to {(r[-1] + 1) * each - 1} on {name}" for name, r in ranks.items())
-        return [f"nodes must be started in the order of the pipeline: {order}"]
+        sizes = {group.name: group.cluster.num_devices for group in cluster.mixed.groups}
+        ends = list(accumulate(sizes[name] for name in layout.groups))
+        spans = zip(layout.groups, [0, *ends], ends, strict=False)
+        order = ", ".join(f"ranks {start} to {end - 1} on {name}" for name, start, end in spans)
+        of = "shares of the batch" if layout.shares else "pipeline"
+        return [f"nodes must be started in the order of the {of}: {order}"]
 
 
 UNLIKE_DEVICES = UnlikeDevicesAxis()
@@ -57,7 +59,7 @@ def over_groups(layouts: Columns[Layout], groups: tuple[DeviceGroup, ...]) -> Co
 def group_of_ranks(layout: Layout, cluster: ClusterSpec) -> tuple[str | None, ...]:
     """The group of unlike devices of each pipeline rank; None where all count as alike."""
     pp = layout.mesh.pp
-    if not layout.groups or cluster.mixed is None:
+    if not layout.groups or cluster.mixed is None or pp == 1:
         return (None,) * pp
     each = cluster.num_devices // pp
     sizes = {group.name: group.cluster.num_devices // each for group in cluster.mixed.groups}

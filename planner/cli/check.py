@@ -14,7 +14,7 @@ from planner.cli.options import Trust
 from planner.cli.terminal import data_console
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
-from planner.render import seconds, size
+from planner.render import kind_of_rows, rank_name, seconds, size
 
 
 def register(app: typer.Typer) -> None:
@@ -33,27 +33,29 @@ def check(
 
     rows: list[dict[str, Any]] = [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in
             enumerate(executor_check.check(plan))]  # fmt: skip
-    problems = [f"pipeline rank {row['pp_rank']}: {row['problem']}" for row in rows if row["problem"] is not None]
+    names = [rank_name(plan, index, "pipeline rank") for index in range(len(rows))]
+    told = zip(names, rows, strict=True)
+    problems = [f"{name}: {row['problem']}" for name, row in told if row["problem"] is not None]
     if as_json:
         typer.echo(json.dumps({"runnable": not problems, "ranks": rows}))
         return 1 if problems else 0
     table = Table(title="Memory that tensors take at the peak of a step", title_justify="left")
-    for name in ("pipeline rank", "predicted", "counted", "counted / predicted", "checked in"):
+    for name in (kind_of_rows(plan), "predicted", "counted", "counted / predicted", "checked in"):
         table.add_column(name, justify="right")
-    for row in rows:
+    for index, row in enumerate(rows):
         predicted, counted = row["predicted_bytes"], row["allocated_bytes"]
         cells = ["" if value is None else size(value) for value in (predicted, counted)]
         ratio = "" if not predicted or counted is None else f"{counted / predicted:.3f}"
-        table.add_row(str(row["pp_rank"]), *cells, ratio, seconds(row["elapsed_s"]))
+        table.add_row(rank_name(plan, index, "").strip(), *cells, ratio, seconds(row["elapsed_s"]))
     data_console().print(table)
-    said = "\n".join(problems) if problems else f"runnable: all {len(rows)} pipeline ranks took a step"
+    said = "\n".join(problems) if problems else f"runnable: all {len(rows)} {kind_of_rows(plan)}s took a step"
     data_console().print(said, soft_wrap=True)
     return 1 if problems else 0
 
 
-def allocated_bytes(plan: Plan, pp_rank: int) -> int | None:
-    """What the ledger says that tensors take, without what allocators, libraries and drivers keep besides."""
+def allocated_bytes(plan: Plan, row: int) -> int | None:
+    """What the ledger says that tensors of a row take, without what allocators, libraries and drivers keep besides."""
     if plan.prediction is None or not plan.prediction.memory_breakdown_bytes:
         return None
-    ledger = plan.prediction.memory_breakdown_bytes[pp_rank]
+    ledger = plan.prediction.memory_breakdown_bytes[row]
     return sum(value for term, value in ledger.items() if MemoryTerm(term).counted is Counted.ALLOCATED)

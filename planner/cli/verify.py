@@ -19,7 +19,7 @@ from planner.output_file import check_output, write_text
 from planner.plan.checks import degrees_text
 from planner.plan.plan_file import read_plan, write_plan
 from planner.plan.schema import Plan, PredictionSection
-from planner.render import seconds, size
+from planner.render import kind_of_rows, rank_name, seconds, size, sizes_text
 
 if TYPE_CHECKING:
     from planner.executor.options import RunOptions
@@ -69,14 +69,14 @@ def verify(  # over 6 arguments: one for each option of the command
         return 0
     if output is not None:
         write_text(output, measured_text(plan_file, output, measured))
-    times, memory = time_rows(prediction, measured), memory_rows(prediction, measured)
+    times, memory = time_rows(prediction, measured), memory_rows(plan, prediction, measured)
     if as_json:
         typer.echo(json.dumps({"time": times, "memory": memory, "measured": measured}))
         return 0
     console = data_console()
     spread = f"{seconds(min(measured['step_times_s']))} to {seconds(max(measured['step_times_s']))}"
     console.print(_table(f"Time of a step: {steps} measured, {spread}; the median counts", times, seconds))
-    console.print(_table(f"Peak memory by pipeline rank: {measured['memory_is']}", memory, size))
+    console.print(_table(f"Peak memory by {kind_of_rows(plan)}: {measured['memory_is']}", memory, size))
     return 0
 
 
@@ -126,7 +126,7 @@ def plan_row(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     pipeline, prediction = plan.pipeline, plan.prediction
     schedule = (str(pipeline.schedule),) if plan.mesh.pp > 1 else ()
     degrees = [text for text in degrees_text(plan).split() if not text.endswith("=1")] or ["one process"]
-    words = (*degrees, f"ZeRO {plan.zero_stage}", *schedule, f"micro-batch {pipeline.micro_batch_size}")
+    words = (*degrees, f"ZeRO {plan.zero_stage}", *schedule, f"micro-batch {sizes_text(pipeline)}")
     times = found.get("step_times_s")
     return {
         "layout": ", ".join(words),
@@ -159,13 +159,13 @@ def time_rows(prediction: PredictionSection, measured: dict[str, Any]) -> list[d
     return rows + [_row(f"  {kind} in flight, waiting included", None, value) for kind, value in kinds.items()]
 
 
-def memory_rows(prediction: PredictionSection, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """What tensors hold at the peak of each pipeline rank: bytes. Without what drivers and allocators keep besides."""
+def memory_rows(plan: Plan, prediction: PredictionSection, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """What tensors hold at the peak of each pipeline rank or group of replicas: bytes; without what drivers keep."""
     rows: list[dict[str, Any]] = []
     for rank, found in enumerate(measured["memory_bytes"]):
         ledger = prediction.memory_breakdown_bytes[rank] if prediction.memory_breakdown_bytes else {}
         held = sum(v for term, v in ledger.items() if MemoryTerm(term).counted is Counted.ALLOCATED)
-        rows.append(_row(f"rank {rank}", held or None, found))
+        rows.append(_row(rank_name(plan, rank), held or None, found))
     return rows
 
 

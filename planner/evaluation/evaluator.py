@@ -48,7 +48,7 @@ class Evaluated:
     step_time_s: float
     breakdown: Mapping[Term, float]  # seconds on the rank that works longest; they sum to the step time
     find_memory: Callable[[], tuple[RankMemory, ...]] = field(compare=False, repr=False)  # what ``memory`` says
-    capacity_bytes: tuple[float, ...]  # that a plan may take of one device of each pipeline rank
+    capacity_bytes: tuple[float, ...]  # that a plan may take of one device of each pipeline rank or share of the batch
     host: HostMemory | None = None  # of the fullest node, where states or activations are offloaded
 
     @property
@@ -59,12 +59,12 @@ class Evaluated:
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Of each pipeline rank. Of most layouts that are priced nobody asks for it."""
+        """Of each pipeline rank, or share of the batch. Of most layouts that are priced nobody asks for it."""
         return self.find_memory()
 
     @property
     def ledgers(self) -> tuple[MemoryLedger, ...]:
-        """Memory of each pipeline rank at its peak."""
+        """The same at their peak."""
         return tuple(rank.peak for rank in self.memory)
 
     @property
@@ -91,6 +91,15 @@ class Evaluated:
 
 class Evaluator(LayoutUnits):
     """A layout of ``table``. Everything here is computed from the numbers of the table alone."""
+
+    @property
+    def parts(self) -> tuple[Evaluator, ...]:
+        """As of ``SharesEvaluator``: all replicas are alike."""
+        return (self,)
+
+    def slowest(self, starts: tuple[int, ...]) -> Evaluator:
+        """As of ``SharesEvaluator``."""
+        return self
 
     # -- stages ---------------------------------------------------------------------------------
 

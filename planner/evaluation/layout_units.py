@@ -373,4 +373,6 @@ def device_places(table: CostTable, layout: Layout) -> tuple[int, ...]:
         return (0,) * pp
     each = table.cluster.num_devices // pp
     places = [table.cluster.place_of(name) for name in layout.groups]
+    if pp == 1:  # the replicas on one group
+        return tuple(places)
     return tuple(place for place in places for _ in range(table.cluster.devices[place].num_devices // each))

@@ -47,7 +47,7 @@ NUM_STEPS = 2  # the first makes the optimiser's states; the last is counted
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What one rank of a pipeline rank came to; others of it do the same on other data."""
+    """What one rank of a pipeline rank, or of a share of the batch, came to; others of it do the same on other data."""
 
     pp_rank: int
     allocated_bytes: int | None  # the most that tensors held in a step; None where it could not be run
@@ -56,7 +56,7 @@ class RankCheck:
 
 
 def check(plan: Plan) -> list[dict[str, object]]:
-    """Every pipeline rank of ``plan``. PlanError where it cannot be executed whatever the model."""
+    """Every pipeline rank of ``plan``, or share of the batch. PlanError where it cannot run whatever the model."""
     check_executable(plan)
     if plan.offload is not Offload.NONE:
         raise PlanError(
@@ -65,12 +65,13 @@ def check(plan: Plan) -> list[dict[str, object]]:
             hint="check the same layout without offloading: --offload none",
         )
     loaded_model(plan)
-    num_processes = min(plan.mesh.pp, os.cpu_count() or 1)
+    num_rows = len(plan.pipeline.batch_shares) or plan.mesh.pp
+    num_processes = min(num_rows, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")  # a process each: DTensor keeps what it learned of a world
     with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
         try:
             with _children_hear_no_interrupt():
-                found = pool.map(check_rank, [plan_json(plan)] * plan.mesh.pp, range(plan.mesh.pp))
+                found = pool.map(check_rank, [plan_json(plan)] * num_rows, range(num_rows))
             return [asdict(row) for row in found]
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -89,18 +90,26 @@ def _children_hear_no_interrupt() -> Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def check_rank(plan_text: str, pp_rank: int) -> RankCheck:
-    """One pipeline rank of the plan in ``plan_text``, in a process that has not been part of any world."""
+def check_rank(plan_text: str, row: int) -> RankCheck:
+    """One row of the plan in ``plan_text``, in a process that has not been part of any world."""
     plan = Plan.model_validate_json(plan_text)
     with quiet_torch():
-        return _check_rank(plan, loaded_model(plan), pp_rank)
+        return _check_rank(plan, loaded_model(plan), row)
 
 
-def _check_rank(plan: Plan, loaded: LoadedModel, pp_rank: int) -> RankCheck:
-    size, start_s = plan.mesh.shape().world_size, time.perf_counter()
+def _first_rank(plan: Plan, row: int) -> int:
+    """Of a pipeline rank, or a share of the batch."""
+    mesh, shares = plan.mesh, plan.pipeline.batch_shares
+    if not shares:
+        return row * (mesh.shape().world_size // mesh.pp)
+    return sum(share.num_replicas for share in shares[:row]) * mesh.cp * mesh.tp
+
+
+def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
+    start_s = time.perf_counter()
     # Of ranks that share sequences the last sees all keys of the others: it keeps most where attention goes by blocks.
-    rank = pp_rank * (size // plan.mesh.pp) + (plan.mesh.cp - 1) * plan.mesh.tp
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    rank = _first_rank(plan, row) + (plan.mesh.cp - 1) * plan.mesh.tp
+    dist.init_process_group("fake", rank=rank, world_size=plan.mesh.shape().world_size, store=FakeStore())
     allocated, problem = None, None
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
@@ -112,7 +121,7 @@ def _check_rank(plan: Plan, loaded: LoadedModel, pp_rank: int) -> RankCheck:
         problem = f"{type(error).__name__}: {error}"
     finally:
         dist.destroy_process_group()
-    return RankCheck(pp_rank, allocated, problem, time.perf_counter() - start_s)
+    return RankCheck(0 if plan.pipeline.batch_shares else row, allocated, problem, time.perf_counter() - start_s)
 
 
 def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
@@ -121,7 +130,8 @@ def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
     optimizer = build_optimizer(model.parameters(), training.optimizer, None)
     if model.schedule is not None:
         model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]
-    shape = (training.global_batch_size // place_of(mesh).dp_degree, training.seq_len)
+    own = place_of(mesh).sequences(training.global_batch_size, plan.pipeline.batch_shares)
+    shape = (len(own), training.seq_len)
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in (model.input_name, "labels")}
     tracker = LiveMemory()
     tracker.note(model.parameters())

@@ -2,12 +2,14 @@
 
 Which samples a step sees depends on the seed and the step alone, never on the mesh: each global
 batch is split over the data-parallel ranks as ``torch.utils.data.DistributedSampler`` splits one,
-rank ``r`` of ``d`` taking the positions r, r + d, r + 2d, ... of it.
+rank ``r`` of ``d`` taking the positions r, r + d, r + 2d, ... of it; where ranks have unlike shares
+of it, as ``RankPlace.sequences`` says.
 """
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.mesh import RankPlace
 from planner.executor.order import key_of, shuffled
 from planner.executor.token_file import TokenDtype, map_tokens
-from planner.plan.schema import Plan
+from planner.plan.schema import BatchShare, Plan
 
 NUM_BYTE_TOKENS = 256
 MAX_STANDARD_LIBRARY_BYTES = 2**23  # 8 MiB: more text than the test runs read, in well under a second
@@ -43,17 +45,19 @@ class TokenData:
         start = self.origin + step * size
         return self._batch(range(start, start + size))
 
-    def local_batch(self, step: int, size: int, place: RankPlace) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the batch of ``step``: (size / dp_degree, seq_len)."""
+    def local_batch(
+        self, step: int, size: int, place: RankPlace, shares: Sequence[BatchShare] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the batch of ``step``: (its sequences, seq_len); size / dp_degree where all are alike."""
         start = self.origin + step * size
-        return self._batch(range(start + place.dp_rank, start + size, place.dp_degree))
+        return self._batch([start + sequence for sequence in place.sequences(size, shares)])
 
     def sample(self, position: int) -> int:
         """The sample at ``position`` of the run. Each epoch visits every sample once, in an order of its own."""
         epoch, offset = divmod(position, self.num_samples)
         return shuffled(offset, self.num_samples, key_of(self.seed, epoch))
 
-    def _batch(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         starts = [self.sample(position) * self.seq_len for position in positions]
         whole = torch.stack([self.tokens[start : start + self.seq_len + 1].long() for start in starts])
         if self.vocab_size is not None and not 0 <= int(whole.min()) <= int(whole.max()) < self.vocab_size:

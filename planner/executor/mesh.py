@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import PlanError
 from planner.plan.checks import degrees_text
-from planner.plan.schema import Plan
+from planner.plan.schema import BatchShare, Plan
 
 DATA_AXES = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
 EP, EXPERT_SHARD = "ep", "expert_shard"  # axes of the ranks of experts: those that divide them, and shard the same ones
@@ -49,6 +52,25 @@ class RankPlace:
     def num_parts(self) -> int:
         """Ranks whose gradients are averaged: each has some positions of some sequences."""
         return self.dp_degree * self.cp_degree
+
+    def row(self, shares: Sequence[BatchShare]) -> int:
+        """Which row of a prediction is of this rank: that of its pipeline rank, or of its share of the batch."""
+        if not shares:
+            return self.pp_rank
+        return bisect_right(list(accumulate(share.num_replicas for share in shares)), self.dp_rank)
+
+    def sequences(self, size: int, shares: Sequence[BatchShare] = ()) -> Sequence[int]:
+        """Which of the ``size`` sequences of a global batch are this rank's own, in the order of its micro-batches.
+
+        Ranks take one each in turn: r, r + d, r + 2d, ... Where their ``shares`` of a micro-batch are unlike, those
+        that have theirs sit out the turns that are left until every rank has its own.
+        """
+        if not shares:
+            return range(self.dp_rank, size, self.dp_degree)
+        sizes = [share.micro_batch_size for share in shares for _ in range(share.num_replicas)]
+        takes = [rank for turn in range(max(sizes)) for rank, own in enumerate(sizes) if turn < own]
+        mine = [place for place, rank in enumerate(takes) if rank == self.dp_rank]
+        return [start + place for start in range(0, size, len(takes)) for place in mine]
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:

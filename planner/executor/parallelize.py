@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import DataParallel, ShardingUnits, keeps_whole
@@ -118,8 +118,24 @@ class ParallelModel:
     def _scaled(self, batch: object) -> Tensors:
         """This rank's batch by name, with the scales of its losses. Collective."""
         named = by_name(batch)
+        self._check_share(named)
         named = named if self.context is None else self.context.shard(named)
         return {**named, SCALE_KEY: self.loss.scales(named)}
+
+    def _check_share(self, batch: Tensors) -> None:
+        """InputError where ``batch`` is not what the plan gives to this rank, if it gives unlike shares."""
+        pipeline = self.plan.pipeline
+        if not pipeline.batch_shares:
+            return
+        share = pipeline.batch_shares[place_of(self.loss.mesh).row(pipeline.batch_shares)]
+        wanted, found = pipeline.num_microbatches * share.micro_batch_size, {len(value) for value in batch.values()}
+        if found != {wanted}:
+            raise InputError(
+                f"this rank, one of the replicas on {share.device_group}, was given a batch of "
+                f"{', '.join(map(str, sorted(found)))} sequences: its share is {pipeline.num_microbatches} "
+                f"micro-batches of {share.micro_batch_size} = {wanted}",
+                hint="deal the batch as pipeline.batch_shares of the plan say",
+            )
 
     def _parts(self, batch: Tensors) -> list[Tensors]:
         """The micro-batches of ``batch``."""

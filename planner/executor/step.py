@@ -52,7 +52,8 @@ def evaluate(model: ParallelModel, data: TokenData, num_batches: int, mesh: Devi
 def local_batch(model: ParallelModel, data: TokenData, step: int, mesh: DeviceMesh) -> Tensors:
     """This rank's part of the global batch of ``step``, on its device."""
     device = device_of(mesh)
-    tokens, labels = data.local_batch(step, model.plan.training.global_batch_size, place_of(mesh))
+    size, shares = model.plan.training.global_batch_size, model.plan.pipeline.batch_shares
+    tokens, labels = data.local_batch(step, size, place_of(mesh), shares)
     return {model.input_name: tokens.to(device), "labels": labels.to(device)}
 
 

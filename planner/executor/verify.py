@@ -13,15 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
-from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.choices import Offload
-from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import InputError
 from planner.executor.build import loaded_model
 from planner.executor.executable import check_executable
 from planner.executor.live_memory import LiveMemory
-from planner.executor.mesh import check_world_size
+from planner.executor.mesh import check_world_size, place_of
 from planner.executor.options import RunOptions
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import process_group, quiet_torch
@@ -40,7 +38,7 @@ class Measured:
     step_times_s: tuple[float, ...]
     optimizer_s: float  # of one step
     collectives_s: dict[str, float]  # in flight during one step by kind, hidden or not, waiting for others included
-    memory_bytes: tuple[int, ...]  # by pipeline rank, the fullest of its ranks
+    memory_bytes: tuple[int, ...]  # by pipeline rank or share of the batch, the fullest of its ranks
     memory_is: str
 
     @property
@@ -100,7 +98,7 @@ def measured(plan: Plan, options: RunOptions, device: torch.device) -> dict[str,
         step_times_s=tuple(values[1 + len(collectives_s) :]),
         optimizer_s=values[0],
         collectives_s={kind: value for kind, value in kinds.items() if value > 0},
-        memory_bytes=_by_pipeline_rank(memory, run.mesh, device),
+        memory_bytes=_by_row(memory, run, device),
         memory_is=memory_is,
     )
     return {**asdict(found), "step_time_s": found.step_time_s}
@@ -155,9 +153,9 @@ def _memory(run: Run, step: int, device: torch.device) -> tuple[int, str]:
     return tracker.peak_bytes, f"held by tensors{everywhere}, counted operator by operator"
 
 
-def _by_pipeline_rank(memory: int, mesh: DeviceMesh, device: torch.device) -> tuple[int, ...]:
-    axis = mesh[MeshAxis.PP.value]
-    fullest = torch.zeros(axis.size(), dtype=torch.int64, device=device)
-    fullest[axis.get_local_rank()] = memory
+def _by_row(memory: int, run: Run, device: torch.device) -> tuple[int, ...]:
+    shares = run.model.plan.pipeline.batch_shares
+    fullest = torch.zeros(len(shares) or run.model.plan.mesh.pp, dtype=torch.int64, device=device)
+    fullest[place_of(run.mesh).row(shares)] = memory
     dist.all_reduce(fullest, dist.ReduceOp.MAX)
     return tuple(fullest.tolist())

@@ -84,6 +84,7 @@ class Layout:
     cp_method: ContextMethod
     etp: int | None = None  # tensor-parallel degree of experts where it is not tp
     offloads_activations: bool = False  # of some blocks, to host memory
+    micro_batch_sizes: tuple[int, ...] = ()  # of groups of replicas, where they differ
 
     @property
     def dp(self) -> int:
@@ -188,6 +189,7 @@ def layout_of(plan: Plan) -> Layout:
         cp_method=plan.cp_method if mesh.cp > 1 else ContextMethod.ALL_GATHER,
         etp=mesh.shape().etp,
         offloads_activations=bool(plan.offloaded_activations),
+        micro_batch_sizes=tuple(share.micro_batch_size for share in pipeline.batch_shares),
     )  # fmt: skip
 
 

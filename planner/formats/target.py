@@ -89,7 +89,7 @@ class Target:
 def refused(target: Target, job: Job) -> list[Refusal]:
     """Everything of the plan that ``target`` cannot express; empty where it can."""
     found: list[Refusal] = []
-    if any(stage.device_group is not None for stage in job.plan.pipeline.stages):
+    if job.plan.pipeline.batch_shares or any(stage.device_group is not None for stage in job.plan.pipeline.stages):
         found.append(
             Refusal(
                 "the plan lies on groups of unlike devices, which no target can name",
@@ -148,6 +148,10 @@ def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
         yield Refusal(
             "it cannot say which blocks keep activations in host memory", "search without --offload-activations"
         )
+    if layout.micro_batch_sizes:
+        sizes = " and ".join(map(str, layout.micro_batch_sizes))
+        reason = f"its replicas have micro-batches of one size, the plan's of {sizes} sequences"
+        yield Refusal(reason, "search with --micro-batch N")
     yield from _recompute(can, layout)
     yield from _words(can, layout)
 

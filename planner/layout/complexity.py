@@ -7,7 +7,8 @@
 4. the schedule: 1F1B, then GPipe, which holds more activations, and the others in the order of ``SCHEDULES``;
 5. recomputation, where blocks that differ in it come last;
 6. the ZeRO stage, where 3, FSDP's own, is the plainest;
-7. replicas of shards, sequence parallelism, and a tensor-parallel degree of experts of their own.
+7. replicas of shards, sequence parallelism, a tensor-parallel degree of experts of their own, and unlike shares of a
+   batch.
 """
 
 from __future__ import annotations
@@ -36,4 +37,5 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         mesh.dp_replicate,
         layout.sequence_parallel,
         mesh.etp is not None,
+        bool(layout.shares),
     )

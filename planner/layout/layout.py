@@ -95,9 +95,20 @@ class Layout(NamedTuple):
     recompute: Recompute | None  # of every block; None: each block has its own, chosen with the borders of the stages
     sequence_parallel: bool
     offload: Offload = Offload.NONE
-    groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the pipeline; empty: all count as alike
+    groups: tuple[str, ...] = ()  # groups of unlike devices in the order of the ranks; empty: all count as alike
     cp_method: ContextMethod = ContextMethod.ALL_GATHER  # without context parallelism it says nothing
     offloads_activations: bool = False  # every block may keep its activations in host memory
+    # Without a pipeline the micro-batch size of the replicas on each of ``groups`` where they have shares of the batch,
+    # of which ``micro_batch_size`` is the largest.
+    shares: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Layout, ...]:
+        """The replicas on each group alone, where they have shares of the batch; otherwise the layout itself."""
+        if not self.shares:
+            return (self,)
+        pairs = zip(self.groups, self.shares, strict=True)
+        return tuple(self._replace(groups=(name,), micro_batch_size=size, shares=()) for name, size in pairs)
 
     @property
     def is_plain_fsdp(self) -> bool:

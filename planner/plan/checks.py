@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
+from operator import mul
 
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.mesh import ZERO_STAGES, MeshAxis
@@ -34,6 +36,8 @@ def _mesh(plan: Plan) -> list[str]:
 
 def _batch(plan: Plan) -> list[str]:
     pipeline, dp = plan.pipeline, plan.mesh.shape().dp
+    if pipeline.batch_shares:
+        return _shares(plan)
     product = dp * pipeline.num_microbatches * pipeline.micro_batch_size
     if product == plan.training.global_batch_size:
         return []
@@ -41,6 +45,40 @@ def _batch(plan: Plan) -> list[str]:
         f"training.global_batch_size: {plan.training.global_batch_size} is not dp * num_microbatches * "
         f"micro_batch_size = {dp} * {pipeline.num_microbatches} * {pipeline.micro_batch_size} = {product}"
     ]
+
+
+def _shares(plan: Plan) -> list[str]:
+    """Rules of replicas whose micro-batches are of unlike sizes."""
+    pipeline, mesh, found = plan.pipeline, plan.mesh.shape(), list[str]()
+    shares, name = pipeline.batch_shares, "pipeline.batch_shares"
+    if mesh.pp > 1:
+        found.append(f"{name}: only replicas without a pipeline have them, and mesh.pp is {mesh.pp}: set it to 1")
+    counts, sizes = [each.num_replicas for each in shares], [each.micro_batch_size for each in shares]
+    if sum(counts) != mesh.dp:
+        text = " + ".join(map(str, counts))
+        found.append(f"{name}: num_replicas must add up to dp_replicate * dp_shard = {mesh.dp}, not {text}")
+    groups = Counter(share.device_group for share in shares)
+    twice = (group for group, times in groups.items() if times > 1)
+    found += [f"{name}: device_group {group} stands twice: give each group one share" for group in twice]
+    if pipeline.micro_batch_size != max(sizes):
+        found.append(f"pipeline.micro_batch_size: must be the largest of batch_shares, {max(sizes)}, not "
+                     f"{pipeline.micro_batch_size}")  # fmt: skip
+    each = zip(groups, accumulate(counts), strict=False)
+    together = mesh.ep * mesh.expert_tp  # ranks that exchange rows of experts have micro-batches of one size
+    found += [
+        f"{name}: {group} ends within {together} ranks that share experts: set mesh.ep to 1, or let the replicas up to "
+        f"there, of cp * tp = {mesh.cp * mesh.tp} ranks each, fill them"
+        for group, end in each
+        if end * mesh.cp * mesh.tp % together
+    ]
+    product = pipeline.num_microbatches * sum(map(mul, counts, sizes))
+    if product != plan.training.global_batch_size:
+        text = " + ".join(f"{count} * {size}" for count, size in zip(counts, sizes, strict=True))
+        found.append(
+            f"training.global_batch_size: {plan.training.global_batch_size} is not num_microbatches * the sum of "
+            f"num_replicas * micro_batch_size = {pipeline.num_microbatches} * ({text}) = {product}"
+        )
+    return found
 
 
 def _sharding(plan: Plan) -> list[str]:
@@ -81,12 +119,13 @@ def _stages(plan: Plan) -> list[str]:
 
 
 def _prediction(plan: Plan) -> list[str]:
-    """Whoever shows a prediction looks for every pipeline rank in it."""
-    prediction, pp = plan.prediction, plan.mesh.pp
+    """Whoever shows a prediction looks for every pipeline rank in it, or every share of the batch."""
+    prediction, shares = plan.prediction, len(plan.pipeline.batch_shares)
     if prediction is None:
         return []
-    found = [] if len(prediction.peak_memory_bytes) == pp else ["peak_memory_bytes"]
+    number, kinds = (shares, "shares of the batch") if shares else (plan.mesh.pp, "pipeline ranks")
+    found = [] if len(prediction.peak_memory_bytes) == number else ["peak_memory_bytes"]
     optional = ("memory_capacities_bytes", "memory_breakdown_bytes", "memory_phases_bytes")
-    found += [name for name in optional if len(getattr(prediction, name)) not in (0, pp)]
+    found += [name for name in optional if len(getattr(prediction, name)) not in (0, number)]
     found += [] if all(prediction.memory_phases_bytes) else ["memory_phases_bytes"]
-    return [f"prediction.{name}: must have an entry for each of {pp} pipeline ranks" for name in found]
+    return [f"prediction.{name}: must have an entry for each of {number} {kinds}" for name in found]

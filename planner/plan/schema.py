@@ -124,14 +124,27 @@ class StageSection(_Value):
     device_group: Text | None = None
 
 
+class BatchShare(_Value):
+    """What one group of unlike devices takes of every micro-batch: so many sequences on each of its replicas."""
+
+    device_group: Text
+    num_replicas: Degree
+    micro_batch_size: Sequences
+
+
 class PipelineSection(_Value):
-    """The micro-batches and how they flow. ``virtual_stages`` is per rank."""
+    """The micro-batches and how they flow. ``virtual_stages`` is per rank.
+
+    ``batch_shares``: where data-parallel ranks have micro-batches of unlike sizes, those of the first ranks first, and
+    ``micro_batch_size`` is the largest; empty where all have that.
+    """
 
     schedule: ScheduleName
     num_microbatches: Sequences
     micro_batch_size: Sequences
     virtual_stages: StagesARank = 1
     stages: Several[StageSection]
+    batch_shares: Annotated[Several[BatchShare], Field(exclude_if=lambda shares: not shares)] = ()
 
 
 class ModulePlacement(_Value):
@@ -181,7 +194,10 @@ class PlacementSection(_Value):
 
 
 class PredictionSection(_Value):
-    """What the cost models say of the plan. The executor ignores this."""
+    """What the cost models say of the plan. The executor ignores this.
+
+    Where replicas on unlike devices have shares of the batch, what is said of each pp rank is said of each share.
+    """
 
     step_time_s: Seconds
     tokens_per_s_per_gpu: Number
@@ -222,6 +238,8 @@ class Candidate(_Value):
     offloads_activations: bool = False  # of some blocks
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
     device_groups: Several[Text] = ()  # in the order of the pipeline, where devices differ
+    # Of the replicas on each of these groups, where they have unlike shares of a batch.
+    micro_batch_sizes: Annotated[Several[Sequences], Field(exclude_if=lambda sizes: not sizes)] = ()
     step_time_s: Number
     peak_memory_bytes: Amount
     fits: bool

@@ -34,6 +34,7 @@ _COMPUTE = [PLACE[time] for time in Time if time.term in (Term.COMPUTE, Term.REC
 
 class _GroupsKey(NamedTuple):
     groups: tuple[str, ...]
+    pp: int
 
 
 def unit_row(graph: ModelGraph) -> UnitRow:
@@ -68,7 +69,8 @@ def build_table(
     deadline.check()
     time_s, num_bytes = _work(target, decisions, work, over_groups.keys(WorkKey), deadline)
     deadline.check()
-    data_s = _data(target, decisions, data, over_groups.keys(DataKey))
+    across = over_groups.where(_GroupsKey, lambda key: key.pp == 1)  # replicas on one group, reduced with all others
+    data_s = _data(target, decisions, data, over_groups.keys(DataKey), across.keys(DataKey))
     deadline.check()
     return CostTable(
         units=unit_row(target.graph),
@@ -130,8 +132,13 @@ def _work(
 
 
 def _data(
-    target: PricingTarget, decisions: Decisions, keys: Sequence[DataKey], over_groups: Sequence[DataKey]
+    target: PricingTarget,
+    decisions: Decisions,
+    keys: Sequence[DataKey],
+    over_groups: Sequence[DataKey],
+    across: Sequence[DataKey],
 ) -> Array:
+    """``data_s``; NaN where no layout needs a time. ``across``: keys of ranks on all groups, whose links all share."""
     graph, clusters = target.graph, _clusters(target)
     found = np.full((len(clusters), len(keys), len(representatives(graph)), len(Data)), np.nan)
     for place, cluster in enumerate(clusters):
@@ -139,6 +146,10 @@ def _data(
         found[place, _places(keys, needed)] = data_rows(
             graph, decisions, needed, target.machine_on(cluster), target.framework
         )
+    rows, moved = _places(keys, across), [PLACE[Data.GATHER], PLACE[Data.REDUCE]]
+    of_groups = found[1:, rows]
+    of_groups[..., moved] = found[0, rows][..., moved]
+    found[1:, rows] = of_groups
     return found
 
 

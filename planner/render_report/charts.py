@@ -9,7 +9,7 @@ from typing import NamedTuple
 from costmodels.vocabulary.terms import MemoryTerm, Term
 from planner.glossary import OF_MEMORY, OF_TIME
 from planner.plan.schema import Plan, PredictionSection
-from planner.render import adding_up, degrees, seconds, size
+from planner.render import adding_up, degrees, rank_name, seconds, size
 from planner.report.timeline import RankTimeline, Span, StepTimeline, Work
 
 # Of pipeline ranks, and of nodes, so many are shown, half from each end.
@@ -70,7 +70,7 @@ class MemoryChart(NamedTuple):
     left_out: int
 
 
-def memory_chart(prediction: PredictionSection) -> MemoryChart:
+def memory_chart(plan: Plan, prediction: PredictionSection) -> MemoryChart:
     """Peaks of pipeline ranks beside the memory of their devices."""
     peaks = prediction.peak_memory_bytes
     rooms = prediction.memory_capacities_bytes or (prediction.memory_capacity_bytes,) * len(peaks)
@@ -83,7 +83,8 @@ def memory_chart(prediction: PredictionSection) -> MemoryChart:
             Piece(_label(term), numbers[term], size(num_bytes), 100 * num_bytes / widest)
             for term, num_bytes in terms.items()
         ]
-        ranks.append(RankBar(f"rank {rank}", size(peaks[rank]), pieces, 100 * rooms[rank] / widest, size(rooms[rank])))
+        need, room = size(peaks[rank]), size(rooms[rank])
+        ranks.append(RankBar(rank_name(plan, rank), need, pieces, 100 * rooms[rank] / widest, room))
     used = dict.fromkeys(term for terms in prediction.memory_breakdown_bytes for term in terms)
     legend = [(numbers[term], _label(term), OF_MEMORY[term]) for term in used]
     return MemoryChart(ranks, legend, len(peaks) - len(ranks))

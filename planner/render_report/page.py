@@ -63,7 +63,7 @@ def _values(report: Report) -> dict[str, object]:
         "plan_rows": plan_rows(plan),
         "status": _status(plan),
         "waterfall": waterfall(found.time_s),
-        "memory": memory_chart(prediction),
+        "memory": memory_chart(plan, prediction),
         "devices": devices(plan, found.devices_per_node),
         "fullest_rows": [
             *((name.replace("_", " "), size(num_bytes)) for name, num_bytes in found.memory.terms_bytes.items()),

@@ -6,7 +6,7 @@ as if every rank began them when the slowest has ended the pipeline, and are dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +14,7 @@ from costmodels.pipeline import Timeline
 from costmodels.vocabulary.action import Action
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.evaluator import Evaluator
+from planner.evaluation.shares import AnyEvaluator
 
 
 class Work(StrEnum):
@@ -64,41 +65,49 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A whole step, one row a pipeline rank."""
+    """A whole step, one row a pipeline rank; of shares of the batch one for the replicas on each of ``groups``."""
 
     schedule: ScheduleName
     ranks: tuple[RankTimeline, ...]
     pipeline_s: float  # until the last action of any rank ends
     step_time_s: float
+    groups: tuple[str, ...] = ()
 
 
-def step_timeline(evaluator: Evaluator, starts: tuple[int, ...]) -> StepTimeline:
+def step_timeline(evaluator: AnyEvaluator, starts: tuple[int, ...]) -> StepTimeline:
     """The step of the layout cut at ``starts``."""
-    timeline = evaluator.timeline(starts)
-    exposed_s = evaluator.exposed_s(starts)
-    sends_s = evaluator.send_s
-    once = evaluator.once_a_step(starts)
     # Where ranks do not wait for each other between steps, each is drawn by its own clock.
     own_clock = evaluator.layout.schedule.rules.overlaps_steps
-    pipeline_s = timeline.longest_rank_s if own_clock else timeline.makespan_s
+    timelines = [part.timeline(starts) for part in evaluator.parts]
+    pipeline_s = max(each.longest_rank_s if own_clock else each.makespan_s for each in timelines)
+    once = [seconds for part in evaluator.parts for seconds in part.once_a_step(starts)]
     reduced_s = pipeline_s + max(data_s for data_s, _ in once)
-    rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}
     ranks: list[RankTimeline] = []
-    for rank, (data_s, optimizer_s) in enumerate(once):
-        zero_s = timeline.start_s[rank][0] if own_clock else 0.0
+    for part, timeline in zip(evaluator.parts, timelines, strict=True):
+        ranks += _ranks(part, starts, timeline, (pipeline_s, reduced_s))
+    schedule, groups = evaluator.layout.schedule, evaluator.layout.groups if evaluator.layout.shares else ()
+    return StepTimeline(schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once), groups)
+
+
+def _ranks(
+    evaluator: Evaluator, starts: tuple[int, ...], timeline: Timeline, ends_s: tuple[float, float]
+) -> Iterator[RankTimeline]:
+    """Of every pipeline rank. ``ends_s``: when the last action of any ends, and the last reduction."""
+    pipeline_s, reduced_s = ends_s
+    exposed_s = evaluator.exposed_s(starts)
+    rank_of_stage = {action.stage: rank for rank, actions in enumerate(timeline.schedule) for action in actions}
+    for rank, (data_s, optimizer_s) in enumerate(evaluator.once_a_step(starts)):
+        zero_s = timeline.start_s[rank][0] if evaluator.layout.schedule.rules.overlaps_steps else 0.0
         actions = _actions(timeline, rank, zero_s)
         exposed = [_exposed(span, exposed_s) for span in actions]
-        ranks.append(
-            RankTimeline(
-                actions=(*actions, Span(Work.OPTIMIZER, reduced_s, reduced_s + optimizer_s)),
-                exposed=(
-                    *(span for span in exposed if span.end_s > span.start_s),
-                    *([Span(Work.REDUCTION, pipeline_s, pipeline_s + data_s)] if data_s > 0 else []),
-                ),
-                sends=_sends(actions, rank_of_stage, sends_s),
-            )
+        yield RankTimeline(
+            actions=(*actions, Span(Work.OPTIMIZER, reduced_s, reduced_s + optimizer_s)),
+            exposed=(
+                *(span for span in exposed if span.end_s > span.start_s),
+                *([Span(Work.REDUCTION, pipeline_s, pipeline_s + data_s)] if data_s > 0 else []),
+            ),
+            sends=_sends(actions, rank_of_stage, evaluator.send_s),
         )
-    return StepTimeline(evaluator.layout.schedule, tuple(ranks), pipeline_s, reduced_s + max(o for _, o in once))
 
 
 def _actions(timeline: Timeline, rank: int, zero_s: float) -> list[Span]:

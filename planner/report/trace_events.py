@@ -24,7 +24,8 @@ def trace_events(timeline: StepTimeline) -> list[Event]:
     names: list[Event] = []
     events: list[Event] = []
     for rank, found in enumerate(timeline.ranks):
-        names.append(_name("process_name", f"pipeline rank {rank}", rank, 0))
+        title = f"replicas on {timeline.groups[rank]}" if timeline.groups else f"pipeline rank {rank}"
+        names.append(_name("process_name", title, rank, 0))
         for row, (title, spans) in enumerate(zip(ROWS, (found.actions, found.exposed, *found.sends), strict=True)):
             if spans:
                 names.append(_name("thread_name", title, rank, row))

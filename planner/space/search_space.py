@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ class SearchSpace:
     pins: Pins
     limits: Limits
     layouts: Columns[Layout]
+    shares: Columns[Layout] = field(default_factory=lambda: Columns.of(Layout, ()))  # what ``space.shares`` lists
 
 
 def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadline | None = None) -> SearchSpace:
@@ -103,7 +104,7 @@ def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) 
 def num_meshes(asked: Asked) -> int:
     """Ways to lay pipeline, data, context and tensor parallelism over the devices that some micro-batch allows."""
     return sum(
-        any(micro_batches(asked, each.dp)) and next(_divided(asked, each), None) is not None for each in _degrees(asked)
+        any(micro_batches(asked, each.dp)) and next(divided(asked, each), None) is not None for each in _degrees(asked)
     )
 
 
@@ -116,18 +117,18 @@ def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
         ways = tuple(methods(asked, mesh.tp, mesh.cp))
         alike[(mesh.pp, mesh.dp, stages, flags), ways].append(mesh)
     parts: list[Columns[Layout]] = []
-    shapes: dict[tuple[int, int], Columns[_Shape]] = {}
+    shapes: dict[tuple[int, int], Columns[Shape]] = {}
     for (_, ways), meshes in alike.items():
         deadline.check()
         first = meshes[0]
         if (first.pp, first.dp) not in shapes:
-            shapes[first.pp, first.dp] = Columns.of(_Shape, _shapes(asked, first.pp, first.dp))
-        on_one = _layouts_on(first, asked, shapes[first.pp, first.dp]).with_each("cp_method", ways)
+            shapes[first.pp, first.dp] = Columns.of(Shape, _shapes(asked, first.pp, first.dp))
+        on_one = layouts_on(first, asked, shapes[first.pp, first.dp]).with_each("cp_method", ways)
         parts.append(on_one.with_each("mesh", meshes))
     return Columns.joined([Columns.of(Layout, ()), *parts])
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """What of a layout the degrees of pipeline and data parallelism alone allow."""
 
     micro_batch_size: int
@@ -136,13 +137,13 @@ class _Shape(NamedTuple):
     virtual_stages: int
 
 
-def _shapes(asked: Asked, pp: int, dp: int) -> Iterator[_Shape]:
+def _shapes(asked: Asked, pp: int, dp: int) -> Iterator[Shape]:
     for micro, num_micro in micro_batches(asked, dp):
         for schedule, virtual in schedules(asked, pp, num_micro):
-            yield _Shape(micro, num_micro, schedule, virtual)
+            yield Shape(micro, num_micro, schedule, virtual)
 
 
-def _layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[_Shape]) -> Columns[Layout]:
+def layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[Shape]) -> Columns[Layout]:
     """Every ZeRO stage with the shapes that go with it, each split along the sequence or not, under all its modes."""
     stages, flags = zero_stages(asked, mesh), sequence_parallel_options(asked, mesh)
     names = [ScheduleName(name) for name in shapes.values_of("schedule")]
@@ -162,7 +163,7 @@ def _layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[_Shape]) -> Columns[La
     shape, schedule = np.repeat(shape, times), np.repeat(of_schedule[shape], times)
     same = np.zeros(len(shape), dtype=np.intp)
     columns: dict[str, tuple[Sequence[object], Codes]] = {
-        name: (shapes.values_of(name), shapes.codes_of(name)[shape]) for name in _Shape._fields
+        name: (shapes.values_of(name), shapes.codes_of(name)[shape]) for name in Shape._fields
     }
     leaves = [activations_may_leave(asked, name) for name in names]
     columns |= {
@@ -171,12 +172,15 @@ def _layouts_on(mesh: Mesh, asked: Asked, shapes: Columns[_Shape]) -> Columns[La
         "sequence_parallel": (flags, nth // num_modes[schedule]),
         "offloads_activations": ((False, True), np.array(leaves, dtype=np.intp)[schedule]),
     }
-    rest = {"mesh": mesh, "offload": offload_of(asked), "groups": (), "cp_method": ContextMethod.ALL_GATHER}
+    rest = {"mesh": mesh, "offload": offload_of(asked), "cp_method": ContextMethod.ALL_GATHER}
+    rest |= {"groups": (), "shares": ()}  # of alike devices
     columns |= {name: ((value,), same) for name, value in rest.items()}
     return Columns.from_codes(Layout, {name: columns[name] for name in Layout._fields})
 
 
-class _Degrees(NamedTuple):
+class Degrees(NamedTuple):
+    """Of the axes that ranks are first divided by."""
+
     pp: int
     dp: int
     cp: int
@@ -185,19 +189,19 @@ class _Degrees(NamedTuple):
 
 def _meshes(asked: Asked) -> Iterator[Mesh]:
     for degrees in _degrees(asked):
-        yield from _divided(asked, degrees)
+        yield from divided(asked, degrees)
 
 
-def _degrees(asked: Asked) -> Iterator[_Degrees]:
+def _degrees(asked: Asked) -> Iterator[Degrees]:
     left = asked.limits.num_devices
     for tp in TENSOR.degrees(asked, left):
         for pp in PIPELINE.degrees(asked, left // tp):
             for cp in CONTEXT.degrees(asked, left // tp // pp):
                 for dp in DATA.degrees(asked, left // tp // pp // cp):
-                    yield _Degrees(pp, dp, cp, tp)
+                    yield Degrees(pp, dp, cp, tp)
 
 
-def _divided(asked: Asked, degrees: _Degrees) -> Iterator[Mesh]:
+def divided(asked: Asked, degrees: Degrees) -> Iterator[Mesh]:
     """Meshes of these degrees, by replicas of shards and by the ranks of experts."""
     pp, dp, cp, tp = degrees
     for replicate in replica_options(asked, dp):

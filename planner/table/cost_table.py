@@ -8,7 +8,7 @@ anything else yet: what stays exposed depends on the whole layout, and ``evaluat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -51,6 +51,17 @@ class CostTable:
     def counts(self) -> Array:
         """Units of each kind."""
         return np.array(self.units.counts, dtype=np.float64)
+
+    def on_devices(self, place: int) -> CostTable:
+        """The prices of layouts without a pipeline as if there were the devices at one place alone."""
+        return replace(
+            self,
+            cluster=replace(self.cluster, devices=(self.cluster.devices[place],)),
+            time_s=self.time_s[[place]],
+            data_s=self.data_s[[place]],
+            send_keys=(SendKey(1, ()),),
+            sends=(np.zeros((0, 2)),),
+        )
 
     def work_rows(self, keys: Sequence[WorkKey]) -> Positions:
         """Rows of ``time_s`` and ``num_bytes``."""

@@ -155,7 +155,7 @@ def _wrong_shapes(table: CostTable) -> Iterator[str]:
     }
     arrays = [(name, getattr(table, name), shape) for name, shape in wanted.items()]
     pairs = zip(table.send_keys, table.sends, strict=True)
-    arrays += [("sends", lines, (key.pp if key.groups else key.pp - 1, 2)) for key, lines in pairs]
+    arrays += [("sends", lines, (key.pp if key.groups and key.pp > 1 else key.pp - 1, 2)) for key, lines in pairs]
     for name, array, shape in arrays:
         missing = np.isnan(array).all(axis=0) if name in ("time_s", "data_s") else np.isnan(array)
         if array.shape != shape or array.dtype != np.float64 or np.isinf(array).any() or missing.any():

@@ -26,6 +26,8 @@ from planner.plan.schema import Plan
 
 def layout_of(plan: Plan, num_devices: int) -> Layout:
     """The layout of ``plan`` with its data-parallel degree fitted to ``num_devices``; ``modes_of`` belongs to it."""
+    if plan.pipeline.batch_shares:
+        return _with_shares(plan, num_devices)
     mesh = _mesh_for(plan, num_devices)
     pipeline = plan.pipeline
     per_rank = plan.training.global_batch_size // mesh.dp
@@ -43,6 +45,27 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
             + "; ".join(broken),
             hint="choose another --gpus, or search again",
         )
+    groups = tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None))
+    return _layout(plan, mesh, num_microbatches)._replace(groups=groups)
+
+
+def _with_shares(plan: Plan, num_devices: int) -> Layout:
+    """The layout of a plan whose groups of replicas have shares of the batch, which are those of so many devices."""
+    pipeline = plan.pipeline
+    if num_devices != plan.num_devices:
+        raise PlanError(
+            f"pipeline.batch_shares are those of {plan.num_devices} GPUs, and not of {num_devices}",
+            hint="search again for other devices: planner search, or planner replan",
+        )
+    return _layout(plan, plan.mesh.shape(), pipeline.num_microbatches)._replace(
+        groups=tuple(share.device_group for share in pipeline.batch_shares),
+        shares=tuple(share.micro_batch_size for share in pipeline.batch_shares),
+    )
+
+
+def _layout(plan: Plan, mesh: Mesh, num_microbatches: int) -> Layout:
+    """Everything but groups of devices."""
+    pipeline = plan.pipeline
     return Layout(
         mesh=mesh,
         zero_stage=plan.zero_stage,
@@ -55,8 +78,21 @@ def layout_of(plan: Plan, num_devices: int) -> Layout:
         offload=plan.offload,
         offloads_activations=bool(plan.offloaded_activations),
         cp_method=plan.cp_method,
-        groups=tuple(dict.fromkeys(s.device_group for s in plan.pipeline.stages if s.device_group is not None)),
     )
+
+
+def check_shares(plan: Plan, cluster: ClusterSpec) -> None:
+    """PlanError where the groups of the plan's shares, each with its devices, are not those of ``cluster``."""
+    each = plan.mesh.cp * plan.mesh.tp
+    wanted = {share.device_group: share.num_replicas * each for share in plan.pipeline.batch_shares}
+    groups = () if cluster.mixed is None else cluster.mixed.groups
+    found = {group.name: group.cluster.num_devices for group in groups}
+    if wanted and wanted != found:
+        text, own = (", ".join(f"{name}:{count}" for name, count in each.items()) for each in (wanted, found))
+        raise PlanError(
+            f"pipeline.batch_shares are of {text}, and {cluster.profile.name} has {own or 'no groups'}",
+            hint="name a cluster of these groups with --hardware, or search again",
+        )
 
 
 def lies_on(layout: Layout, cluster: ClusterSpec) -> bool:

@@ -31,6 +31,7 @@ from planner.graph.experts import expert_parameters
 from planner.graph.model_graph import ModelGraph, Unit
 from planner.layout.layout import Layout, Training
 from planner.plan.schema import (
+    BatchShare,
     Candidate,
     MeshSection,
     ModelSection,
@@ -104,6 +105,7 @@ def pipeline_section(found: Evaluated, graph: ModelGraph, cluster: ClusterSpec) 
         num_microbatches=layout.num_microbatches,
         micro_batch_size=layout.micro_batch_size,
         virtual_stages=layout.virtual_stages,
+        batch_shares=_batch_shares(layout, cluster),
         stages=tuple(
             StageSection(
                 index=index,
@@ -114,6 +116,19 @@ def pipeline_section(found: Evaluated, graph: ModelGraph, cluster: ClusterSpec) 
             for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         ),
     )
+
+
+def _batch_shares(layout: Layout, cluster: ClusterSpec) -> tuple[BatchShare, ...]:
+    """What the replicas on each group take of a micro-batch, in the order of ranks; empty where all take as much."""
+    each, devices = layout.mesh.cp * layout.mesh.tp, _devices_of_groups(cluster)
+    return tuple(
+        BatchShare(device_group=name, num_replicas=devices[name].num_devices // each, micro_batch_size=size)
+        for name, size in zip(layout.groups, layout.shares, strict=False)
+    )
+
+
+def _devices_of_groups(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
+    return {group.name: group.cluster for group in (() if cluster.mixed is None else cluster.mixed.groups)}
 
 
 def placement_section(layout: Layout, graph: ModelGraph, decision: Decision) -> PlacementSection:
@@ -317,9 +332,10 @@ def term_bytes_exactly(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
 
 
 def rank_memory_bytes(layout: Layout, cluster: ClusterSpec) -> tuple[float, ...]:
-    """The whole memory of one device of each pipeline rank."""
-    groups = {group.name: group.cluster for group in (() if cluster.mixed is None else cluster.mixed.groups)}
-    clusters = [cluster if name is None else groups[name] for name in group_of_ranks(layout, cluster)]
+    """The whole memory of one device of each pipeline rank, or share of the batch."""
+    groups = _devices_of_groups(cluster)
+    names = layout.groups if layout.shares else group_of_ranks(layout, cluster)
+    clusters = [cluster if name is None else groups[name] for name in names]
     return tuple(each.profile.device.memory_bytes.value for each in clusters)
 
 
@@ -351,6 +367,7 @@ def candidate(label: str, found: Evaluated, target: PricingTarget) -> Candidate:
         offloads_activations=any(isinstance(mode, KeptOnHost) for mode in found.modes),
         cp_method=layout.cp_method,
         device_groups=layout.groups,
+        micro_batch_sizes=layout.shares,
         step_time_s=found.step_time_s,
         peak_memory_bytes=round(found.peak_memory_bytes),
         fits=found.fits,
@@ -366,7 +383,7 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"cp by {layout.cp_method}")
     parts += [
         f"ZeRO {layout.zero_stage}",
-        f"micro-batch {layout.micro_batch_size}",
+        f"micro-batch {' and '.join(map(str, layout.shares)) or layout.micro_batch_size}",
         f"recompute {'any' if layout.recompute is None else layout.recompute.value}",
     ]
     if layout.offload is not Offload.NONE:

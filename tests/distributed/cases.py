@@ -8,7 +8,9 @@ from pathlib import Path
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.plan.plan_file import PLAN_FILE
 from planner.plan.schema import (
+    BatchShare,
     MeshSection,
     ModelSection,
     ModulePlacement,
@@ -45,12 +47,14 @@ class Case:
     on_host: int = 0  # the first blocks whose activations lie in host memory
     is_compiled: bool = False
     offload: Offload = Offload.NONE
+    shares: tuple[int, ...] = ()  # micro-batch sizes of groups of as many replicas each, where they differ
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
         """The whole plan."""
         toy = MODELS[self.model]
-        dp = self.mesh.shape().dp
+        shares = self._shares()
+        sequences = sum(share.num_replicas * share.micro_batch_size for share in shares)
         return Plan(
             model=ModelSection(source=self.model, digest="", num_params=0),
             hardware="cpu-gloo",
@@ -62,8 +66,9 @@ class Case:
             zero_stage=self.zero_stage,
             pipeline=PipelineSection(
                 schedule=self.schedule,
-                num_microbatches=GLOBAL_BATCH_SIZE // dp // self.micro_batch_size,
-                micro_batch_size=self.micro_batch_size,
+                num_microbatches=GLOBAL_BATCH_SIZE // (sequences or self.mesh.shape().dp * self.micro_batch_size),
+                micro_batch_size=max(self.shares, default=self.micro_batch_size),
+                batch_shares=shares,
                 virtual_stages=self.virtual_stages,
                 stages=_stages(toy, self.mesh.pp, self.virtual_stages, self.schedule),
             ),
@@ -78,6 +83,17 @@ class Case:
             offloaded_activations=toy.blocks[: self.on_host],
             cp_method=self.cp_method,
             offload=self.offload,
+        )
+
+    def _shares(self) -> tuple[BatchShare, ...]:
+        """One group of replicas for each size."""
+        return tuple(
+            BatchShare(
+                device_group=f"group {place}",
+                num_replicas=self.mesh.shape().dp // len(self.shares),
+                micro_batch_size=size,
+            )
+            for place, size in enumerate(self.shares)
         )
 
     def _rules(self, toy: ToyModel) -> tuple[RecomputeRule, ...]:
@@ -244,6 +260,13 @@ CASES = {
     "dp4-ep2-zero3-mixtral": Case("mixtral", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2),
     "dp4-ep2-on-host": Case("mixture", MeshSection(dp_shard=4, ep=2), 3, on_host=2, micro_batch_size=4),
     "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
+    "shares-zero0": Case("gpt", MeshSection(dp_replicate=4), shares=(1, 3)),
+    **{f"shares-zero{stage}": Case("gpt-tied", _DP4, stage, shares=(3, 1)) for stage in (1, 2, 3)},
+    "shares-hsdp-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2, shares=(1, 3)),
+    "shares-of-four": Case("llama", _DP4, 3, recompute=Recompute.FULL, shares=(5, 1, 8, 2)),
+    "shares-tp2-dp2": Case("llama", _DP2_TP2, 1, sequence_parallel=True, shares=(1, 3)),
+    "shares-cp2-dp2": Case("gpt", _CP2_DP2, 3, cp_method=_RING, shares=(3, 1)),
+    "shares-ep2-zero1": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, shares=(1, 3)),
     "dp4-zero3-compiled-full": Case("gpt", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=4, is_compiled=True),
     "tp2-dp2-compiled": Case("gpt", _DP2_TP2, 1, micro_batch_size=8, is_compiled=True),
     "pp2-dp2-compiled": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=4, is_compiled=True),
@@ -298,6 +321,7 @@ DROPOUT_CASES = {
     "dropout-tp2-dp2-sp-full": Case(
         "gpt-dropout", _DP2_TP2, 1, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=8
     ),
+    "dropout-shares": Case("gpt-dropout", _DP4, 2, shares=(1, 3)),
     "dropout-dp4-full": Case("gpt-dropout", _DP4, 3, recompute=Recompute.FULL, micro_batch_size=2),
 }
 
@@ -322,6 +346,25 @@ def coupled_plan() -> Plan:
     )
 
 
+def shares_plan() -> Plan:
+    """The example without a pipeline, with unlike shares of the batch."""
+    plan = PLAN_FILE.read(EXAMPLE)
+    modules = tuple(module for stage in plan.pipeline.stages for module in stage.modules)
+    shares = tuple(
+        BatchShare(device_group=name, num_replicas=2, micro_batch_size=size)
+        for name, size in (("one", 1), ("other", 3))
+    )
+    pipeline = plan.pipeline.model_copy(
+        update={
+            "stages": (StageSection(index=0, pp_rank=0, modules=modules),),
+            "num_microbatches": 2,
+            "micro_batch_size": 3,
+            "batch_shares": shares,
+        }
+    )
+    return plan.model_copy(update={"mesh": _DP4, "zero_stage": 2, "pipeline": pipeline})
+
+
 def _journey(model: str) -> tuple[Case, ...]:
     """Layouts that one run passes through, a checkpoint between each and the next."""
     adamw = Optimizer.ADAMW
@@ -331,6 +374,7 @@ def _journey(model: str) -> tuple[Case, ...]:
         Case(model, _DP2_TP2, 2, sequence_parallel=True, micro_batch_size=4, optimizer=adamw),
         Case(model, MeshSection(pp=4), micro_batch_size=4, optimizer=adamw),
         Case(model, _PP2_TP2, micro_batch_size=4, optimizer=adamw),
+        Case(model, _DP2_TP2, 3, shares=(1, 3), optimizer=adamw),
         Case(model, MeshSection(dp_replicate=2, dp_shard=2), 1, optimizer=adamw, offload=Offload.CPU),
     )
 
@@ -355,4 +399,4 @@ JOURNEYS = {
 }
 CLIP_NORM = 0.5  # below the norm of every step of a journey
 
-MEASUREMENTS = ("parity-equal", "parity-coupled", "verify")
+MEASUREMENTS = ("parity-equal", "parity-shares", "parity-coupled", "verify", "verify-shares")

@@ -20,7 +20,7 @@ def all_calls(masks: dict[str, list[str]]) -> list[str]:
     return [call for calls in masks.values() for call in calls]
 
 
-@pytest.mark.parametrize("name", ["dropout-dp4", "dropout-pp4"])
+@pytest.mark.parametrize("name", ["dropout-dp4", "dropout-pp4", "dropout-shares"])
 def test_other_data_and_other_stages_have_other_masks(name: str, outcomes: dict[str, Outcome]) -> None:
     calls = [call for rank in masks_of(name, outcomes) for call in all_calls(rank)]
     assert len(calls) > 8

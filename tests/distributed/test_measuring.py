@@ -32,6 +32,20 @@ def test_a_plan_that_is_right_has_parity(outcomes: dict[str, Any]) -> None:
     assert max(row["gradient_norm"] for row in rows) > 0.1
 
 
+def test_unlike_shares_of_a_batch_have_parity(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["parity-shares"]
+    assert outcome["loss"] == pytest.approx(outcome["expected_loss"], rel=TOLERANCE)
+    for row in outcome["rows"]:
+        assert max(row["gradient_error"], row["parameter_error"]) <= TOLERANCE, row
+        assert row["num_copies"] == 4, row
+    assert max(row["gradient_norm"] for row in outcome["rows"]) > 0.1
+
+
+def test_verify_tells_the_memory_of_every_share(outcomes: dict[str, Any]) -> None:
+    small, large = outcomes["verify-shares"]["memory_bytes"]
+    assert large > small > 4 * 220544 / 4 * 4  # shards of a quarter, moments, and what is gathered
+
+
 def test_a_model_that_cannot_be_split_has_none(outcomes: dict[str, Any]) -> None:
     assert max(row["gradient_error"] for row in outcomes["parity-coupled"]["rows"]) > 100 * TOLERANCE
 

@@ -60,6 +60,7 @@ from tests.distributed.cases import (
     NUM_LEARNING_STEPS,
     Case,
     coupled_plan,
+    shares_plan,
 )
 from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN, VOCAB
@@ -184,8 +185,8 @@ def _masks(case: Case) -> dict[str, object]:
         for fqn, module in root.named_modules():
             if isinstance(module, nn.Dropout):
                 module.register_forward_hook(functools.partial(_note_mask, seen.setdefault(fqn, [])))
-    place = place_of(mesh)
-    tokens, labels = (part[place.dp_rank :: place.dp_degree] for part in _global_batch(_data(), 0))
+    own = list(place_of(mesh).sequences(GLOBAL_BATCH_SIZE, plan.pipeline.batch_shares))
+    tokens, labels = (part[own] for part in _global_batch(_data(), 0))
     model.forward_backward({"input_ids": tokens, "labels": labels})
     parts: list[dict[str, list[str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, seen)
@@ -195,9 +196,10 @@ def _masks(case: Case) -> dict[str, object]:
 def _measure(name: str) -> dict[str, object]:
     """What the commands that measure a plan find on their ranks."""
     device = torch.device("cpu")
-    if name == "verify":
-        return measured(read_plan(EXAMPLE), RunOptions(steps=2), device)
-    plan = read_plan(EXAMPLE) if name == "parity-equal" else coupled_plan()
+    command, _, what = name.partition("-")
+    plan = shares_plan() if what == "shares" else coupled_plan() if what == "coupled" else read_plan(EXAMPLE)
+    if command == "verify":
+        return measured(plan, RunOptions(steps=2), device)
     return compared(plan, ParityOptions(), device)
 
 
@@ -312,11 +314,12 @@ def _loaded(case: Case) -> LoadedModel:
 
 def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
     model, optimizer = _started(case)
-    mesh, data = _mesh_of(case.plan()), _data()
+    plan = case.plan()
+    mesh, data = _mesh_of(plan), _data()
+    own = list(place_of(mesh).sequences(GLOBAL_BATCH_SIZE, plan.pipeline.batch_shares))
     losses: list[float] = []
     for step in range(steps):
-        place = place_of(mesh)
-        tokens, labels = (part[place.dp_rank :: place.dp_degree] for part in _global_batch(data, step))
+        tokens, labels = (part[own] for part in _global_batch(data, step))
         losses.append(float(train_step(model, optimizer, {"input_ids": tokens, "labels": labels}, mesh)))
     return model, losses
 

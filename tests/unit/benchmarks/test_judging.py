@@ -18,7 +18,7 @@ from benchmarks.judging.enumeration import cuts, layouts, num_cuts, ordered_fact
 from benchmarks.judging.estimate import document_of, estimate
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.makespans import Makespans, places_of
-from benchmarks.judging.oracle import Best, Oracle, disagreement
+from benchmarks.judging.oracle import SMALL_SHAPES, Best, Oracle, disagreement
 from benchmarks.judging.pairs import Pair, lost
 from benchmarks.judging.questions import Question, Reply, ask
 from benchmarks.judging.rivals import Budget, annealing, best_of, evolution, first_of, megatron_rule, plain_fsdp
@@ -231,6 +231,29 @@ def test_the_oracle_finds_what_pricing_every_cut_of_every_layout_finds(question:
     assert best.num_priced > 0
 
 
+def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_path: Path) -> None:
+    model = graphs.shape(SMALL_SHAPES[0], Precision.BF16)
+    question = Question(
+        "llama", str(model), None, "dgx-a100-80gb:2,dgx-h100-80gb:2", graphs.read(model).seq_len, 12,
+        pins=Pins(pp=1, tp=1),
+    )  # fmt: skip
+    reply, best = ask(question), Oracle.of(question, graphs).best()
+    assert best.is_whole
+    assert best.choice is not None
+    assert [share.size for share in best.choice.shares] == [2, 4]
+    assert disagreement(reply, best) == ""
+    auditor = Auditor.of(question, graphs, tmp_path)
+    document = document_of(plan_in(reply), question.model)
+    choice = read_choice(document, auditor.facts)
+    assert choice.shares == best.choice.shares
+    assert written(choice, document, auditor.facts, auditor.placed.section) == document
+    changed = [edit.choice for edit in edits(choice, auditor.facts) if edit.kind == "shares"]
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(1, 5), (3, 3)}
+    verdict = auditor.verdict(plan_in(reply))
+    assert verdict.agrees
+    assert verdict.refutations == ()
+
+
 @pytest.mark.parametrize(
     ("model", "hardware", "num_devices"),
     [
@@ -252,20 +275,21 @@ def test_plans_simulated_together_take_what_each_takes_alone(
     for choice in [*draw.sample(listed, 12), *draw.sample(several, min(12, len(several)))]:
         allowed = [m for m in recomputations(facts) if is_legal(choice._replace(modes=m), facts)]
         recomputed, starts_of = draw.sample(allowed, min(3, len(allowed))), list(cuts(choice, facts))[-3:]
-        spans = Makespans(choice, everything.free(choice))
+        (free,) = everything.free(choice).parts
+        spans = Makespans(choice, free)
         places, m = places_of(recomputed), facts.num_microbatches(choice)
         together, least_s = spans.of(places, starts_of, m), spans.least_work_s(places, m)
         for row, modes in enumerate(recomputed):
-            evaluator = everything.evaluator(choice._replace(modes=modes))
+            (evaluator,) = everything.evaluator(choice._replace(modes=modes)).parts
             for column, starts in enumerate(starts_of):
                 once = evaluator.once_a_step(starts)
                 once_s = max(data for data, _ in once) + max(update for _, update in once)
                 alone = evaluator.evaluate(starts, exact=True)
                 assert together[row, column] + once_s == pytest.approx(alone.step_time_s, rel=1e-12)
                 assert least_s[row] <= together[row, column] * (1 + 1e-12)
-                ranks = enumerate(everything.free(choice).stages_of_ranks(starts))
+                ranks = enumerate(free.stages_of_ranks(starts))
                 needs = [
-                    everything.free(choice).excess_bytes(r, stages, {u: modes[u] for us in stages.values() for u in us})
+                    free.excess_bytes(r, stages, {u: modes[u] for us in stages.values() for u in us})
                     for r, stages in ranks
                 ]
                 pairs = zip(alone.ledgers, alone.capacity_bytes, strict=True)

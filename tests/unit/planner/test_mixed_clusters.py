@@ -72,7 +72,7 @@ def test_equal_groups_are_one_cluster() -> None:
 
 
 def test_the_faster_group_gets_more_of_the_model_and_the_plan_says_which_it_is() -> None:
-    plan = plan_on(MIXED)
+    plan = plan_on(MIXED, pins=Pins(pp=2))
     assert plan.search is not None
     assert (plan.search.status == "OPTIMAL") == (plan.search.gap <= 1e-3)
     assert plan.hardware == MIXED
@@ -87,11 +87,12 @@ def test_the_faster_group_gets_more_of_the_model_and_the_plan_says_which_it_is()
 
 
 def test_no_pipeline_leaves_what_the_weakest_can_do() -> None:
-    together = plan_on(MIXED, pins=Pins(pp=1))
+    pins = Pins(pp=1, micro_batch=1)  # of sizes that differ tests/unit/planner/test_batch_shares.py tells
+    together = plan_on(MIXED, pins=pins)
     assert together.prediction is not None
     assert all(stage.device_group is None for stage in together.pipeline.stages)
     assert together.prediction.step_time_s == pytest.approx(
-        plan_on(A100, 16, Pins(pp=1)).prediction.step_time_s,  # pyright: ignore[reportOptionalMemberAccess]
+        plan_on(A100, 16, pins).prediction.step_time_s,  # pyright: ignore[reportOptionalMemberAccess]
         rel=0.02,
     )
 
@@ -142,12 +143,12 @@ def test_more_schedules_never_crowd_out_a_plan_with_one_stage_a_rank(hardware: s
     assert part.best is not None
     assert whole.best.step_time_s <= part.best.step_time_s
     assert whole.bound_s <= part.best.step_time_s
-    assert whole.num_candidates == len(problem.space.layouts) > len(rest)
+    assert whole.num_candidates > len(problem.space.layouts) > len(rest)  # shares of the batch besides
     assert whole.ranking[0] == whole.best
 
 
 def test_estimate_knows_the_groups() -> None:
-    plan = plan_on(MIXED)
+    plan = plan_on(MIXED, pins=Pins(pp=2))
     again = price_plan(plan).plan
     assert again.prediction == plan.prediction
     assert again.pipeline == plan.pipeline

@@ -188,3 +188,17 @@ def test_stages_of_a_rank_have_one_buffer_of_gradients_together(
     assert apart is not None
     block = 1024 * (1024 + 2 * 512 + 1024 + 3 * 2816) + 2 * 1024  # parameters
     assert apart - together > block  # gradients are reduced in float32; the peak is another moment than it was
+
+
+def test_every_share_of_a_batch_takes_what_its_ledger_says(wide: str) -> None:
+    pins = Pins(zero=2, pp=1, tp=1, cp=1, dp_replicate=1, recompute=Recompute.NONE)
+    hardware = "dgx-a100-80gb:2,dgx-h100-80gb:2"
+    plan = find_plan(Request(wide, 4, hardware, global_batch_size=24, pins=pins, may_idle=False)).plan
+    sizes = [share.micro_batch_size for share in plan.pipeline.batch_shares]
+    assert sizes[0] < sizes[1]
+    assert plan.prediction is not None
+    for row, ledger in enumerate(plan.prediction.memory_breakdown_bytes):
+        predicted = (allocated_bytes(plan, row) or 0) - ledger[MemoryTerm.WORKSPACE]  # of cuBLAS, on real devices alone
+        found = _check_rank(plan, loaded_model(plan), row)
+        assert found.problem is None
+        assert found.allocated_bytes == pytest.approx(predicted, rel=WITHIN)

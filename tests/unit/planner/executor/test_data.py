@@ -11,6 +11,7 @@ import torch
 from planner.executor.data import TokenData
 from planner.executor.mesh import RankPlace
 from planner.executor.order import key_of, shuffled
+from planner.plan.schema import BatchShare
 
 SEQ_LEN = 4
 
@@ -65,3 +66,23 @@ def test_a_batch_of_a_huge_file_takes_no_time() -> None:
     start = time.process_time()
     data.global_batch(3, 64)
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (5, 1, 8, 2)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_unlike_shares_make_up_one_global_batch(sizes: tuple[int, ...], replicas: int) -> None:
+    shares = [
+        BatchShare(device_group=str(place), num_replicas=replicas, micro_batch_size=size)
+        for place, size in enumerate(sizes)
+    ]
+    each, degree = replicas * sum(sizes), replicas * len(sizes)
+    parts = [RankPlace(0, rank, degree).sequences(3 * each, shares) for rank in range(degree)]
+    assert [len(part) for part in parts] == [3 * size for size in sizes for _ in range(replicas)]
+    for number in range(3):  # the sequences of one micro-batch of all ranks come one behind the other
+        own = [part[number * len(part) // 3 : (number + 1) * len(part) // 3] for part in parts]
+        assert sorted(position for part in own for position in part) == [*range(number * each, (number + 1) * each)]
+    if len(set(sizes)) == 1:
+        assert parts == [[*RankPlace(0, rank, degree).sequences(3 * each)] for rank in range(degree)]
+    assert [RankPlace(0, rank, degree).row(shares) for rank in range(degree)] == [
+        place for place in range(len(sizes)) for _ in range(replicas)
+    ]
