@@ -1,5 +1,6 @@
 """Models, clusters and whole planning problems for the tests of the search, each made once a session."""
 
+from dataclasses import replace
 from functools import cache
 
 from costmodels.vocabulary.choices import Optimizer, Precision
@@ -11,6 +12,7 @@ from planner.layout.layout import Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
+from planner.table.cost_table import CostTable
 
 BATCH_SIZE = 2  # as planner.api traces
 NO_PINS = Pins()
@@ -41,3 +43,9 @@ def problem_of(
     """The whole problem, as ``planner search`` would pose it."""
     target = PricingTarget(graph_of(model, seq_len), cluster_of(hardware, num_devices), "bf16")
     return Problem.build(target, training_of(batch, seq_len), pins)
+
+
+def slowed_by_messages(table: CostTable, slowdown: float) -> CostTable:
+    """``table`` with devices on which messages between stages slow compute so much, as they do processors."""
+    devices = tuple(replace(each, message_slowdown=slowdown) for each in table.cluster.devices)
+    return replace(table, cluster=replace(table.cluster, devices=devices))

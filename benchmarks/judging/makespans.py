@@ -58,6 +58,7 @@ class Makespans:
         if choice.pp == 1:
             return num_microbatches * (stages[0, 0] + stages[1, 0])
         forward, backward, weight = stages.reshape(3, choice.num_stages, -1)
+        forward, backward = np.array([forward, backward]) + self._evaluator.beside_s[:, :, None]
         seconds = np.concatenate([forward, backward, backward - weight, weight])
         schedule = rules.actions(choice.pp, choice.virtual_stages, num_microbatches)
         span = simulate_many(schedule, seconds, self._evaluator.send_s, transfer=self._evaluator.transfer)

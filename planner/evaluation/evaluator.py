@@ -157,7 +157,8 @@ class Evaluator(LayoutUnits):
     def beside_s(self) -> Array:
         """What messages to and from other ranks add to a forward and a backward pass of each stage, [2, stages].
 
-        Where they go on beside passes (``Transfer``); a pass counts as long as the mean stage's forward one.
+        Where they go on beside passes (``Transfer``), and what computes moves them. A pass counts as long as the mean
+        stage's forward one.
         """
         if self.num_stages == 1 or not self.transfer.sends_beside:
             return np.zeros((2, self.num_stages))
@@ -165,7 +166,7 @@ class Evaluator(LayoutUnits):
         over = [way * (a != b) for way, (a, b) in zip(self.send_s, pairwise(self._rank_of_stage), strict=True)]
         mode = MODES[self.layout.recompute or Recompute.NONE]
         pass_s = [sum(rank.times.forward_s[mode, self._kinds].tolist()) / self.num_stages for rank in ranks]
-        slowdowns = np.array([rank.facts.overlap.slowdown for rank in ranks])
+        slowdowns = np.array([rank.facts.message_slowdown for rank in ranks])
         before, behind = (message_beside_s(ways, pass_s, slowdowns) for ways in ([0.0, *over], [*over, 0.0]))
         if self.transfer.receives_beside:
             return np.array([before + behind, before + behind])

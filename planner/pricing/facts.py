@@ -51,7 +51,8 @@ def _device_facts(name: str, cluster: ClusterSpec, target: PricingTarget, traini
     device = cluster.profile.device
     line = optimizer_step_line(training.optimizer.value, device, target.recipe.update_extra_bytes.value)
     overlap = Machine(cluster).overlap
-    return DeviceFacts(name, cluster.num_devices, device.memory_bytes.value, overlap, Line(*line))
+    message_slowdown = overlap.slowdown if cluster.profile.computes_on_host else 0.0
+    return DeviceFacts(name, cluster.num_devices, device.memory_bytes.value, overlap, Line(*line), message_slowdown)
 
 
 def unpriced_offload(cluster: ClusterSpec, offload: Offload) -> str | None:

@@ -224,7 +224,7 @@ class AlikeLayouts(AlikeMemory):
     def beside_s(self) -> Array:
         """What a message adds to a pass of a rank beside which it goes on, [layouts]; see ``Evaluator.beside_s``."""
         pass_s = self.times.forward_s @ self.counts / (self.pp * self.virtual_stages)
-        slowdown = self.table.cluster.devices[0].overlap.slowdown
+        slowdown = self.table.cluster.devices[0].message_slowdown
         return message_beside_s(self.send_s, pass_s, slowdown) * (1 - 1e-12)
 
     @cached_property

@@ -56,6 +56,7 @@ class DeviceFacts:
     memory_bytes: float  # what a plan may take of it by prediction
     overlap: Overlap
     update: Line  # an optimiser step on the device, by elements
+    message_slowdown: float  # as ``overlap.slowdown``, beside messages between stages: ``overlap.message_beside_s``
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from planner.layout.columns import Columns
 from planner.layout.layout import Layout, Pins
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit, WorkKey
-from tests.planning import problem_of
+from tests.planning import problem_of, slowed_by_messages
 from tests.replay import before_each_backward
 
 CASES = [
@@ -32,12 +32,14 @@ STATES = (MemoryTerm.PARAMETERS, MemoryTerm.GRADIENTS, MemoryTerm.OPTIMIZER)
 every_case = pytest.mark.parametrize(("model", "num_devices", "options"), CASES, ids=["llama", "gpt", "moe"])
 
 
-def sample(model: str, num_devices: int, options: dict, number: int) -> list[Evaluator]:
+def sample(model: str, num_devices: int, options: dict, number: int, slowdown: float | None = None) -> list[Evaluator]:
+    """``slowdown``: beside messages, where not that of the machine."""
     problem = problem_of(model, num_devices, **options)
+    table = problem.table if slowdown is None else slowed_by_messages(problem.table, slowdown)
     choices = random.Random(0).sample(problem.space.layouts, number)
     rng = random.Random(1)
     modes = [rng.choice(list(Recompute)) for _ in choices]
-    return [_in_mode(problem.table, choice, mode) for choice, mode in zip(choices, modes, strict=True)]
+    return [_in_mode(table, choice, mode) for choice, mode in zip(choices, modes, strict=True)]
 
 
 def _in_mode(table: CostTable, choice: Layout, mode: Recompute) -> Evaluator:
@@ -99,13 +101,11 @@ def _by_hand(point: Evaluator, slowdown: float) -> tuple[list[float], list[float
 
 @every_case
 def test_messages_beside_passes_lengthen_them(model: str, num_devices: int, options: dict) -> None:
-    schedules = set[ScheduleName]()
-    for point in sample(model, num_devices, options, 300):
+    schedules, slowdown = set[ScheduleName](), 0.2
+    for point in sample(model, num_devices, options, 300, slowdown):
         if point.layout.mesh.pp == 1 or point.layout.recompute not in (None, Recompute.NONE):
             continue
         schedules.add(point.layout.schedule)
-        slowdown = point.table.cluster.devices[0].overlap.slowdown
-        assert slowdown > 0
         forward, backward = _by_hand(point, slowdown)
         assert point.beside_s.tolist() == [pytest.approx(forward), pytest.approx(backward)]
         starts = point.even_starts()
@@ -122,7 +122,8 @@ def test_messages_beside_passes_lengthen_them(model: str, num_devices: int, opti
 
 
 def test_a_rank_that_sends_while_it_waits_is_not_slowed_by_it() -> None:
-    point = next(each for each in sample(*CASES[0][:2], CASES[0][2], 100) if each.layout.mesh.pp > 1)
+    point = next(each for each in sample(*CASES[0], 100, slowdown=0.2) if each.layout.mesh.pp > 1)
+    assert point.beside_s.any()
     blocking = Evaluator(
         replace(point.table, framework=replace(point.table.framework, transfers=Transfer.BLOCKING)),
         point.layout,
@@ -348,3 +349,10 @@ def test_every_term_and_every_holding_is_filled_by_some_layout() -> None:
     assert set(MemoryTerm) - rows <= {
         MemoryTerm.GATHER_BUFFERS, MemoryTerm.GATHERED_UPDATE, MemoryTerm.WAITING_COLLECTIVES,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("hardware", "is_slowed"), [("cpu-gloo", True), ("dgx-a100-80gb", False)])
+def test_messages_slow_what_computes_where_it_moves_them(hardware: str, is_slowed: bool) -> None:
+    problem = problem_of("llama-tiny", 4, batch=8, seq_len=64, hardware=hardware)
+    layout = next(each for each in problem.space.layouts if each.mesh.pp == 2)
+    assert Evaluator(problem.table, layout).beside_s.any() == is_slowed

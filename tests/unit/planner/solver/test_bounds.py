@@ -29,7 +29,7 @@ from planner.solver.memory_bounds import AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.solver.search import search
-from tests.planning import A100, cluster_of, graph_of, problem_of, training_of
+from tests.planning import A100, cluster_of, graph_of, problem_of, slowed_by_messages, training_of
 
 SAMPLE = 25
 ROUNDING = 1 + 1e-9
@@ -119,17 +119,24 @@ def test_no_rank_holds_less_than_its_bound_at_either_moment(model: str, num_devi
 @pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS[:4])
 def test_bounds_count_what_messages_add_to_passes(model: str, num_devices: int, options: dict) -> None:
     problem, counted = problem_of(model, num_devices, **options), 0
+    table = slowed_by_messages(problem.table, 0.4)
     several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
+    closer = CloserBounds(table)
     for layout in random.Random(4).sample(several, 100):
         one = Columns.of(Layout, [layout])
-        ((key,), _), rows = one.by(AlikeKey), LayoutRows.of(problem.table, one)
-        of_table = OfTable(problem.table)
+        ((key,), _), rows = one.by(AlikeKey), LayoutRows.of(table, one)
+        of_table = OfTable(table)
         of = AlikeLayouts(of_table, key, one, rows, of_table.passes(rows))
         bound = of.beside_s[0] * of.num_beside
-        priced = Evaluator(problem.table, layout).beside_of_ranks_s().sum(axis=0)
+        pricer = Pricer(table, layout)
+        priced = pricer.evaluator.beside_of_ranks_s().sum(axis=0)
         assert (bound <= priced).all()
         assert bound == pytest.approx(priced, rel=1e-9)
         counted += bool(priced.any())
+        least_s = max(bounds(table, one).step_time_s[0], closer.of(one).most_s[0])
+        for starts in pricer.first_cuts():
+            found = pricer.price(starts)
+            assert found is None or least_s <= found.step_time_s * ROUNDING, (layout, starts)
     assert counted > 50
 
 
