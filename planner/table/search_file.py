@@ -174,6 +174,8 @@ def _wrong_rows(table: CostTable, layouts: Columns[Layout]) -> Iterator[str]:
             yield f"its layouts have {len(missing)} of {kind.__name__} without a row"
     for each in layouts.by(_Pipeline)[0]:
         yield from each.schedule.rules.violations(each.pp, each.virtual_stages, each.num_microbatches)
+        if each.pp == 1 and each.virtual_stages > 1:
+            yield f"without a pipeline a rank has one stage, not {each.virtual_stages}"
 
 
 class _Pipeline(NamedTuple):

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.layout.layout import Pins
+from planner.layout.columns import Columns
+from planner.layout.layout import Layout, Pins
 from planner.table.search_file import MOST_BYTES, read_search, write_search
 from tests.planning import problem_of
 from tests.unit.planner.test_mixed_clusters import MIXED, mixed_problem
@@ -138,6 +140,16 @@ def test_numbers_and_rows_that_are_missing_are_refused(tmp_path: Path) -> None:
     table = replace(problem.table, data_keys=problem.table.data_keys[:-1], data_s=problem.table.data_s[:, :-1])
     write_search(path, table, problem.space.layouts)
     with pytest.raises(InputError, match="1 of DataKey without a row"):
+        read_search(path)
+
+
+def test_several_stages_without_a_pipeline_are_refused(tmp_path: Path) -> None:
+    problem = problem_of("llama-tiny", 8, batch=32, seq_len=64)
+    layout = next(each for each in problem.space.layouts if each.mesh.pp == 1)
+    layout = layout._replace(schedule=ScheduleName.INTERLEAVED_1F1B, virtual_stages=2)
+    path = tmp_path / "search.npz"
+    write_search(path, problem.table, Columns.of(Layout, [layout]))
+    with pytest.raises(InputError, match="without a pipeline a rank has one stage, not 2"):
         read_search(path)
 
 
