@@ -10,8 +10,10 @@ ranks of the group inside one domain of tier t-1 (g_0 = 1), whose links the grou
     hierarchical    2 · S / (0.9 · B)    + 2 · ((n/c_0 - 1) · latency_0 + Σ_{t>0} log2(c_{t-1}/c_t) · latency_t)
     all-to-all      max over tiers of S · (share of peers reached over tier t) / b_t + Σ_t peers_t · latency_t
     send-recv       S / (a sender's own share of the slowest hop between neighbours) + its latency
+    ring shift      the same, of ranks that all send and receive at once
 
-A tier's latency and efficiency are those of the collective itself where the profile has measured it by itself.
+A tier's latency and efficiency are those of the collective itself where the profile has measured it by itself, and of
+send-recv for a ring shift that it has not.
 k = 2 for all-reduce, 1 for all-gather and reduce-scatter; each collective adds one kernel launch. "Hierarchical" is
 reduce inside the node, all-reduce across, broadcast inside, pipelined in chunks so that the slowest phase counts
 alone; only for all-reduce. The faster algorithm is taken, as NCCL takes it.
@@ -36,6 +38,7 @@ from hardware_profiles.schema import ClusterSpec, CollectiveRate, EfficiencyAtSc
 
 # NCCL src/graph/tuning.cc: a tree reaches 0.9 of the ring's bus bandwidth.
 TREE_BANDWIDTH_FRACTION = 0.9
+_BETWEEN_NEIGHBOURS = (CollectiveKind.SEND_RECV, CollectiveKind.RING_SHIFT)
 
 Line = tuple[float, float]
 FloatArray = npt.NDArray[np.float64]
@@ -93,7 +96,7 @@ def lines_over(
             return (_ring(1, num_ranks, uses, bus_bytes_per_s),)
         case CollectiveKind.ALL_TO_ALL:
             return (_all_to_all(num_ranks, uses),)
-        case CollectiveKind.SEND_RECV:
+        case CollectiveKind.SEND_RECV | CollectiveKind.RING_SHIFT:
             return ((max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)),)
 
 
@@ -170,7 +173,7 @@ def line_between(one: ClusterSpec, other: ClusterSpec, link: GroupLink | None, n
     uses: list[TierUse] = []
     for cluster in (one, other):
         tier = cluster.profile.tiers[-1]
-        rate = tier.collectives.get(CollectiveKind.SEND_RECV.value)
+        rate = _rate_of(tier, CollectiveKind.SEND_RECV)
         uses.append(_use(cluster, tier if rate is None else _with_rate(tier, rate), group, (2, 1), 2))
     return launch_s + max(use.latency_s for use in uses), max(1.0 / use.send_bytes_per_s for use in uses)
 
@@ -204,14 +207,14 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind
         return num_domains_spanned(group, cluster.used_devices(domain_devices))
 
     num_nodes = spanned(cluster.profile.node.num_devices)
-    if kind is CollectiveKind.SEND_RECV:  # between neighbours, however many there are in a row
+    if kind in _BETWEEN_NEIGHBOURS:  # however many there are in a row
         num_nodes = min(2, num_nodes)
     uses: list[TierUse] = []
     inner = group.num_ranks
     for tier in cluster.profile.tiers:
         outer = min(inner, spanned(tier.num_devices))
         if outer < inner:
-            rate = None if kind is None else tier.collectives.get(kind.value)
+            rate = None if kind is None else _rate_of(tier, kind)
             uses.append(
                 _use(cluster, tier if rate is None else _with_rate(tier, rate), group, (inner, outer), num_nodes)
             )
@@ -236,6 +239,14 @@ def fraction_at_scale(points: tuple[EfficiencyAtScale, ...], num_nodes: int) -> 
             weight = (log2(num_nodes) - log2(low)) / (log2(high) - log2(low))
             return at_low + weight * (at_high - at_low)
     return known[-1][1]
+
+
+def _rate_of(tier: NetworkTier, kind: CollectiveKind) -> CollectiveRate | None:
+    """What was measured of ``kind`` by itself; of a ring's messages, else, what was of messages one way."""
+    of_kind = tier.collectives.get(kind.value)
+    if of_kind is None and kind is CollectiveKind.RING_SHIFT:
+        return tier.collectives.get(CollectiveKind.SEND_RECV.value)
+    return of_kind
 
 
 def _with_rate(tier: NetworkTier, rate: CollectiveRate) -> NetworkTier:

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 # comes close to measurements; ``Quantity.fit`` says to which.
 Tag = Literal["measured", "published", "datasheet", "specified", "fitted"]
 OpClassName = Literal["gemm", "grouped_gemm", "attention", "convolution", "memory_bound"]
-CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "ring_shift"]
 DTypeName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 # What measured runs of a cluster may correct (``hardware_profiles/calibrated.py`` says how each acts).
 FactorName = Literal[

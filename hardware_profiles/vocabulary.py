@@ -29,3 +29,4 @@ class CollectiveKind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     SEND_RECV = "send_recv"
+    RING_SHIFT = "ring_shift"  # every rank sends to the next, the last to the first, and receives meanwhile

@@ -35,7 +35,7 @@ class Collective:
 
     ``num_bytes`` is the size of the whole tensor: the reduced tensor for all-reduce, the gathered
     one for all-gather, the input of reduce-scatter, one rank's full send buffer for all-to-all,
-    the message for send-recv.
+    the message for send-recv and a ring shift.
     """
 
     kind: CollectiveKind

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from hardware_profiles.schema import CollectiveName
 
 _Value = TypeVar("_Value")
 
-KINDS: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+KINDS: tuple[CollectiveName, ...] = get_args(CollectiveName)
 SMALLEST_BYTES = 4096
 LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 # Above this many hosts, pairs of hosts are timed several at once, each host in one pair, so that the time stays short.
@@ -253,17 +253,18 @@ def _collective(kind: CollectiveName, group: _Group, num_bytes: int) -> tuple[Ca
         "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=handle),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=handle),
         "send_recv": lambda: _shift(whole, other, group.ranks),
+        "ring_shift": lambda: _shift(whole, other, group.ranks, is_ring=True),
     }
     return calls[kind], 4 * count
 
 
-def _shift(message: torch.Tensor, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-    """Every rank of the group sends to the next one, as pipeline stages do; the last does not send."""
+def _shift(message: torch.Tensor, buffer: torch.Tensor, ranks: Sequence[int], *, is_ring: bool = False) -> None:
+    """Every rank of the group sends to the next one, as pipeline stages do; the last sends in a ring alone."""
     place = ranks.index(dist.get_rank())
     operations: list[dist.P2POp] = []
-    if place + 1 < len(ranks):
-        operations.append(dist.P2POp(dist.isend, message, ranks[place + 1]))
-    if place > 0:
+    if is_ring or place + 1 < len(ranks):
+        operations.append(dist.P2POp(dist.isend, message, ranks[(place + 1) % len(ranks)]))
+    if is_ring or place > 0:
         operations.append(dist.P2POp(dist.irecv, buffer, ranks[place - 1]))
     for work in dist.batch_isend_irecv(operations):
         work.wait()

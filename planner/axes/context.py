@@ -4,16 +4,21 @@ With n ranks, S = bytes of a rank's keys and values together, and Q, O = bytes o
 
     all-gather    keys and values are gathered, n · S, before attention and again in backward, where their gradients
                   are reduce-scattered
-    ring          n - 1 messages of S pass on keys and values, each behind attention on the block at hand; in backward
-                  n - 1 messages of 2 · S, for the gradients travel with them. What blocks give is added up
+    ring          n - 1 messages of S pass on keys and values, each behind attention on the block at hand. Backward
+                  begins with the keys and values that came last and ends with a rank's own, so that gradients come home
+                  behind its own block: n messages, S, n - 2 times 2 · S, S. What blocks give is added up
     all-to-all    queries, keys, values and the output change hands, Q + S + O: every rank attends over all positions
                   for 1 / n of the heads. The same backward
 
 Attention's work is even: ranks hold positions of both ends of a causal sequence (zig-zag, as torch's and Megatron's
 load balancing do), so each of n blocks is 1 / n of a rank's attention.
 
+A message of a ring takes what a rank needs that sends and receives at once: where a profile tells both apart, more than
+one way (sockets of two hosts on one link: twice as long).
+
 Sources: Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2, for gathering; Liu et al., "Ring Attention
-with Blockwise Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+with Blockwise Transformers" (2023), and for the order of its backward NVIDIA Transformer Engine's
+``AttnFuncWithCPAndKVP2P``; Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
 from __future__ import annotations
@@ -162,7 +167,7 @@ def _gathered(kernel: Kernel, group: GroupPlacement) -> Iterator[Collective]:
 
 def _passed_on(kernel: Kernel, group: GroupPlacement) -> Iterator[Collective]:
     forward = Collective(
-        CollectiveKind.SEND_RECV,
+        CollectiveKind.RING_SHIFT,
         group,
         Term.CONTEXT,
         Pass.FORWARD,
@@ -173,8 +178,10 @@ def _passed_on(kernel: Kernel, group: GroupPlacement) -> Iterator[Collective]:
         behind=(kernel.id,),
         is_buffered=True,
     )
-    # The gradients of a block's keys and values follow them from rank to rank.
-    yield from (forward, replace(forward, runs_in=Pass.BACKWARD, times=2.0))
+    # The gradients of a block's keys and values follow them from rank to rank. Both have a buffer to arrive in.
+    first_keys, last_gradients = (replace(forward, runs_in=Pass.BACKWARD, repeats=1) for _ in range(2))
+    both = replace(first_keys, times=2.0, repeats=group.num_ranks - 2, is_buffered=False)
+    yield from (forward, first_keys, *([both] if both.repeats else []), last_gradients)
 
 
 def _exchanged(kernel: Kernel, group: GroupPlacement) -> Iterator[Collective]:

@@ -18,7 +18,7 @@ is what makes each block's gradients its part of the whole (Liu et al., "Ring At
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,8 +55,12 @@ class Carrier(Protocol):
         """Pairs of a rank and what it holds, this rank's own first."""
         ...
 
-    def gradients(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """The same, each answered with its gradient; returns the sum of all ranks' gradients of ``mine``."""
+    def kept(self, mine: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Of this rank's own and of what ``blocks`` came to last, the one to keep for ``gradients``."""
+        ...
+
+    def gradients(self, kept: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """All pairs, each answered with its gradient; returns the sum of all ranks' gradients of this rank's own."""
         ...
 
 
@@ -87,9 +91,9 @@ class BlockAttention(torch.autograd.Function):
         ctx: FunctionCtx, query: torch.Tensor, kv: torch.Tensor, carrier: Carrier, blocks: Blocks
     ) -> torch.Tensor:
         """``query`` (batch, heads, length, size); the output has the values' size."""
-        output, sums = attend(query, carrier.blocks(kv), blocks)
+        output, sums, last = attend(query, carrier.blocks(kv), blocks)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, kv, output, sums)
+        ctx.save_for_backward(query, carrier.kept(kv, last), output, sums)
         ctx.carrier, ctx.blocks = carrier, blocks  # pyright: ignore[reportAttributeAccessIssue]
         return output
 
@@ -98,11 +102,11 @@ class BlockAttention(torch.autograd.Function):
         ctx: FunctionCtx, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         """Gradients of queries, keys and values."""
-        query, kv, output, sums = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        query, kept, output, sums = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         carrier: Carrier = ctx.carrier  # pyright: ignore[reportAttributeAccessIssue]
         blocks: Blocks = ctx.blocks  # pyright: ignore[reportAttributeAccessIssue]
         of_query = torch.zeros_like(query, dtype=torch.float32)
-        visits = carrier.gradients(kv)
+        visits = carrier.gradients(kept)
         source, held = next(visits)
         while True:
             part = part_of(blocks, source, held.shape[2])
@@ -114,14 +118,14 @@ class BlockAttention(torch.autograd.Function):
             try:
                 source, held = visits.send(of_kv)
             except StopIteration as end:
-                return of_query.to(query.dtype), end.value.to(kv.dtype), None, None
+                return of_query.to(query.dtype), end.value.to(kept.dtype), None, None
 
 
 def attend(
     query: torch.Tensor, visits: Generator[tuple[int, torch.Tensor]], blocks: Blocks
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logarithms of sums, in float32, over the blocks of ``visits``, this rank's own first."""
-    output, sums = query.new_zeros(0), query.new_zeros(0)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and logarithms of sums, in float32, over the blocks of ``visits``, and the last; its own is the first."""
+    output = sums = held = query.new_zeros(0)
     for source, held in visits:
         part = part_of(blocks, source, held.shape[2])
         rows = part.queries
@@ -133,7 +137,7 @@ def attend(
         before, added = ((each - joined).exp().unsqueeze(-1) for each in (sums[:, :, rows], found_sums))
         output[:, :, rows] = output[:, :, rows] * before + found.float() * added
         sums[:, :, rows] = joined
-    return output, sums
+    return output, sums, held
 
 
 def _split(query: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,10 +230,14 @@ class Gathered:
             source = (rank - step) % num_ranks
             yield source, whole[source]
 
-    def gradients(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
+    def kept(self, mine: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """This rank's own: the last lies in what was gathered."""
+        return mine
+
+    def gradients(self, kept: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
         """See ``Carrier``."""
-        of_all = mine.new_empty((self._group.size(), *mine.shape))
-        for source, held in self.blocks(mine):
+        of_all = kept.new_empty((self._group.size(), *kept.shape))
+        for source, held in self.blocks(kept):
             of_all[source] = yield source, held
         total = torch.empty_like(of_all[0])
         dist.reduce_scatter_single(total, of_all.flatten(0, 1), group=self._group)
@@ -237,7 +245,12 @@ class Gathered:
 
 
 class Ring:
-    """Keys and values pass from rank to rank, each while attention works on the one before; gradients follow them."""
+    """Keys and values pass from rank to rank, each while attention works on the one before; gradients follow them.
+
+    Backward goes round the other way, from what came last in forward to this rank's own: the gradients of a rank's own
+    come home while it works on this block, and no message is waited for with nothing to do (as NVIDIA's Transformer
+    Engine orders it).
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -247,37 +260,42 @@ class Ring:
         rank, num_ranks = self._group.rank(), self._group.size()
         held = mine.contiguous()
         for step in range(num_ranks):
-            sending = self._send_on(held) if step < num_ranks - 1 else None
+            coming = self._passed_on([held] if step < num_ranks - 1 else [], 1)
             yield (rank - step) % num_ranks, held
-            if sending is not None:
-                held = self._received(*sending)
+            held = next(coming, held)
 
-    def gradients(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """See ``Carrier``. What this rank's own queries give stays here; the rest comes home from the last rank."""
-        total = torch.zeros_like(mine, dtype=torch.float32)
-        travelling: torch.Tensor | None = None
-        for step, (source, held) in enumerate(self.blocks(mine)):
-            found = yield source, held
-            if step == 0:
-                total = found
-                continue
-            # Sums for ``held`` come with it; the first rank after its own starts them.
-            passed = found if travelling is None else travelling + found
-            travelling = self._received(*self._send_on(passed.to(mine.dtype)))
-        return total if travelling is None else total + travelling
+    def kept(self, mine: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The last, with which backward begins."""
+        return last
 
-    def _send_on(self, held: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
+    def gradients(self, kept: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """See ``Carrier``. With a block's keys and values go the gradients of the block before, to whoever has it."""
         rank, num_ranks = self._group.rank(), self._group.size()
-        arriving = torch.empty_like(held)
-        behind = dist.P2POp(dist.isend, held, group=self._group, group_peer=(rank + 1) % num_ranks)
-        before = dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=(rank - 1) % num_ranks)
-        return arriving, dist.batch_isend_irecv([behind, before])
+        held, found = kept.contiguous(), torch.zeros_like(kept, dtype=torch.float32)
+        for step in range(num_ranks):
+            keys = [held] if step < num_ranks - 1 else []
+            sums = [found.to(kept.dtype)] if step else []
+            coming = self._passed_on([*keys, *sums], -1)
+            found = yield (rank + 1 + step) % num_ranks, held
+            held = next(coming) if keys else held
+            found = found + next(coming) if sums else found
+        return found
 
-    @staticmethod
-    def _received(arriving: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
-        for work in works:
-            work.wait()
-        return arriving
+    def _passed_on(self, tensors: Sequence[torch.Tensor], way: int) -> Iterator[torch.Tensor]:
+        """Sends ``tensors`` to the next rank one ``way``, 1 or -1; what comes this way is waited for when asked for."""
+        rank, num_ranks = self._group.rank(), self._group.size()
+        arriving = [torch.empty_like(each) for each in tensors]
+        ahead, behind = (rank + way) % num_ranks, (rank - way) % num_ranks
+        sends = [dist.P2POp(dist.isend, each, group=self._group, group_peer=ahead) for each in tensors]
+        receives = [dist.P2POp(dist.irecv, each, group=self._group, group_peer=behind) for each in arriving]
+        works = dist.batch_isend_irecv([*sends, *receives]) if tensors else []
+
+        def arrived() -> Iterator[torch.Tensor]:
+            for work in works:
+                work.wait()
+            yield from arriving
+
+        return arrived()
 
 
 def attention_by_heads(

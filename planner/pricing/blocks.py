@@ -57,10 +57,10 @@ def more_kernels(unit: RankUnit, num_blocks: int, framework: Framework, run: Pas
 def beside_blocks(collective: Collective, seconds: Array, compute_s: Array, overlap: Overlap) -> tuple[Array, Array]:
     """Exposed seconds of messages that take ``seconds`` together, and compute that hides the rest.
 
-    There is one message fewer than blocks, which take ``compute_s`` together; each runs beside one of them.
+    Each runs beside one of as many blocks as there are ranks, which take ``compute_s`` together.
     """
     repeats = collective.repeats
-    message_s, block_s = seconds / repeats, compute_s / (repeats + 1)
+    message_s, block_s = seconds / repeats, compute_s / collective.group.num_ranks
     hidden_s = np.minimum(message_s, overlap.fraction * block_s)
     hiding_s = np.divide(hidden_s, overlap.fraction, out=np.zeros_like(hidden_s), where=hidden_s > 0)
     return repeats * exposed_s(message_s, block_s, overlap), repeats * hiding_s

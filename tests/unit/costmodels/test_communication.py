@@ -16,6 +16,7 @@ from costmodels.communication import (
     tiers_used,
 )
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
+from hardware_profiles.schema import ClusterSpec, CollectiveRate
 from tests.unit.costmodels.toy_cluster import NIC, NVLINK, at_scale, make_cluster, make_tiers, quantity
 
 KINDS = list(CollectiveKind)
@@ -78,6 +79,22 @@ def test_all_to_all_has_its_own_efficiency() -> None:
     assert time == pytest.approx(2 * seconds(CollectiveKind.ALL_TO_ALL, 8, 1))
 
 
+def test_a_ring_shift_takes_what_was_measured_of_it_else_what_was_of_messages_one_way() -> None:
+    def with_rates(**fractions: float) -> ClusterSpec:
+        rates = {
+            kind: CollectiveRate(latency_s=quantity(0.0), efficiency=quantity(each), residual_spread=0.0)
+            for kind, each in fractions.items()
+        }
+        return make_cluster(8, tuple(tier.model_copy(update={"collectives": rates}) for tier in make_tiers()))
+
+    def shift_s(cluster: ClusterSpec) -> float:
+        return collective_time_s(Collective(CollectiveKind.RING_SHIFT, ONE_GIB, GroupPlacement(4, 1)), cluster)
+
+    assert shift_s(with_rates()) == pytest.approx(ONE_GIB / NVLINK)
+    assert shift_s(with_rates(send_recv=0.5)) == pytest.approx(2 * ONE_GIB / NVLINK)
+    assert shift_s(with_rates(send_recv=0.5, ring_shift=0.25)) == pytest.approx(4 * ONE_GIB / NVLINK)
+
+
 def test_switches_that_reduce_speed_up_all_reduce_alone() -> None:
     tiers = tuple(
         tier.model_copy(update={"efficiency": quantity(0.5), "all_reduce_efficiency": quantity(0.9)})
@@ -116,6 +133,7 @@ STEPS_AND_SHARE = {
     CollectiveKind.REDUCE_SCATTER: (5, 5 / 6),
     CollectiveKind.ALL_TO_ALL: (5, 5 / 6),
     CollectiveKind.SEND_RECV: (1, 1.0),
+    CollectiveKind.RING_SHIFT: (1, 1.0),
 }
 
 

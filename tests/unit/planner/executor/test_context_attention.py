@@ -25,8 +25,11 @@ class Simulated:
             source = (self.rank - step) % len(self.held)
             yield source, self.held[source].detach()
 
-    def gradients(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
-        for source, held in self.blocks(mine):
+    def kept(self, mine: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return mine
+
+    def gradients(self, kept: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
+        for source, held in self.blocks(kept):
             self.found[source] = yield source, held
         return self.found[self.rank]
 
@@ -68,7 +71,7 @@ def test_sums_of_exponentials_far_apart_are_joined() -> None:
     held = [torch.cat((key, value), dim=-1)[:, :, positions_of(rank, 2, SEQ_LEN)] for rank in range(2)]
     for rank in range(2):
         place, blocks = positions_of(rank, 2, SEQ_LEN), Blocks(rank, 2, is_causal=True, scale=1.0)
-        output, sums = attend(query[:, :, place], Simulated(rank, held).blocks(held[rank]), blocks)
+        output, sums, _ = attend(query[:, :, place], Simulated(rank, held).blocks(held[rank]), blocks)
         scores = (query @ key.transpose(-1, -2)).masked_fill(torch.ones(SEQ_LEN, SEQ_LEN).triu(1).bool(), -torch.inf)
         torch.testing.assert_close(sums, scores.logsumexp(-1)[:, :, place])
         torch.testing.assert_close(output, (scores.softmax(-1) @ value)[:, :, place])
