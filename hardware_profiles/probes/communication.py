@@ -262,10 +262,10 @@ def _shift(message: torch.Tensor, buffer: torch.Tensor, ranks: Sequence[int], *,
     """Every rank of the group sends to the next one, as pipeline stages do; the last sends in a ring alone."""
     place = ranks.index(dist.get_rank())
     operations: list[dist.P2POp] = []
+    if is_ring or place > 0:  # first what comes, as the executor posts them: gloo moves both ways at once then
+        operations.append(dist.P2POp(dist.irecv, buffer, ranks[place - 1]))
     if is_ring or place + 1 < len(ranks):
         operations.append(dist.P2POp(dist.isend, message, ranks[(place + 1) % len(ranks)]))
-    if is_ring or place > 0:
-        operations.append(dist.P2POp(dist.irecv, buffer, ranks[place - 1]))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

@@ -13,8 +13,8 @@ With n ranks, S = bytes of a rank's keys and values together, and Q, O = bytes o
 Attention's work is even: ranks hold positions of both ends of a causal sequence (zig-zag, as torch's and Megatron's
 load balancing do), so each of n blocks is 1 / n of a rank's attention.
 
-A message of a ring takes what a rank needs that sends and receives at once: where a profile tells both apart, more than
-one way (sockets of two hosts on one link: twice as long).
+A message of a ring takes what a rank needs that sends and receives at once, which a profile may tell apart from a
+message one way.
 
 Sources: Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2, for gathering; Liu et al., "Ring Attention
 with Blockwise Transformers" (2023), and for the order of its backward NVIDIA Transformer Engine's

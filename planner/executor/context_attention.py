@@ -286,9 +286,10 @@ class Ring:
         rank, num_ranks = self._group.rank(), self._group.size()
         arriving = [torch.empty_like(each) for each in tensors]
         ahead, behind = (rank + way) % num_ranks, (rank - way) % num_ranks
-        sends = [dist.P2POp(dist.isend, each, group=self._group, group_peer=ahead) for each in tensors]
         receives = [dist.P2POp(dist.irecv, each, group=self._group, group_peer=behind) for each in arriving]
-        works = dist.batch_isend_irecv([*sends, *receives]) if tensors else []
+        sends = [dist.P2POp(dist.isend, each, group=self._group, group_peer=ahead) for each in tensors]
+        # Receives first: over gloo both ways go at once then, and one after the other else.
+        works = dist.batch_isend_irecv([*receives, *sends]) if tensors else []
 
         def arrived() -> Iterator[torch.Tensor]:
             for work in works:
