@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     model = folder / "model.py"
     model.write_text(SOURCE.format(**SIZES))
     with virtual_cluster(options.hosts, options.link_mbit * 1e6) as cluster:
-        module = ["--module", "planner", "profile", "--quick", "-o", str(profile), "--disk", str(folder)]
+        module = ["--module", "planner", "profile", "-o", str(profile), "--disk", str(folder)]
         print(cluster.torchrun(options.processes, module, timeout_s=1500.0)[0].stderr, flush=True)
         ranks = options.hosts * options.processes
         question = Question.of(

@@ -32,7 +32,7 @@ _NUM_SLOW_SAMPLES = 4  # of calls that take more than half a batch
 # Products that an all-reduce runs beside take so many times as long as it does: all of it can hide.
 _COMPUTE_OVER_COMMUNICATION = 1.5
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
-_NUM_OVERLAP_SAMPLES = 7
+_NUM_OVERLAP_SAMPLES = 15
 
 
 @dataclass(frozen=True)

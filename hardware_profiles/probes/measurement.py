@@ -48,6 +48,28 @@ class DeviceMeasurement(_Value):
     core_share: float = 1.0  # of the time for which a process of a CPU had a core
     host_link_samples_bytes_per_s: tuple[float, ...] = ()  # pinned copies, the slower direction
 
+    def joined(self, later: DeviceMeasurement) -> DeviceMeasurement:
+        """This and what was timed ``later`` on the same device: a machine is not as fast at all times."""
+        samples = {(op.op_class, op.dtype, op.shape): op.samples_s for op in later.operators}
+        again = [samples.pop((op.op_class, op.dtype, op.shape), ()) for op in self.operators]
+        both = [
+            op.model_copy(update={"samples_s": (*op.samples_s, *more)})
+            for op, more in zip(self.operators, again, strict=True)
+        ]
+        alone = [op for op in later.operators if (op.op_class, op.dtype, op.shape) in samples]
+        return self.model_copy(
+            update={
+                "operators": (*both, *alone),
+                "launch_samples_s": (*self.launch_samples_s, *later.launch_samples_s),
+                "issuing_samples_s": (*self.issuing_samples_s, *later.issuing_samples_s),
+                "core_share": (self.core_share + later.core_share) / 2,
+                "host_link_samples_bytes_per_s": (
+                    *self.host_link_samples_bytes_per_s,
+                    *later.host_link_samples_bytes_per_s,
+                ),
+            }
+        )
+
     def best_flops_per_s(self, dtype: DTypeName) -> float:
         """Highest rate of any matrix product in ``dtype``; 0 where none was timed."""
         rates = [op.flops / min(op.samples_s) for op in self.operators if op.op_class == "gemm" and op.dtype == dtype]

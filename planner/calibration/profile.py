@@ -37,7 +37,7 @@ def profile_of(measurement: ClusterMeasurement, nearest: ClusterProfile, name: s
         + (f"; network taken over from {nearest.name}" if is_single else ""),
         backend="nccl" if measurement.backend == "nccl" else "gloo",
         device=device,
-        node=_node(measurement, nearest),
+        node=node_of(measurement, nearest),
         tiers=nearest.tiers if is_single else tiers,
         software=_software(measurement, nearest.software),
         notes=diagnose(measurement, nearest),
@@ -45,7 +45,8 @@ def profile_of(measurement: ClusterMeasurement, nearest: ClusterProfile, name: s
     return parse_profile(profile.model_dump_json().encode(), source="the measured profile")
 
 
-def _node(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfile:
+def node_of(measurement: ClusterMeasurement, nearest: ClusterProfile) -> NodeProfile:
+    """A node as its processes found it; what they could not measure is ``nearest``'s or unknown."""
     host: HostFacts = measurement.hosts[0]
     storage = measurement.storage
     links = [statistics.median(d.host_link_samples_bytes_per_s) for d in measurement.devices

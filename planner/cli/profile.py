@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from hardware_profiles.catalog import HardwareProfileError
 from hardware_profiles.sanity import NAME_PATTERN
 from hardware_profiles.schema import ClusterProfile
 from planner.calibration.profile import profile_of
+from planner.calibration.unlike_hosts import UnlikeHosts, unlike_hosts
 from planner.errors import HardwareError, InputError
 from planner.output_file import check_output, write_text
 
@@ -46,7 +48,9 @@ def profile(
         )
         if measurement is None:
             return
-        found = profile_of(measurement, nearest_profile(detect())[0], name)
+        nearest = nearest_profile(detect())[0]
+        found = profile_of(measurement, nearest, name)
+        unlike = unlike_hosts(measurement, nearest, found)
     except HardwareProfileError as error:
         raise HardwareError(error.message, hint=error.hint) from error
     except ValueError as error:
@@ -55,6 +59,8 @@ def profile(
     if timings is not None:
         write_text(timings, measurement.model_dump_json() + "\n")
     _say_what_was_found(found)
+    if unlike is not None:
+        _write_kinds(unlike, output)
     _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
 
 
@@ -77,6 +83,21 @@ def _say_what_was_found(found: ClusterProfile) -> None:
     if "RANK" not in os.environ:
         _say(f"the network was not measured: its numbers are those of {found.description.split()[-1]}; "
              "start the command under torchrun to measure it")  # fmt: skip
+
+
+def _write_kinds(unlike: UnlikeHosts, output: Path) -> None:
+    """A file of each kind of host beside ``output``, and how to search with them."""
+    files = {kind.name: output.with_stem(f"{output.stem}-{kind.name}") for kind in (unlike.usual, unlike.slow)}
+    for kind in (unlike.usual, unlike.slow):
+        write_text(files[kind.name], kind.profile.model_dump_json(indent=2) + "\n")
+    hardware = ",".join(f"{files[name]}:{count}" for name, count in unlike.runs)
+    labels = unlike.slow.labels
+    _say(
+        f"! {len(labels)} host{'s' if len(labels) > 1 else ''} ({', '.join(labels)}) compute at {unlike.slow.rate:.0%} "
+        f"of what the others reach. wrote {files['usual']} and {files['slow']}: planner search --hardware "
+        f"{shlex.quote(hardware)} gives slow hosts less work"
+        + ("" if len(unlike.runs) == 2 else "; start torchrun with the slow hosts last, so that there are two groups")
+    )
 
 
 def _say(text: str) -> None:

@@ -20,6 +20,7 @@ from hardware_profiles.probes.measurement import CollectiveTiming
 from hardware_profiles.probes.memory import pinned_copy_bytes_per_s, time_element_wise, time_launches
 from hardware_profiles.probes.storage import measure_storage
 from hardware_profiles.probes.timing import CoreShare, seconds_per_call, seconds_per_cold_call
+from tests.unit.hardware_profiles.probes.measurements import device
 
 CPU = torch.device("cpu")
 
@@ -183,3 +184,16 @@ def test_a_host_that_takes_longer_for_each_kernel_is_read_as_such():
 def test_a_collective_takes_what_many_take_on_average(samples_s: tuple[float, ...], mean_s: float):
     timing = CollectiveTiming(kind="all_to_all", num_ranks=2, stride=1, num_bytes=2**20, samples_s=samples_s)
     assert timing.time_s == pytest.approx(mean_s)
+
+
+def test_two_visits_to_a_device_are_one_measurement_with_the_samples_of_both() -> None:
+    """Operators that one visit had no time for stay as the other timed them."""
+    first, later = device(1e11), device(0.5e11)
+    joined = first.joined(later.model_copy(update={"operators": later.operators[1:], "core_share": 0.5}))
+    assert [op.shape for op in joined.operators] == [op.shape for op in first.operators]
+    assert joined.operators[0] == first.operators[0]
+    for op, one, two in zip(joined.operators[1:], first.operators[1:], later.operators[1:], strict=True):
+        assert op.samples_s == (*one.samples_s, *two.samples_s)
+    assert first.model_copy(update={"operators": ()}).joined(later).operators == later.operators
+    assert joined.core_share == 0.75
+    assert joined.launch_samples_s == (*first.launch_samples_s, *later.launch_samples_s)
