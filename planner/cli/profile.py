@@ -60,7 +60,7 @@ def profile(
         write_text(timings, measurement.model_dump_json() + "\n")
     _say_what_was_found(found)
     if unlike is not None:
-        _write_kinds(unlike, output)
+        write_kinds(unlike, output)
     _say(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
 
 
@@ -85,7 +85,7 @@ def _say_what_was_found(found: ClusterProfile) -> None:
              "start the command under torchrun to measure it")  # fmt: skip
 
 
-def _write_kinds(unlike: UnlikeHosts, output: Path) -> None:
+def write_kinds(unlike: UnlikeHosts, output: Path) -> None:
     """A file of each kind of host beside ``output``, and how to search with them."""
     files = {kind.name: output.with_stem(f"{output.stem}-{kind.name}") for kind in (unlike.usual, unlike.slow)}
     for kind in (unlike.usual, unlike.slow):

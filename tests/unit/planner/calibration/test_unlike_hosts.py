@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hardware_profiles.mixed import cluster_for
 from hardware_profiles.probes.measurement import ClusterMeasurement
 from planner.calibration.profile import profile_of
 from planner.calibration.unlike_hosts import SLOW_HOST, UnlikeHosts, unlike_hosts
-from planner.output_file import write_text
+from planner.cli.profile import write_kinds
 from tests.unit.costmodels.toy_cluster import make_cluster, make_tiers
 from tests.unit.hardware_profiles.probes.measurements import device, host, measurement, timed_as_modelled
 
@@ -64,15 +65,16 @@ def test_slow_hosts_have_a_profile_of_their_own(
     assert found.usual.profile.tiers == found.slow.profile.tiers
 
 
-def test_both_profiles_are_a_mixed_cluster(tmp_path: Path) -> None:
-    found = found_in([RATE, RATE, 0.5 * RATE])
+@pytest.mark.parametrize("slow_first", [False, True])
+def test_the_files_of_both_kinds_are_a_mixed_cluster(
+    slow_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = [RATE, RATE, 0.5 * RATE]
+    found = found_in(rates[::-1] if slow_first else rates)
     assert found is not None
-    parts: list[str] = []
-    for kind, (name, count) in zip((found.usual, found.slow), found.runs, strict=True):
-        assert kind.name == name
-        write_text(tmp_path / f"{name}.json", kind.profile.model_dump_json())
-        parts.append(f"{tmp_path / name}.json:{count}")
-    mixed = cluster_for(None, ",".join(parts)).mixed
+    write_kinds(found, tmp_path / "my cluster.json")
+    words = shlex.split(capsys.readouterr().err.replace("! ", ""))
+    mixed = cluster_for(None, words[words.index("--hardware") + 1]).mixed
     assert mixed is not None
-    assert [group.cluster.num_devices for group in mixed.groups] == [4, 2]
-    assert [group.name for group in mixed.groups] == [found.usual.profile.name, found.slow.profile.name]
+    expected = [(found.usual.profile.name, 4), (found.slow.profile.name, 2)]
+    assert [(g.name, g.cluster.num_devices) for g in mixed.groups] == (expected[::-1] if slow_first else expected)
