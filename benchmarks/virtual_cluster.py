@@ -94,20 +94,27 @@ class VirtualCluster:
         )
 
     def torchrun(
-        self, processes_per_host: int, arguments: Sequence[str], timeout_s: float = 300.0
+        self,
+        processes_per_host: int,
+        arguments: Sequence[str],
+        timeout_s: float = 300.0,
+        *,
+        has_own_core: bool = False,
     ) -> tuple[RankOutput, ...]:
         """Runs ``torchrun ARGUMENTS`` with ``processes_per_host`` ranks on every host and waits for all of them.
 
+        ``has_own_core``: all of host i runs on processor i of this machine.
         VirtualClusterError with the tail of stderr where a rank fails or ``timeout_s`` passes.
         """
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.hosts)),
                    "--nproc-per-node", str(processes_per_host), "--master-addr", self.hosts[0].address,
                    "--master-port", str(MASTER_PORT)]  # fmt: skip
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        running = [
-            self.start(index, [*command, "--node-rank", str(index), *arguments], environment)
-            for index in range(len(self.hosts))
-        ]
+        running: list[subprocess.Popen[str]] = []
+        for index in range(len(self.hosts)):
+            pinned = [_tool("taskset"), "-c", str(index)] if has_own_core else []
+            started = [*pinned, *command, "--node-rank", str(index), *arguments]
+            running.append(self.start(index, started, environment))
         return self._collect(running, timeout_s)
 
     def _collect(self, running: Sequence[subprocess.Popen[str]], timeout_s: float) -> tuple[RankOutput, ...]:

@@ -1,8 +1,8 @@
 """Hosts that compute slower than the others: a profile of each kind, so that a search gives the slow ones less work.
 
-One profile of all hosts holds their median device. Where some are slow, a plan with equal shares waits for them in
-every step, and is then slower than predicted. A search over both kinds (``--hardware FILE:COUNT,FILE:COUNT``) gives the
-slow hosts smaller shares of the batch, or fewer layers.
+A plan with equal shares waits for the slow hosts in every step, so one profile of all hosts has their devices. A
+search over both kinds (``--hardware FILE:COUNT,FILE:COUNT``) gives the slow hosts smaller shares of the batch, or fewer
+layers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class HostKind:
 
 @dataclass(frozen=True)
 class UnlikeHosts:
-    """Both kinds, and neighbouring ranks of one kind with their number, in the order of ranks."""
+    """Both kinds, neighbouring ranks of one kind with their number in the order of ranks, and all hosts as one."""
 
     usual: HostKind
     slow: HostKind
     runs: tuple[tuple[str, int], ...]
+    together: ClusterProfile
 
 
 def unlike_hosts(measurement: ClusterMeasurement, nearest: ClusterProfile, found: ClusterProfile) -> UnlikeHosts | None:
@@ -66,7 +67,13 @@ def unlike_hosts(measurement: ClusterMeasurement, nearest: ClusterProfile, found
 
     names = ["slow" if slow else "usual" for slow in is_slow]
     runs = tuple((name, node * len(list(hosts))) for name, hosts in groupby(names))
-    return UnlikeHosts(kind("usual", slow=False), kind("slow", slow=True), runs)
+    slow = kind("slow", slow=True)
+    update = {
+        "description": f"{found.description}; as fast as its {len(slow.labels)} slow hosts: equal shares wait for them",
+        "device": slow.profile.device,
+        "node": slow.profile.node,
+    }
+    return UnlikeHosts(kind("usual", slow=False), slow, runs, found.model_copy(update=update))
 
 
 def _host_rates(measurement: ClusterMeasurement) -> list[float]:

@@ -51,6 +51,7 @@ def profile(
         nearest = nearest_profile(detect())[0]
         found = profile_of(measurement, nearest, name)
         unlike = unlike_hosts(measurement, nearest, found)
+        found = found if unlike is None else unlike.together
     except HardwareProfileError as error:
         raise HardwareError(error.message, hint=error.hint) from error
     except ValueError as error:
@@ -93,8 +94,8 @@ def write_kinds(unlike: UnlikeHosts, output: Path) -> None:
     hardware = ",".join(f"{files[name]}:{count}" for name, count in unlike.runs)
     labels = unlike.slow.labels
     _say(
-        f"! {len(labels)} host{'s' if len(labels) > 1 else ''} ({', '.join(labels)}) compute at {unlike.slow.rate:.0%} "
-        f"of what the others reach. wrote {files['usual']} and {files['slow']}: planner search --hardware "
+        f"! slow to compute, {unlike.slow.rate:.0%} of what the others reach: {', '.join(labels)}. "
+        f"wrote {files['usual']} and {files['slow']}: planner search --hardware "
         f"{shlex.quote(hardware)} gives slow hosts less work"
         + ("" if len(unlike.runs) == 2 else "; start torchrun with the slow hosts last, so that there are two groups")
     )

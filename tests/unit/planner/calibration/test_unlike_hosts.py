@@ -62,6 +62,7 @@ def test_slow_hosts_have_a_profile_of_their_own(
         for each in (found.usual.profile.device, found.slow.profile.device)
     ]
     assert sustained == pytest.approx([RATE, sum(slow) / len(slow)], rel=0.05)
+    assert found.together.device == found.slow.profile.device
     assert found.usual.profile.tiers == found.slow.profile.tiers
 
 
