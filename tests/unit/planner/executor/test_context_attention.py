@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
+from itertools import chain
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812
 
-from planner.executor.context_attention import BlockAttention, Blocks, attend, part_of, positions_of
+from planner.executor.context_attention import BlockAttention, Blocks, Ring, attend, part_of, positions_of
 
 SEQ_LEN, SIZE = 16, 8
 
@@ -95,3 +99,59 @@ def test_every_rank_has_the_same_work(num_ranks: int) -> None:
             total += int(computed.sum())
         seen.append(total)
     assert len(set(seen)) == 1
+
+
+class _Recorded:
+    """Stands in for torch.distributed's messages: notes what is posted and what is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: f"{op.__name__} {group_peer}")
+        monkeypatch.setattr(dist, "batch_isend_irecv", self._posted)
+
+    def _posted(self, operations: list[str]) -> list[_Recorded]:
+        self.events.append(", ".join(operations))
+        return [self]
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+class _Group:
+    """The process group of rank 0 of ``num_ranks``."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_every_message_of_a_ring_runs_beside_a_block(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posted before attention works on a block, receives first, and waited for after it, with no other wait."""
+    last = num_ranks - 1
+    keys = torch.ones(1, 1, 4, 8)
+
+    recorded = _Recorded(monkeypatch)
+    ring = Ring(cast("dist.ProcessGroup", _Group(num_ranks)))
+    for source, _ in ring.blocks(keys):
+        recorded.events.append(f"block of {source}")
+    there = f"irecv {last}, isend 1"
+    steps = [[there, f"block of {-step % num_ranks}", "wait"] for step in range(last)]
+    assert recorded.events == [*chain.from_iterable(steps), "block of 1"]
+
+    recorded.events.clear()
+    visits = ring.gradients(keys)
+    source, held = next(visits)
+    with suppress(StopIteration):
+        while True:
+            recorded.events.append(f"block of {source}")
+            source, held = visits.send(torch.zeros_like(held))
+    one, two = f"irecv 1, isend {last}", f"irecv 1, irecv 1, isend {last}, isend {last}"
+    posted = [one, *[two] * (num_ranks - 2), one]
+    steps = [[message, f"block of {(1 + step) % num_ranks}", "wait"] for step, message in enumerate(posted)]
+    assert recorded.events == list(chain.from_iterable(steps))
