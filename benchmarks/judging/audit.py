@@ -114,7 +114,7 @@ class Auditor:
         """For ``question``; ``folder`` takes the files of edited plans."""
         placed = Placed(question, graphs)
         cluster = placed.cluster
-        facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
+        facts = Facts.of(placed.graph, question.global_batch_size, cluster)
         return Auditor(question, facts, placed, folder, most)
 
     def price(self, choice: Choice, document: Document) -> Price:

@@ -12,6 +12,7 @@ from benchmarks.judging.estimate import Document
 from costmodels.vocabulary import choices as vocabulary
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from hardware_profiles.schema import ClusterSpec
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Pins
 
@@ -92,10 +93,12 @@ class Facts:
     num_devices: int
     devices_per_node: int
     num_experts: int = 1
+    groups: tuple[tuple[str, int], ...] = ()  # name and devices of each, where devices differ
 
     @staticmethod
-    def of(graph: ModelGraph, global_batch_size: int, num_devices: int, devices_per_node: int) -> Facts:
+    def of(graph: ModelGraph, global_batch_size: int, cluster: ClusterSpec) -> Facts:
         """Of a traced model. Experts: parameters of three dims, whose first one counts them."""
+        mixed = cluster.mixed
         units = graph.units
         experts = [parameter.shape[0] for parameter in graph.parameters if len(parameter.shape) == 3]
         return Facts(
@@ -103,9 +106,10 @@ class Facts:
             blocks=tuple(unit.name if unit.is_block else None for unit in units),
             global_batch_size=global_batch_size,
             seq_len=graph.seq_len,
-            num_devices=num_devices,
-            devices_per_node=devices_per_node,
+            num_devices=cluster.num_devices,
+            devices_per_node=cluster.devices_per_node,
             num_experts=gcd(*experts) or 1,
+            groups=() if mixed is None else tuple((each.name, each.cluster.num_devices) for each in mixed.groups),
         )
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import permutations, product
 from math import gcd
 from typing import NamedTuple
 
-from benchmarks.judging.choice import METHODS, Choice, Facts, is_legal
+from benchmarks.judging.choice import METHODS, Choice, Facts, Share, is_legal
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -29,7 +29,7 @@ def edits(choice: Choice, facts: Facts) -> list[Edit]:
         *degrees(choice, facts),
         *experts(choice, facts),
         *micro_batches(choice, facts),
-        *shares(choice),
+        *shares(choice, facts),
         *zero_stages(choice),
         *schedules(choice, facts),
         *sequence_parallel(choice),
@@ -84,20 +84,34 @@ def micro_batches(choice: Choice, facts: Facts) -> Iterator[Edit]:
         yield Edit("micro-batch", f"/ {factor}", _with_sizes(choice, [size // factor for size in sizes]))
 
 
-def shares(choice: Choice) -> Iterator[Edit]:
-    """A few sequences of one group's replicas given to another's, and all replicas alike."""
-    for giving, one in enumerate(choice.shares):
-        for taking, other in enumerate(choice.shares):
-            if giving == taking:
-                continue
+def shares(choice: Choice, facts: Facts) -> Iterator[Edit]:
+    """A few sequences of one group's replicas given to another's, and all replicas alike.
+
+    Replicas that are alike give as well, with micro-batches as large, twice and four times as large.
+    """
+    starts = [choice] if choice.shares else list(_equal_shares(choice, facts))
+    for start in starts:
+        for giving, taking in permutations(range(len(start.shares)), 2):
+            one, other = start.shares[giving], start.shares[taking]
             step = gcd(one.replicas, other.replicas)
-            sizes = [share.size for share in choice.shares]
+            sizes = [share.size for share in start.shares]
             sizes[giving] -= other.replicas // step
             sizes[taking] += one.replicas // step
             if sizes[giving] > 0:
-                yield Edit("shares", f"of {one.group} to {other.group}", _with_sizes(choice, sizes))
+                yield Edit("shares", f"of {one.group} to {other.group}", _with_sizes(start, sizes))
     for size in sorted({share.size for share in choice.shares}):
         yield Edit("shares", "all alike", choice._replace(shares=(), micro_batch_size=size))
+
+
+def _equal_shares(choice: Choice, facts: Facts) -> Iterator[Choice]:
+    """``choice``, whose replicas are alike, as shares of one size; nothing where a replica would span groups."""
+    each = choice.cp * choice.tp
+    if choice.pp > 1 or any(count % each for _, count in facts.groups):
+        return
+    for factor in (1, 2, 4):
+        size = factor * choice.micro_batch_size
+        parts = tuple(Share(name, count // each, size) for name, count in facts.groups)
+        yield choice._replace(shares=parts, micro_batch_size=size)
 
 
 def _with_sizes(choice: Choice, sizes: list[int]) -> Choice:

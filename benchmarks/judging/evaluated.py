@@ -38,7 +38,7 @@ class Evaluations:
         """For ``question``."""
         placed = Placed(question, graphs)
         cluster = placed.cluster
-        facts = Facts.of(placed.graph, question.global_batch_size, cluster.num_devices, cluster.devices_per_node)
+        facts = Facts.of(placed.graph, question.global_batch_size, cluster)
         return Evaluations(question, facts, placed)
 
     def can_be_placed(self, choice: Choice) -> bool:

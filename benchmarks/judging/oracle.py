@@ -160,10 +160,8 @@ class Oracle:
     def choices(self) -> list[Choice]:
         """Every layout that obeys the pins and whose operators can be placed; what is recomputed is left open."""
         everything = self.evaluations
-        mixed = everything.placed.cluster.mixed
-        groups = [] if mixed is None else [(group.name, group.cluster.num_devices) for group in mixed.groups]
         pins, facts = replace(everything.question.pins, recompute=None), everything.facts
-        listed = layouts(facts, groups)
+        listed = layouts(facts, facts.groups)
         return [choice for choice in listed if obeys(choice, pins, facts) and everything.can_be_placed(choice)]
 
     def best(self) -> Best:

@@ -249,6 +249,9 @@ def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_
     assert written(choice, document, auditor.facts, auditor.placed.section) == document
     changed = [edit.choice for edit in edits(choice, auditor.facts) if edit.kind == "shares"]
     assert {tuple(share.size for share in each.shares) for each in changed} == {(1, 5), (3, 3)}
+    alike = choice._replace(shares=(), micro_batch_size=3)
+    changed = [edit.choice for edit in edits(alike, auditor.facts) if edit.kind == "shares"]
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(2, 4), (4, 2)}
     verdict = auditor.verdict(plan_in(reply))
     assert verdict.agrees
     assert verdict.refutations == ()
