@@ -50,6 +50,16 @@ _OF_SEVERAL_STAGES = {
 LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 
 
+class SendsAfterReceives(list[dist.P2POp]):
+    """Sends, of which torch's 1F1B makes one batch with receives: ``sends + receives``. Receives are posted first.
+
+    Over gloo messages of both ways go at once then, and one after the other else; for NCCL a batch has no order.
+    """
+
+    def __add__(self, receives: list[dist.P2POp]) -> list[dist.P2POp]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [*receives, *self]
+
+
 class _Stage(PipelineStage):
     """A stage whose gradients are reduced as the plan's ZeRO stage says, with a pipeline as without.
 
@@ -98,12 +108,16 @@ class _Stage(PipelineStage):
         if not self.is_last:
             outputs, inputs = self.fwd_cache[fwd_chunk_id]
             self.fwd_cache[fwd_chunk_id] = tuple(map(_without_memory, outputs)), inputs
-        return operations
+        return SendsAfterReceives(operations)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's backward pass."""
         self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of a micro-batch's backward pass."""
+        return SendsAfterReceives(super().get_bwd_send_ops(bwd_chunk_id))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Takes gradients from a stage on the same rank; where there is none, torch writes zeros."""

@@ -10,6 +10,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from costmodels.pipeline import simulate
 from costmodels.vocabulary.action import Action, ActionLists, Kind
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
+from planner.executor.pipeline import SendsAfterReceives
 
 KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -80,6 +81,27 @@ def test_with_one_stage_a_rank_asks_for_an_input_when_all_before_it_is_done(sche
         for rank in range(p):
             stage = recorded(schedule, rank, p, m)
             assert stage.asked == [(kind, i, place) for place, (kind, _, i) in enumerate(stage.actions)]
+
+
+def test_our_stages_have_1f1b_post_receives_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo both ways then go at once. Every rank between two others exchanges with both, in either direction."""
+
+    class Exchanging(RecordingStage):
+        def get_fwd_recv_ops(self, microbatch: int) -> list[object]:
+            return ["receive"]
+
+        def get_fwd_send_ops(self, _: int) -> list[object]:
+            return SendsAfterReceives(["send"])  # type: ignore[list-item, return-value]
+
+        get_bwd_recv_ops, get_bwd_send_ops = get_fwd_recv_ops, get_fwd_send_ops
+
+    batches: list[list[str]] = []
+    monkeypatch.setattr(of_torch, "_batch_p2p", lambda ops, desc: batches.append(list(ops)) or [])
+    monkeypatch.setattr("tests.contracts.test_schedules_equal_torch.RecordingStage", Exchanging)
+    recorded(Schedule1F1B, 1, 4, 8)
+    both = [batch for batch in batches if len(batch) > 1]
+    assert len(both) >= 2 * (8 - 3)
+    assert all(batch == ["receive", "send"] for batch in both)
 
 
 def flat(actions: Iterable[of_torch._Action | None]) -> Iterator[Action]:
