@@ -271,11 +271,12 @@ class Ring:
     def gradients(self, kept: torch.Tensor) -> Generator[tuple[int, torch.Tensor], torch.Tensor, torch.Tensor]:
         """See ``Carrier``. With a block's keys and values go the gradients of the block before, to whoever has it."""
         rank, num_ranks = self._group.rank(), self._group.size()
-        held, found = kept.contiguous(), torch.zeros_like(kept, dtype=torch.float32)
+        held = found = kept.contiguous()
         for step in range(num_ranks):
             keys = [held] if step < num_ranks - 1 else []
             sums = [found.to(kept.dtype)] if step else []
             coming = self._passed_on([*keys, *sums], -1)
+            del found  # what is on its way is in the dtype of keys
             found = yield (rank + 1 + step) % num_ranks, held
             held = next(coming) if keys else held
             found = found + next(coming) if sums else found
