@@ -30,8 +30,9 @@ class Overlap(NamedTuple):
 def message_beside_s(way_s: npt.ArrayLike, pass_s: npt.ArrayLike, slowdown: npt.ArrayLike) -> FloatArray:
     """Seconds by which a message between stages lengthens a pass beside it, at either of its ends; arrays broadcast.
 
-    So it is where the cores that compute move the message: found with gloo on two hosts, whose plans then come in the
-    order measured (``benchmarks/measured_plans.py``). Published runs on GPUs, whose network cards move it, do not say.
+    So it is where the cores that compute move the message: chosen for plans over gloo on two hosts, which come nearer
+    to the order measured with it (``benchmarks/measured_plans.py``), though passes traced under DualPipeV do not show
+    it. Published runs on GPUs, whose network cards move it, do not say.
     ``slowdown`` was measured beside an all-reduce, in which every rank sends and receives all the time. Of a message
     one rank sends and another receives, so each end bears half. A message goes on beside one pass at most.
     Example: 10 ms beside a pass of 30 ms with a slowdown of 0.2 cost the sender 1 ms, and as much the receiver.
