@@ -12,6 +12,7 @@ learning" (2025).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -25,6 +26,11 @@ class Overlap(NamedTuple):
 
     fraction: float  # of compute, behind which communication can hide
     slowdown: float  # compute takes (1 + this) times as long while communication runs
+
+
+def least_exposing(overlaps: Sequence[Overlap]) -> Overlap:
+    """One that leaves no more exposed than any of these."""
+    return Overlap(max(each.fraction for each in overlaps), min(each.slowdown for each in overlaps))
 
 
 def message_beside_s(way_s: npt.ArrayLike, pass_s: npt.ArrayLike, slowdown: npt.ArrayLike) -> FloatArray:

@@ -7,6 +7,7 @@ thus bounds whatever the program did; it only makes them large.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,14 +82,28 @@ class Paths:
 
     def bound(self, m: int) -> PathBound:
         """The best mean's, for m micro-batches; no less than that of all ranks alike."""
-        columns = self.columns(m)
-        weights = np.maximum(best_mean(columns, m, self.basis).weights(self), 0.0)
-        num_ranks = 1 + max(self.rank_of)
-        alike = np.where(np.arange(len(columns)) < num_ranks, 1.0, 0.0)
-        weights = max((weights / weights.sum(), alike / num_ranks), key=lambda each: float((each @ columns).min()))
-        weights /= 1 + _ROUNDING
+        stages, sends = self._mean(m, np.ones(1 + max(self.rank_of)))
+        return PathBound(_undominated(stages), sends)
+
+    def bounds_of_ranks(self, m: int, slowness: Sequence[float]) -> tuple[PathBound, ...]:
+        """Of the stages of each rank, where ranks are unlike: each takes ``slowness`` times as long for a unit.
+
+        All are of one mean of paths: the best for this slowness, and a bound for any.
+        """
+        stages, sends = self._mean(m, np.array(slowness))
+        rank_of = np.array(self.rank_of)
+        return tuple(PathBound(_undominated(stages[rank_of == rank]), sends) for rank in range(len(slowness)))
+
+    def _mean(self, m: int, slowness: Array) -> tuple[Array, float]:
+        """How often the best mean runs each stage, [stages, 3], and its sends."""
+        takes = np.repeat(slowness[list(self.rank_of)], len(self.units))
+        columns = self.columns(m) * takes
+        weights = np.maximum(best_mean(columns, m * takes, self.basis).weights(self), 0.0)
+        as_slow = np.concatenate([1 / slowness, np.zeros(len(columns) - len(slowness))])  # all ranks busy alike
+        each_to_one = (weights / weights.sum(), as_slow / as_slow.sum())
+        weights = max(each_to_one, key=lambda each: float((each @ columns).min())) / (1 + _ROUNDING)
         stages = m * (weights @ self.own)[:, None] + np.tensordot(weights, self.gains, axes=1)
-        return PathBound(_undominated(stages * (1 - _ROUNDING)), float(weights @ self.sends))
+        return stages * (1 - _ROUNDING), float(weights @ self.sends)
 
 
 class Mean(NamedTuple):
@@ -109,20 +124,20 @@ class Mean(NamedTuple):
         return found
 
 
-def best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> Mean:
+def best_mean(columns: Array, own: float | Array, basis: NDArray[np.intp] | None) -> Mean:
     """The mean of paths whose least entry is nearly as large as can be; ``columns`` [paths, entries].
 
     Minimises the sum of levels y >= 0 with sum_P y_P column_P >= 1 in all entries, by the revised simplex method. The
-    first columns, from which it begins, have one entry each, m; the next stand for what an entry has too much; the
-    paths follow. The last prices are a cut of the units over the stages: none of the paths is longer on it than 1 +
+    first columns, from which it begins, have one entry each, ``own``; the next stand for what an entry has too much;
+    the paths follow. The last prices are a cut of the units over the stages: none of the paths is longer on it than 1 +
     TOLERANCE, so no mean of them gives more than that much more.
     """
     size = columns.shape[1]
-    every = np.vstack([m * np.eye(size), -np.eye(size), columns])
+    every = np.vstack([own * np.eye(size), -np.eye(size), columns])
     costs = np.ones(len(every))
     costs[size : 2 * size] = 0.0
     wanted = 1 + _SPREAD * np.modf(np.arange(1, size + 1) * _GOLDEN)[0]  # all unlike, so that no step is in vain
-    start, inverse = np.arange(size), np.eye(size) / m
+    start, inverse = np.arange(size), np.eye(size) / own
     if basis is not None:
         with contextlib.suppress(np.linalg.LinAlgError):
             warm = np.linalg.inv(every[basis].T)
@@ -131,7 +146,7 @@ def best_mean(columns: Array, m: int, basis: NDArray[np.intp] | None) -> Mean:
     paid, levels = costs[start], inverse @ wanted
     for _ in range(MOST_STEPS):
         worth = every @ (paid @ inverse) - costs
-        worth[size : 2 * size] *= m  # as the others: in steps
+        worth[size : 2 * size] *= own  # as the others: in steps
         entering = int(worth.argmax())
         if worth[entering] <= TOLERANCE:
             break

@@ -73,6 +73,27 @@ def coefficients(
     return few_paths(schedule, p, v, m, units).bound(m)
 
 
+@lru_cache(maxsize=4096)
+def unlike_coefficients(
+    schedule: ScheduleName, p: int, v: int, m: int, slowness: tuple[float, ...]
+) -> tuple[PathBound, ...]:
+    """The bound by few paths where each rank takes ``slowness`` times as long for a unit of the model, or about so.
+
+    T >= sum over units of the least, over the ranks, of ``PathBound.least`` with the seconds on each rank, and sends.
+    ValueError if the schedule cannot run, or has no such paths: it is GPipe, or overlaps steps.
+    """
+    rules = schedule.rules
+    found = rules.violations(p, v, m)
+    if found or not has_paths(schedule, p):
+        raise ValueError("; ".join(found) or f"{schedule} on {p} ranks has no few paths")
+    return few_paths(schedule, p, v, m, ALIKE).bounds_of_ranks(m, slowness)
+
+
+def has_paths(schedule: ScheduleName, p: int) -> bool:
+    """Whether more is to be had from paths than from the mean rank."""
+    return p > 1 and not (schedule.rules.overlaps_steps or schedule.rules.forwards_first)
+
+
 def rank_coefficients(schedule: ScheduleName, p: int, v: int, m: int) -> tuple[Array, Array]:
     """For each rank a path that stays on it: T >= sum of the counts times the stages' seconds, and sends.
 

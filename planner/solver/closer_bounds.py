@@ -1,8 +1,8 @@
-"""A closer lower bound of layouts over a pipeline of like devices, of many layouts at once.
+"""A closer lower bound of layouts over a pipeline, of many layouts at once.
 
 The loads of their ranks in whole blocks, with what they must recompute to fit; and where ranks hold several stages, or
-halves of backward passes apart, the longest paths of the schedule, over all ways to spread the work over the stages.
-``bounds`` leaves both out: they take some tenths of a millisecond each.
+halves of backward passes apart, the longest paths of the schedule (``solver.path_bounds``). ``bounds`` leaves both
+out: they take some tenths of a millisecond each.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from costmodels.pipeline_paths import coefficients
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
@@ -22,11 +20,12 @@ from planner.evaluation.cuts import StageSizes, stage_sizes
 from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.bounds import AlikeLayouts
 from planner.solver.flying import Counted, flying_by_stage
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
+from planner.solver.path_bounds import path_s
+from planner.solver.time_bounds import AlikeLayouts
 from planner.table.cost_table import CostTable
 
 # Numbers in the largest array of layouts that are bounded together.
@@ -55,7 +54,7 @@ class CloserBounds:
     def knows_more(layout: Layout) -> bool:
         """Whether more is known of it than ``bounds`` says: not without a pipeline.
 
-        Of one over unlike devices only whether its ranks may fit, where they hold several stages.
+        Nor of one over unlike devices with one stage a rank.
         """
         return _knows_more(layout.mesh.pp, layout.groups, layout.schedule)
 
@@ -78,8 +77,9 @@ class CloserBounds:
                 alike_part = AlikeLayouts(self._of_table, key, listed.take(part), rows.take(part), passes.take(part))
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
-                if not (key.schedule.rules.has_one_stage or key.groups):
-                    found.path_s[part] = group.path_s(loads_s < enough_s)
+                if not key.schedule.rules.has_one_stage:
+                    recomputed_s = np.zeros(len(part)) if key.groups else group.extra_of_ranks_s
+                    found.path_s[part] = path_s(alike_part, recomputed_s, loads_s < enough_s)
         return found
 
 
@@ -112,23 +112,6 @@ class _Pipelines:
         kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def path_s(self, wanted: NDArray[np.bool]) -> Array:
-        """What the longest paths of the schedule take (``costmodels.pipeline_paths``) for those ``wanted``, else 0."""
-        of, found = self._of, np.zeros(len(wanted))
-        weight_s = of.times.weight_s if of.schedule.rules.splits_backward else np.zeros_like(of.times.weight_s)
-        for m in sorted(set(of.num_microbatches[wanted].tolist())):
-            part = np.flatnonzero(wanted & (of.num_microbatches == m))
-            paths = coefficients(of.schedule, of.pp, of.virtual_stages, int(m))
-            times = of.times.forward_s[part], of.times.backward_s[part] - weight_s[part], weight_s[part]
-            recomputed = min(paths.forward, paths.backward) * self._extra_of_ranks_s[part]
-            sends = paths.sends
-            if of.is_on_demand:  # what every stage receives for a pass is as if the pass took longer
-                sends = max(sends, (of.pp - 1) * (paths.forward + paths.backward))
-            beside = (paths.forward + paths.backward) / 2 * of.num_beside.sum() * of.beside_s[part]
-            found[part] = paths.least(*times) @ of.counts + recomputed + sends * of.send_s[part] + beside
-            found[part] += self._of.once_s[part]
-        return found
-
     def loads_s(self) -> Array:
         """However the blocks are dealt out, some rank takes so long.
 
@@ -142,9 +125,8 @@ class _Pipelines:
         if self._block is None or self._of.schedule.rules.overlaps_steps:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        if self._of.is_over_groups:  # what ranks recompute, and all else, they do on devices of their own
-            fits = np.where(np.isfinite(extra_s), 0.0, np.inf)
-            return np.where(self._dealt(fewest, fits, np.zeros(num_layouts)) >= num_blocks, 0.0, np.inf)
+        if self._of.is_over_groups:  # what they recompute they do on devices of their own
+            extra_s = np.where(np.isfinite(extra_s), 0.0, np.inf)
         costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
         candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
         low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
@@ -160,7 +142,7 @@ class _Pipelines:
         return np.where(possible, candidates[every, low] * (1 - 1e-12) + self._of.once_s, beyond_s)
 
     @cached_property
-    def _extra_of_ranks_s(self) -> Array:
+    def extra_of_ranks_s(self) -> Array:
         """What all ranks must at least recompute of one micro-batch, however the blocks are dealt out.
 
         What a rank recomputes rises ever faster with its blocks, so that the cheapest next blocks are dealt first.
@@ -185,15 +167,16 @@ class _Pipelines:
 
     def _loads_of_ranks_s(self, kind: int, fewest: Positions, extra_s: Array) -> Array:
         """The seconds that each rank takes with its fewest blocks, one more, and so on, [layouts, ranks, numbers]."""
-        own = fewest[:, None] + np.arange(extra_s.shape[2])
+        own, work_s = fewest[:, None] + np.arange(extra_s.shape[2]), np.stack(self._of.work_of_ranks, axis=1)
+        work_s = np.broadcast_to(work_s, (len(work_s), self._of.pp, work_s.shape[2]))  # [layouts, ranks, kinds]
         ends = np.zeros(extra_s.shape[:2])
         for end in self._ends:
-            ends[:, end.rank] += self._of.work_s[:, end.kind]
+            ends[:, end.rank] += work_s[:, end.rank, end.kind]
         receives_s = self._receives_s
         besides = ends + receives_s + self._beside_s
-        seconds = own * self._of.work_s[:, kind, None, None] + extra_s + besides[:, :, None]
+        seconds = own * work_s[:, :, kind, None] + extra_s + besides[:, :, None]
         before_s = self._of.before_s.copy()
-        before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._of.send_s[:, None])  # one way less than they send
+        before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._ways_s)  # one way less than they send
         whole_s = self._of.num_microbatches[:, None, None] * seconds + before_s[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
@@ -201,7 +184,7 @@ class _Pipelines:
         """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
         p, m = self._of.pp, self._of.num_microbatches[:, None, None]
         beside_s = self._beside_s
-        total_s = self._of.work_s @ self._of.counts + self._extra_of_ranks_s + beside_s.sum(axis=1)
+        total_s = self._of.work_s @ self._of.counts + self.extra_of_ranks_s + beside_s.sum(axis=1)
         whole_s = total_s[:, None, None] + (2 * (p - 1) * self._of.send_s)[:, None, None]
         if self._of.schedule.rules.forwards_first:
             finite = np.isfinite(seconds)
@@ -217,10 +200,16 @@ class _Pipelines:
 
         It counts as work, and sends are free: the ranks before r > 0 take 2 r - 1 ways, one less than they send.
         """
-        if not self._of.is_on_demand:
-            return np.zeros((len(self._of.send_s), self._of.pp))
-        ranks = np.arange(self._of.pp)
-        return self._of.send_s[:, None] * ((ranks > 0).astype(float) + (ranks < self._of.pp - 1))
+        found, ways_s = np.zeros((len(self._of.send_s), self._of.pp)), self._ways_s
+        if self._of.is_on_demand:
+            found[:, 1:] += ways_s
+            found[:, :-1] += ways_s
+        return found
+
+    @property
+    def _ways_s(self) -> Array:
+        """One send from each rank to the next, [layouts, ranks - 1]."""
+        return np.diff(self._of.hops_s, axis=0).T
 
     @property
     def _beside_s(self) -> Array:

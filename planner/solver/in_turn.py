@@ -31,8 +31,8 @@ def _comes_last(key: _Key) -> bool:
 def in_turn(table: CostTable, layouts: Columns[Layout], search: Search, known: Evaluated | None) -> Outcome:
     """The fastest of ``layouts``; pipelines of several stages a rank over unlike devices come after all others.
 
-    Little is known of these before a visit, and much is hoped: they would take the visits of others, whose estimates
-    are near what they take. ``search``: of some layouts, with the best that is known.
+    What these are estimated to take is farther below what they do than it is of others, whose visits they would take.
+    ``search``: of some layouts, with the best that is known.
     """
     last = layouts.where(_Key, _comes_last)
     if not last:

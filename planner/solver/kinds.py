@@ -26,7 +26,10 @@ def unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]:
 
 
 class Excess:
-    """What layouts take over what they were estimated to take, as visits to others of their kind found."""
+    """What layouts take over what they were estimated to take, as visits to others of their kind found.
+
+    Of one kind, and with as many stages a rank, on devices in the same order: each of these errs by itself.
+    """
 
     def __init__(self, listed: Columns[Layout]) -> None:
         self._listed = listed
@@ -34,9 +37,13 @@ class Excess:
 
     def learn(self, index: int, ratio: float) -> None:
         """A layout of ``listed`` takes ``ratio`` times its estimate."""
-        kind = kind_of(self._listed[index])
+        kind = self._kind_of(index)
         self._least[kind] = min(ratio, self._least.get(kind, ratio))
 
     def factor(self, index: int) -> float:
         """A layout likely takes so many times its estimate: the least that was found of its kind, and 1 or more."""
-        return max(1.0, self._least.get(kind_of(self._listed[index]), 1.0) - LENIENCE)
+        return max(1.0, self._least.get(self._kind_of(index), 1.0) - LENIENCE)
+
+    def _kind_of(self, index: int) -> tuple[object, ...]:
+        layout = self._listed[index]
+        return *kind_of(layout), layout.virtual_stages, layout.groups

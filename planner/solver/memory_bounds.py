@@ -29,7 +29,6 @@ from planner.layout.short_rows import least_of_each
 from planner.solver.flying import Counted, means_by_kind
 from planner.solver.least_extra import least_extra_s
 from planner.solver.of_table import OfTable, UnitPasses
-from planner.table.keys import SendKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = range(3)  # of the last axis of the table's ``state_bytes``
@@ -108,26 +107,6 @@ class AlikeMemory:
         """The least of every mode, [layouts, kinds, Holding]."""
         return self._of_table.held(tuple(self.modes)).take(self.rows.work, axis=0)
 
-    @cached_property
-    def _lines(self) -> Array:
-        """Latency and seconds a byte between each two ranks."""
-        return self.table.send(SendKey(self._key.pp, self._key.groups))[: self._key.pp - 1]
-
-    @cached_property
-    def _sent_bytes(self) -> Array:
-        return self._of_table.most_sent_bytes(tuple(self.modes)).take(self.rows.work)
-
-    @cached_property
-    def send_s(self) -> Array:
-        """One send from the first rank to the next."""
-        latency_s, s_per_byte = self._lines[0] if len(self._lines) else (0.0, 0.0)
-        return latency_s + s_per_byte * self._sent_bytes
-
-    @property
-    def _way_s(self) -> Array:
-        """One send over each border."""
-        return self._lines[:, 0].sum() + self._lines[:, 1].sum() * self._sent_bytes
-
     @property
     def offloads_activations(self) -> bool:
         """Whether each block may keep its activations in host memory."""
@@ -170,7 +149,7 @@ class AlikeMemory:
         return 1 + reserve_fraction(self.table, self.rows.mixes_lifetimes)
 
     @cached_property
-    def _recomputed_s(self) -> Array:
+    def recomputed_s(self) -> Array:
         """Seconds that all blocks must recompute of one micro-batch so that ranks have memory at every moment."""
         return self._at_peak_too(self._recomputed_then_s, lambda at_peak: at_peak._recomputed_then_s)
 
@@ -181,7 +160,7 @@ class AlikeMemory:
 
     @cached_property
     def made_up_s(self) -> Array:
-        """``_recomputed_s``, over groups on devices as the weakest: on faster ones that is no bound."""
+        """``recomputed_s``, over groups on devices as the weakest: on faster ones that is no bound."""
         return self._at_peak_too(self._made_up_s, lambda at_peak: at_peak._made_up_s)
 
     @cached_property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from costmodels.overlap import exposed_s
+from costmodels.overlap import exposed_s, least_exposing
 from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Data, Element, Holding
 from planner.evaluation.block_modes import held_bytes
@@ -77,6 +78,7 @@ class OfTable:
         self.table = table
         self._held: dict[tuple[int, ...], Array] = {}
         self._sent: dict[tuple[int, ...], Array] = {}
+        self._hidings: dict[int, Hiding] = {}
 
     def held(self, modes: tuple[int, ...]) -> Array:
         """The least that units hold in any of these modes, [rows of work, kinds, Holding]."""
@@ -106,26 +108,33 @@ class OfTable:
         """Of units of these layouts on the devices at place ``device``."""
         first, like = rows.unlike()
         unlike_s, data_s = np.empty((3, len(first), len(self.table.counts))), np.empty(len(first))
-        hiding = Hiding(self.table, device)
         for start in range(0, len(first), CHUNK):
             part = slice(start, start + CHUNK)
             of_part = rows.take(first[part])
             times = unit_times(self.table, of_part, device)
             unlike_s[:, part] = times.forward_s, times.backward_s, times.weight_s
-            data_s[part] = self._data_once_s(of_part, hiding)
+            data_s[part] = self.data_once_s(of_part, [device])
         return UnitPasses(unlike_s, unlike_s[0] + unlike_s[1], data_s, like)
 
-    def _data_once_s(self, rows: LayoutRows, hiding: Hiding) -> Array:
-        framework, counts = self.table.framework, self.table.counts
-        data = data_times(self.table, rows, hiding.device)
-        forward_s, backward_s = (each @ counts for each in hiding.of(rows))
+    def data_once_s(self, rows: LayoutRows, devices: Sequence[int]) -> Array:
+        """Exposed communication of data parallelism once a step, of a rank that holds all units; [layouts].
+
+        No more than on any of the ``devices``, at these places, nor of units that are divided among them: with the
+        least communication that they have, and the most compute that hides most of it.
+        """
+        framework, counts, zero = self.table.framework, self.table.counts, rows.zero_stage
+        data = np.min([data_times(self.table, rows, device) for device in devices], axis=0)
+        spare_s = np.max([self._hiding(device).of(rows) for device in devices], axis=0)
+        forward_s, backward_s = (each @ counts for each in spare_s)
         reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ counts, data[..., PLACE[Data.GATHER]] @ counts
-        overlap = self.table.cluster.devices[hiding.device].overlap
+        overlap = least_exposing([self.table.cluster.devices[device].overlap for device in devices])
         may_hide = np.where(rows.is_sharded, framework.overlaps_reduction, framework.overlaps_whole_reduction)
         hides = may_hide & ~rows.splits_backward
         reduce_s = np.where(hides, exposed_s(reduce_s, backward_s, overlap), reduce_s)
         if framework.overlaps_gather:
             gather_s = exposed_s(gather_s, forward_s, overlap)
-        zero = rows.zero_stage
         gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
         return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
+
+    def _hiding(self, device: int) -> Hiding:
+        return self._hidings.setdefault(device, Hiding(self.table, device))

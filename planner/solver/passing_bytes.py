@@ -12,8 +12,8 @@ from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
 from planner.evaluation.states import held_elements
 from planner.layout.columns import Array
-from planner.solver.bounds import AlikeLayouts
 from planner.solver.memory_bounds import NumMicroBatches
+from planner.solver.time_bounds import AlikeLayouts
 
 _SHARDS_PARAMETERS = np.array([stage.shards_parameters for stage in ZERO_STAGES])
 _SHARDS_GRADIENTS = np.array([stage.shards_gradients for stage in ZERO_STAGES])

@@ -219,8 +219,8 @@ class _Walk:
         if index in self._visited or self._best.beats(float(self._open_s[index])):
             return False
         if index not in self._refined:
-            self._refined.add(index)
             self._open_s[index] = max(self._open_s[index], self._closely_s(index))
+            self._refined.add(index)
         return not self._best.beats(float(self._open_s[index]))
 
     def _closely_s(self, index: int) -> float:

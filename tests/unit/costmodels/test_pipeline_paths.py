@@ -10,7 +10,16 @@ from ortools.linear_solver import pywraplp
 
 from costmodels.pipeline import simulate
 from costmodels.pipeline_hops import ROUNDS
-from costmodels.pipeline_paths import ALIKE, SPLIT, WHOLE, coefficients, few_paths, rank_coefficients
+from costmodels.pipeline_paths import (
+    ALIKE,
+    SPLIT,
+    WHOLE,
+    coefficients,
+    few_paths,
+    has_paths,
+    rank_coefficients,
+    unlike_coefficients,
+)
 from costmodels.vocabulary.action import Action
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -107,12 +116,14 @@ def test_what_runs_before_the_first_round_has_left_does_not_depend_on_later_roun
             assert after == [(kind, stage, m - k) for kind, stage, k in others[first - len(actions) :]]
 
 
-def least_of_all_cuts(shape: Shape, unit: tuple[float, float, float]) -> float:
+def least_of_all_cuts(shape: Shape, unit: tuple[float, float, float], slowness: tuple[float, ...] = ()) -> float:
     """The shortest step of any cut of a model into stages, in fractions of a unit: a linear program over the actions.
 
-    The model takes the seconds of ``unit`` on one micro-batch. Shares nothing with what it judges but the lists.
+    The model takes the seconds of ``unit`` on one micro-batch, and so many times as long on each rank. Shares nothing
+    with what it judges but the lists.
     """
     name, p, v, m = shape
+    slow = slowness or (1.0,) * p
     solver = pywraplp.Solver.CreateSolver("GLOP")
     parts = [solver.NumVar(0, 1, "") for _ in range(p * v)]
     solver.Add(sum(parts) == 1)
@@ -123,7 +134,7 @@ def least_of_all_cuts(shape: Shape, unit: tuple[float, float, float]) -> float:
     for actions in lists:
         for before, action in zip((None, *actions), actions, strict=False):
             kind, stage, microbatch = action
-            took = seconds[kind] * parts[stage]
+            took = seconds[kind] * parts[stage] * slow[name.rules.rank_of(stage, p)]
             needed = [before] if before else []
             if kind == "F":
                 needed += [Action("F", stage - 1, microbatch)]
@@ -168,6 +179,47 @@ def test_no_cut_takes_less_and_one_hardly_more(name: str, p: int, v: int, m: int
 
 
 @pytest.mark.parametrize(
+    ("name", "p", "v", "m", "slowness", "share"),
+    [
+        ("1F1B", 3, 1, 6, (1.0, 2.0, 2.0), 0.999),
+        ("Interleaved1F1B", 2, 2, 4, (1.0, 2.0), 0.99),
+        ("Interleaved1F1B", 2, 3, 2, (2.0, 1.0), 0.95),
+        ("Interleaved1F1B", 4, 2, 8, (1.0, 1.0, 3.0, 3.0), 0.93),
+        ("InterleavedZeroBubble", 3, 1, 9, (1.5, 1.0, 1.0), 0.99),
+        ("InterleavedZeroBubble", 2, 2, 4, (1.0, 1.5), 0.97),
+        ("ZBVZeroBubble", 4, 2, 8, (1.0, 1.0, 2.0, 2.0), 0.95),
+        ("ZBVZeroBubble", 2, 2, 6, (2.0, 1.0), 0.97),
+    ],
+)
+def test_over_unlike_ranks_no_cut_takes_less_and_one_hardly_more(
+    name: str, p: int, v: int, m: int, slowness: tuple[float, ...], share: float
+) -> None:
+    shape = (ScheduleName(name), p, v, m)
+    least = least_of_all_cuts(shape, (1.0, 1.0, 1.0), slowness)
+    of_ranks = zip(unlike_coefficients(*shape, slowness), slowness, strict=True)
+    found = min(float(bound.least(*np.full((3, 1), slow))[0]) for bound, slow in of_ranks)
+    assert share * least <= found <= least * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if has_paths(name, 2)])
+def test_no_units_on_unlike_ranks_take_less_than_the_bound(name: ScheduleName) -> None:
+    """Whatever the units take on each rank, wherever they lie, and for any slowness that was taken."""
+    rng = random.Random(10)
+    for shape in shapes(name, (2, 3, 4), (1, 2, 3)):
+        p, num_stages = shape[1], shape[1] * shape[2]
+        bounds = unlike_coefficients(*shape, tuple(rng.choice([1.0, 1.3, 4.0]) for _ in range(p)))
+        for _ in range(4):
+            units = np.array([random_times(rng, 2 * num_stages) for _ in range(p)])  # [ranks, units, 3]
+            stages, send_s = np.zeros((num_stages, 3)), rng.choice([0.0, rng.random()])
+            for unit in range(2 * num_stages):
+                stage = rng.randrange(num_stages)
+                stages[stage] += units[name.rules.rank_of(stage, p), unit]
+            least = np.min([bound.least(*times.T) for bound, times in zip(bounds, units, strict=True)], axis=0)
+            step = step_s(shape, stages, send_s) * (1 + 1e-9)
+            assert least.sum() + bounds[0].sends * send_s <= step, shape
+
+
+@pytest.mark.parametrize(
     ("name", "p", "v", "m", "extra"),
     [
         ("1F1B", 4, 1, 8, 3),
@@ -193,3 +245,5 @@ def test_a_wide_pipeline_has_more_than_its_average_rank() -> None:
 def test_numbers_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="DualPipeV needs at least as many micro-batches"):
         coefficients(ScheduleName("DualPipeV"), 4, 2, 4)
+    with pytest.raises(ValueError, match="GPipe on 2 ranks has no few paths"):
+        unlike_coefficients(ScheduleName("GPipe"), 2, 1, 4, (1.0, 2.0))

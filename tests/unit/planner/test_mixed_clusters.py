@@ -27,7 +27,7 @@ from planner.render import show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
-from planner.solver.cutting import Pricer, best_cut
+from planner.solver.cutting import Pricer, Pricers, best_cut, probe
 from planner.solver.glance import rough_bound_s
 from planner.solver.search import search
 from planner.table.keys import SendKey
@@ -187,7 +187,22 @@ def test_the_search_finds_what_pricing_every_cut_of_every_layout_finds(hardware:
     assert best.step_time_s == pytest.approx(min(best_s, alike.step_time_s), rel=1e-3)
 
 
-@pytest.mark.parametrize("hardware", [MIXED, f"l40s-x8:8,{H100}:8,dgx-h200:16"])
+@pytest.mark.parametrize(
+    ("model", "batch", "pins"),
+    [("gpt3-125m", 24, Pins(pp=2, zero=1, cp=1)), ("gpt3-125m", 24, Pins(pp=4)), ("llama-tiny", 16, Pins(pp=2))],
+)
+def test_no_nearly_even_cut_of_any_layout_is_faster_than_the_plan(model: str, batch: int, pins: Pins) -> None:
+    """What visits in a poor order missed by up to 12 %: of several stages a rank few were near their estimates."""
+    problem = mixed_problem("rtx-3090-x8:4,rtx-4090-x8:4", model=model, batch=batch, pins=pins)
+    best, pricers = problem.solved().best, Pricers(problem.table)
+    probed = [probe(pricers.of(layout), problem.solver) for layout in problem.space.layouts if layout.groups]
+    assert best is not None
+    assert len(probed) > 200
+    fastest_s = min(each.step_time_s for each in probed if each is not None)
+    assert best.step_time_s <= fastest_s * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("hardware", [MIXED, f"l40s-x8:8,{H100}:8,dgx-h200:16", "rtx-3090-x8:8,rtx-4090-x8:8"])
 def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: str) -> None:
     problem = mixed_problem(hardware)
     choices = [choice for choice in problem.space.layouts if choice.groups]
@@ -198,15 +213,16 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
     for index in rng.sample(range(len(choices)), 40):
         point = Evaluator(problem.table, choices[index])
         cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None, 0.0).best
+        closer = closely.of(Columns.of(Layout, choices[index : index + 1]))
         if cut is not None:
-            assert closely.of(Columns.of(Layout, choices[index : index + 1])).most_s[0] <= cut.step_time_s * ROUNDING
+            assert closer.most_s[0] <= cut.step_time_s * ROUNDING
         drawn = sorted(rng.sample(range(1, len(problem.table.units.kinds)), point.num_stages - 1))
         for starts in {point.even_starts(), (0, *drawn), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
             filled = max(
                 ledger.total_bytes / room for ledger, room in zip(priced.ledgers, priced.capacity_bytes, strict=True)
             )
-            assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
+            assert max(lower.step_time_s[index], closer.path_s[0]) <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= filled * smallest * ROUNDING, choices[index]
             assert sum(priced.breakdown.values()) == pytest.approx(priced.step_time_s)
 

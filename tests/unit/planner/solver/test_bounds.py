@@ -20,7 +20,7 @@ from planner.layout.layout import Layout, Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.problems import StageProblem, pipeline_bound_s
-from planner.solver.bounds import AlikeLayouts, bounds
+from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, best_cut, probe
 from planner.solver.flying import Counted, flying_by_stage
@@ -29,6 +29,7 @@ from planner.solver.memory_bounds import AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.solver.search import search
+from planner.solver.time_bounds import AlikeLayouts
 from tests.planning import A100, cluster_of, graph_of, problem_of, slowed_by_messages, training_of
 
 SAMPLE = 25

@@ -87,13 +87,29 @@ def test_layouts_of_a_kind_that_was_found_slow_are_put_off() -> None:
     problem = problem_of("llama-tiny", 8, **TINY)
     listed = Columns.of(Layout, problem.space.layouts)
     excess, kind = Excess(listed), kind_of(listed[0])
-    others = [index for index in range(len(listed)) if kind_of(listed[index]) != kind]
+    stages = listed[0].virtual_stages
+    others = [
+        index
+        for index in range(len(listed))
+        if kind_of(listed[index]) != kind or listed[index].virtual_stages != stages
+    ]
     excess.learn(0, 1.5)
     excess.learn(0, 1.7)
     assert excess.factor(0) == pytest.approx(1.5 - LENIENCE)
     assert {excess.factor(index) for index in others} == {1.0}
     excess.learn(0, 0.5)
     assert excess.factor(0) == 1.0
+
+
+def test_a_layout_that_was_not_bounded_ahead_is_bounded_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the closer bounds ran out, a layout that none was worked out for ended the search with a KeyError."""
+    problem = problem_of("llama-tiny", 8, **TINY)
+    whole = search(problem.table, problem.space.layouts, problem.solver)
+    monkeypatch.setattr("planner.solver.search.MOST_CLOSE", 3)
+    few = search(problem.table, problem.space.layouts, problem.solver)
+    assert whole.best is not None
+    assert few.best is not None
+    assert few.bound_s <= whole.best.step_time_s <= few.best.step_time_s
 
 
 def test_an_interrupt_keeps_the_best_so_far_and_claims_no_proof() -> None:
