@@ -28,7 +28,7 @@ def unlike(listed: Columns[Layout], order: Positions, number: int) -> list[int]:
 class Excess:
     """What layouts take over what they were estimated to take, as visits to others of their kind found.
 
-    Of one kind, and with as many stages a rank, on devices in the same order: each of these errs by itself.
+    Over unlike devices also with as many stages a rank and on devices in the same order: each errs by itself.
     """
 
     def __init__(self, listed: Columns[Layout]) -> None:
@@ -46,4 +46,5 @@ class Excess:
 
     def _kind_of(self, index: int) -> tuple[object, ...]:
         layout = self._listed[index]
-        return *kind_of(layout), layout.virtual_stages, layout.groups
+        own = (layout.virtual_stages, layout.groups) if layout.groups else ()
+        return *kind_of(layout), *own
