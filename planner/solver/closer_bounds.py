@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import PLACE, Holding
 from planner.evaluation.block_modes import held_bytes
 from planner.evaluation.cuts import StageSizes, stage_sizes
@@ -52,11 +51,8 @@ class CloserBounds:
 
     @staticmethod
     def knows_more(layout: Layout) -> bool:
-        """Whether more is known of it than ``bounds`` says: not without a pipeline.
-
-        Nor of one over unlike devices with one stage a rank.
-        """
-        return _knows_more(layout.mesh.pp, layout.groups, layout.schedule)
+        """Whether more is known of it than ``bounds`` says: not without a pipeline."""
+        return layout.mesh.pp > 1
 
     def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
         """Seconds that no cut of each layout undercuts.
@@ -68,7 +64,7 @@ class CloserBounds:
         passes = self._of_table.passes(rows)
         keys, alike = listed.by(AlikeKey)
         for place, key in enumerate(keys):
-            if not _knows_more(key.pp, key.groups, key.schedule):
+            if key.pp == 1:
                 continue
             members = np.flatnonzero(alike == place)
             at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
@@ -78,13 +74,8 @@ class CloserBounds:
                 group = _Pipelines(alike_part, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
-                    recomputed_s = np.zeros(len(part)) if key.groups else group.extra_of_ranks_s
-                    found.path_s[part] = path_s(alike_part, recomputed_s, loads_s < enough_s)
+                    found.path_s[part] = path_s(alike_part, group.extra_of_ranks_s, loads_s < enough_s)
         return found
-
-
-def _knows_more(pp: int, groups: tuple[str, ...], schedule: ScheduleName) -> bool:
-    return pp > 1 and not (groups and schedule.rules.has_one_stage)
 
 
 class _End(NamedTuple):
@@ -125,8 +116,6 @@ class _Pipelines:
         if self._block is None or self._of.schedule.rules.overlaps_steps:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        if self._of.is_over_groups:  # what they recompute they do on devices of their own
-            extra_s = np.where(np.isfinite(extra_s), 0.0, np.inf)
         costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
         candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
         low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
@@ -167,8 +156,8 @@ class _Pipelines:
 
     def _loads_of_ranks_s(self, kind: int, fewest: Positions, extra_s: Array) -> Array:
         """The seconds that each rank takes with its fewest blocks, one more, and so on, [layouts, ranks, numbers]."""
-        own, work_s = fewest[:, None] + np.arange(extra_s.shape[2]), np.stack(self._of.work_of_ranks, axis=1)
-        work_s = np.broadcast_to(work_s, (len(work_s), self._of.pp, work_s.shape[2]))  # [layouts, ranks, kinds]
+        own, work_s = fewest[:, None] + np.arange(extra_s.shape[2]), self._work_s
+        work_s = np.broadcast_to(work_s, (len(work_s), self._of.pp, work_s.shape[2]))
         ends = np.zeros(extra_s.shape[:2])
         for end in self._ends:
             ends[:, end.rank] += work_s[:, end.rank, end.kind]
@@ -184,14 +173,15 @@ class _Pipelines:
         """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
         p, m = self._of.pp, self._of.num_microbatches[:, None, None]
         beside_s = self._beside_s
-        total_s = self._of.work_s @ self._of.counts + self.extra_of_ranks_s + beside_s.sum(axis=1)
-        whole_s = total_s[:, None, None] + (2 * (p - 1) * self._of.send_s)[:, None, None]
+        work_s = self._work_s.min(axis=1)  # wherever a unit lies
+        total_s = work_s @ self._of.counts + self.extra_of_ranks_s + beside_s.sum(axis=1)
+        whole_s = total_s[:, None, None] + (2 * self._of.hops_s[-1])[:, None, None]
         if self._of.schedule.rules.forwards_first:
             finite = np.isfinite(seconds)
             return np.where(finite, whole_s + (m - 1) * np.where(finite, seconds, 0.0), np.inf)
         behind = np.arange(p - 1, -1, -1)[:, None]
         # Of a rank that holds one unit.
-        least_s = (self._of.work_s.min(axis=1) + (self._receives_s + beside_s).min(axis=1))[:, None, None]
+        least_s = (work_s.min(axis=1) + (self._receives_s + beside_s).min(axis=1))[:, None, None]
         return np.where(m > p, whole_s + np.maximum(1, m - 1 - behind) * seconds + behind * least_s, 0.0)
 
     @cached_property
@@ -210,6 +200,11 @@ class _Pipelines:
     def _ways_s(self) -> Array:
         """One send from each rank to the next, [layouts, ranks - 1]."""
         return np.diff(self._of.hops_s, axis=0).T
+
+    @cached_property
+    def _work_s(self) -> Array:
+        """Both passes of units on each rank, or once for all ranks; [layouts, ranks or 1, kinds]."""
+        return np.stack(self._of.work_of_ranks, axis=1)
 
     @property
     def _beside_s(self) -> Array:
@@ -233,7 +228,7 @@ class _Pipelines:
         num_blocks = sum(self._of.table.units.is_block)
         if self._has_one_stage:
             # A rank that holds more takes longer than is asked.
-            least_s = float((self._of.num_microbatches * self._of.work_s[:, self._block or 0]).min())
+            least_s = float((self._of.num_microbatches * self._work_s[..., self._block or 0].min(axis=1)).min())
             most = num_blocks if self._block is None else min(num_blocks, self._enough_s / least_s)
             return StageSizes(0, max(1, int(most)))
         return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages, are_alike=not self._of.is_over_groups)
@@ -288,13 +283,13 @@ class _Pipelines:
         fits = smallest <= room * (1 + 1e-12)
         if len(modes) == 1:  # there is nothing to choose
             return fewest, np.where(fits, 0.0, np.inf)
-        extra_s = self._extra_s_of_modes[:, modes, kind]
+        extra_s = self._extra_s_of_modes[..., kind][:, modes]  # [layouts, modes, ranks], or one for all ranks
         prices = self._prices(kept, extra_s)
         # Of a block in each stage at each price, with its own states; [layouts, ranks, prices, stages of one].
         each = np.full((*prices.shape, least.shape[1]), np.inf)
         for mode in range(len(modes)):
             of_mode = prices[..., None] * (kept[:, mode] + static)[:, :, None]
-            np.minimum(each, of_mode + extra_s[:, mode, None, None, None], out=each)
+            np.minimum(each, of_mode + extra_s[:, mode, :, None, None], out=each)
         total = (each * least[:, None]).sum(axis=3)[..., None] + self._filled(each, least)
         total -= prices[..., None] * room[:, :, None]
         return fewest, np.where(fits, np.maximum(0.0, total.max(axis=2)), np.inf)
@@ -365,11 +360,12 @@ class _Pipelines:
     def _prices(kept: Array, extra_s: Array) -> Array:
         """Seconds a byte at which one mode becomes as good as another in some stage of a rank.
 
-        [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes].
+        [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes, ranks
+        or 1].
         """
         found = [np.zeros((*kept.shape[::2], 1))]
         for a, b in permutations(range(extra_s.shape[1]), 2):
-            more = (extra_s[:, b] - extra_s[:, a])[:, None, None]
+            more = (extra_s[:, b] - extra_s[:, a])[..., None]
             if (more > 0).any():
                 saved = kept[:, a] - kept[:, b]
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -378,12 +374,19 @@ class _Pipelines:
 
     @cached_property
     def _extra_s_of_modes(self) -> Array:
-        """Seconds of one micro-batch that a unit takes more in each mode, [layouts, modes, kinds]."""
+        """Seconds of one micro-batch that a unit takes more in each mode, [layouts, modes, ranks, kinds].
+
+        On each rank's own devices; where these are alike one for all ranks.
+        """
         every, modes = np.arange(len(self._of.num_microbatches)), self._of.modes
         rows = self._of.rows.take(np.repeat(every, len(modes))).in_modes(np.tile(modes, len(every)))
-        times = unit_times(self._of.table, rows, 0)
-        work = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
-        return np.maximum(0.0, work - work[:, :1])
+        work: dict[int, Array] = {}
+        places = self._of.places if self._of.is_over_groups else self._of.places[:1]
+        for place in set(places):
+            times = unit_times(self._of.table, rows, place)
+            work[place] = (times.forward_s + times.backward_s).reshape(len(every), len(modes), -1)
+        of_ranks = np.stack([work[place] for place in places], axis=2)
+        return np.maximum(0.0, of_ranks - of_ranks[:, :1])
 
     @cached_property
     def _held_of_modes(self) -> Array:

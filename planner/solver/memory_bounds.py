@@ -82,9 +82,9 @@ class AlikeMemory:
         self.counts = table.counts
         self.work_s = self.times.work_s
         self.modes = places_of_modes(key.recompute, offloads_activations=key.offloads_activations)
-        self._places = device_places(table, layouts[0])
+        self.places = device_places(table, layouts[0])
         # Each device's memory over that of the smallest. Bytes on a larger device count for less by this factor.
-        memory = [table.cluster.devices[place].memory_bytes for place in self._places]
+        memory = [table.cluster.devices[place].memory_bytes for place in self.places]
         self._room = np.array(memory) / table.cluster.devices[0].memory_bytes
 
     @property

@@ -52,7 +52,7 @@ class AlikeLayouts(AlikeMemory):
         if offload is not Offload.NONE:
             lines = [cluster.host(offload).update]
         else:
-            lines = [cluster.devices[place].update for place in sorted(set(self._places))]
+            lines = [cluster.devices[place].update for place in sorted(set(self.places))]
         times = [np.where(self._updated > 0, line.latency_s + self._updated * line.s_per_item, 0.0) for line in lines]
         return np.minimum.reduce(times)
 
@@ -117,7 +117,7 @@ class AlikeLayouts(AlikeMemory):
         What compute hides is a concave function of both that grows as they do, so all ranks hide no more than one that
         had all units would; the slowest rank takes no less than the average.
         """
-        places = sorted(set(self._places))
+        places = sorted(set(self.places))
         over_groups = self.is_over_groups
         data_s = self._of_table.data_once_s(self.rows, places) if over_groups else self.times.data_once_s
         return (self.update_s() + data_s) / self.pp
@@ -172,7 +172,7 @@ class AlikeLayouts(AlikeMemory):
         """Lines (1), (2) and (3) where the devices of the ranks differ."""
         p, m = self.pp, self.num_microbatches
         if not self.schedule.rules.has_one_stage:
-            return self._busiest_s
+            return self._several_s
         if self.schedule.rules.forwards_first:
             return self._weighted_s(0.0, [m - 1] * p)
         least = self._weighted_s(-1.0, [m - 1] * p)
@@ -184,8 +184,8 @@ class AlikeLayouts(AlikeMemory):
         """Of units on each pipeline rank's own devices; once for all ranks where these are alike."""
         if not self.is_over_groups:
             return [self.times]
-        found = {place: unit_times(self.table, self.rows, place) for place in set(self._places)}
-        return [found[place] for place in self._places]
+        found = {place: unit_times(self.table, self.rows, place) for place in set(self.places)}
+        return [found[place] for place in self.places]
 
     @cached_property
     def work_of_ranks(self) -> list[Array]:
@@ -199,18 +199,31 @@ class AlikeLayouts(AlikeMemory):
         return np.round(whole_s / whole_s.min(axis=0), 2)
 
     @property
-    def _busiest_s(self) -> Array:
-        """What the busiest rank works over unlike devices, of which each may hold several stages, or halves apart.
+    def _several_s(self) -> Array:
+        """Over unlike devices, of which each may hold several stages, or halves of backward passes apart.
 
-        For weights l_r that sum to 1, T >= sum_r l_r m w_r, and wherever a unit lies, it adds at least the least of
-        m l_r times its seconds on rank r: near its best where l_r times the whole model's seconds is alike for all.
-        Example: the units take 1 s on rank 0 and 2 s on rank 1. The weights are 2/3 and 1/3, so each adds 4 * 2/3 s:
+        Each rank works so long and stands still for ``before_s``, and one micro-batch goes through all stages and back,
+        but for gradients of weights, u. For weights q and l_r that together sum to 1,
+
+            T >= q (sum_r u_r + 2 c (p-1)) + sum_r l_r (m w_r + before_r)
+
+        Wherever a unit lies, it adds at least the least over r of its q u_r + m l_r w_r: near its best where that is
+        alike for the whole model on all ranks. So q is 0 where m >= p, and else as large as it can be.
+        Example: the units take 1 s on rank 0 and 2 s on rank 1. The weights l are 2/3 and 1/3, so each adds 4 * 2/3 s:
         T >= 16 s, as long as four units on rank 0 work, and two on rank 1.
         """
+        p, m, rules = self.pp, self.num_microbatches, self.schedule.rules
         work = np.array(self.work_of_ranks)  # [ranks, layouts, kinds]
-        weights = 1 / (work @ self.counts)
-        weights /= weights.sum(axis=0)
-        return self.num_microbatches * ((weights[..., None] * work).min(axis=0) @ self.counts)
+        weight = np.array([times.weight_s for times in self.times_of_ranks]) if rules.splits_backward else 0.0
+        whole = work @ self.counts
+        rates, slowest = (1 / whole).sum(axis=0), whole.max(axis=0)
+        q = np.zeros(len(m)) if rules.overlaps_steps else np.where(m < p, m / (slowest * rates - (p - m)), 0.0)
+        each = np.maximum(0.0, ((m * (1 - q) + p * q) / rates / whole - q) / m)
+        each *= (1 - q) / np.maximum(each.sum(axis=0), 1e-300)
+        least = (q[:, None] * (work - weight) + (m * each)[..., None] * work).min(axis=0) @ self.counts
+        if rules.overlaps_steps:
+            return least
+        return least + 2 * q * self.hops_s[-1] + (each * self.before_s.T).sum(axis=0)
 
     def _weighted_s(self, e: float, d: list[Array]) -> Array:
         """A weighted mean of line (1), (2) or (3), from below over all cuts, and what sends take.
