@@ -21,13 +21,12 @@ The cut is not known yet, so the lines are turned into multiples of W that hold 
 (``glance.pipeline_coefficient``). Some w_r is at least W / p, and at least the work of the units of one kind, rounded
 up, that some rank must hold.
 
-The other bounds stand with their methods: rounds of micro-batches in flight (``_rounds_s``), unlike devices, where w_r
-is counted on rank r's own (``_weighted_s``), several stages a rank (``_any_cut_s``), memory, of which the fullest rank
-needs no less than a weighted mean (``_weighted_bytes``), and what must be recomputed where each block chooses
-(``recomputed_s``).
+The other bounds of time stand with their methods in ``time_bounds``: rounds of micro-batches in flight (``_rounds_s``),
+unlike devices, where w_r is counted on rank r's own (``_weighted_s``), and several stages a rank (``_any_cut_s``,
+``_several_s``). Those of memory, of which the fullest rank needs no less than a weighted mean (``_weighted_bytes``), and
+of what must be recomputed where each block chooses (``recomputed_s``), stand in ``memory_bounds``.
 
-Beside the bounds stands an estimate: where ranks hold several stages it is what the even cut takes at least. It says
-which layouts are worth a look first, and proves nothing.
+Beside the bounds stands an estimate (``estimates``). It says which layouts are worth a look first, and proves nothing.
 """
 
 from __future__ import annotations

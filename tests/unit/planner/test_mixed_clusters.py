@@ -210,12 +210,14 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
     lower = bounds(problem.table, choices)
     smallest = problem.table.cluster.devices[0].memory_bytes
     rng, closely = random.Random(0), CloserBounds(problem.table)
+    of_use: list[float] = []
     for index in rng.sample(range(len(choices)), 40):
         point = Evaluator(problem.table, choices[index])
         cut = best_cut(Pricer(problem.table, choices[index]), problem.solver, None, 0.0).best
         closer = closely.of(Columns.of(Layout, choices[index : index + 1]))
         if cut is not None:
             assert closer.most_s[0] <= cut.step_time_s * ROUNDING
+            of_use.append(max(closer.most_s[0], lower.step_time_s[index]) / cut.step_time_s)
         drawn = sorted(rng.sample(range(1, len(problem.table.units.kinds)), point.num_stages - 1))
         for starts in {point.even_starts(), (0, *drawn), point.even_starts() if cut is None else cut.starts}:
             priced = point.evaluate(starts)
@@ -225,6 +227,7 @@ def test_no_pipeline_over_groups_is_faster_or_smaller_than_its_bound(hardware: s
             assert max(lower.step_time_s[index], closer.path_s[0]) <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= filled * smallest * ROUNDING, choices[index]
             assert sum(priced.breakdown.values()) == pytest.approx(priced.step_time_s)
+    assert np.median(of_use) > 0.8
 
 
 def test_a_rough_bound_knows_what_a_group_is_not_priced_for() -> None:
