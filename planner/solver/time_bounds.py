@@ -73,8 +73,6 @@ class AlikeLayouts(AlikeMemory):
             return np.maximum(factor * buffers / host.ram_bytes, factor * optimizer / host.nvme_bytes)
         return factor * (optimizer + buffers) / host.ram_bytes
 
-    # -- time ---------------------------------------------------------------------------------
-
     @cached_property
     def _lines(self) -> Array:
         """Latency and seconds a byte between each two ranks."""
