@@ -82,13 +82,15 @@ def exported(target: Target, job: Job) -> Written:
 def job_of(plan: Plan, plan_file: Path, gpus_per_node: int | None) -> Job:
     """The plan with what its profile and its model say of themselves, where they can be found."""
     from hardware_profiles.catalog import HardwareProfileError, load_profile
+    from hardware_profiles.mixed import cluster_for, is_mixed
     from planner.errors import InputError
     from planner.formats.settings import Job, layout_of
     from planner.model_file import family_config_of
     from planner.models.catalog import find_preset
 
     try:
-        profile = load_profile(plan.hardware)
+        name = plan.hardware
+        profile = cluster_for(None, name).profile if is_mixed(name) else load_profile(name)
     except HardwareProfileError as error:
         if gpus_per_node is None:
             raise InputError(

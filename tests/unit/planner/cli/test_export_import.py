@@ -94,6 +94,20 @@ def test_a_profile_that_is_not_here_needs_the_gpus_of_a_node(run: Run, plan_file
     assert "#SBATCH --nodes=2\n" in out
 
 
+def test_of_several_kinds_of_devices_the_weakest_says_how_large_nodes_are(run: Run, plan_file: Path) -> None:
+    """What no target can name is refused by that name; a plan for devices that are taken as alike is written."""
+    both = TINY.plan().model_copy(update={"hardware": "rtx-3090-x8:2,rtx-4090-x8:2"})
+    write_plan(both, plan_file)
+    assert run("export", plan_file, "--to", "torchtitan")[0] == 0
+    groups = [stage.model_copy(update={"device_group": "rtx-3090-x8"}) for stage in both.pipeline.stages]
+    pipeline = both.pipeline.model_copy(update={"stages": tuple(groups)})
+    write_plan(both.model_copy(update={"pipeline": pipeline}), plan_file)
+    code, _, err = run("export", plan_file, "--to", "torchtitan")
+    assert code == 2
+    assert "groups of unlike devices" in err
+    assert "gpus-per-node" not in err
+
+
 def test_a_model_that_is_no_preset_is_left_to_the_user(run: Run, plan_file: Path) -> None:
     plan = TINY.plan()
     named = plan.model.model_copy(update={"source": "model.py"})
