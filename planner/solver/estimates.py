@@ -29,7 +29,7 @@ def estimate_s(of: AlikeLayouts) -> Array:
     """
     rules, num_stages = of.schedule.rules, of.pp * of.virtual_stages
     if rules.has_one_stage and of.is_over_groups:
-        return of.unlike_s() * _slower(of, of.made_up_s) + of.once_s
+        return of.unlike_s(recomputes=False) * _slower(of) + of.once_s
     if of.offloads_activations and rules.has_one_stage and of.pp > 1:
         # Rank for rank as the mean: with the buffers that the bound, in which some ranks need none, leaves out.
         rounds = (of.num_microbatches + of.pp - 1) / of.pp
@@ -42,13 +42,12 @@ def estimate_s(of: AlikeLayouts) -> Array:
         starts.append(_shared_starts(of))
     if not starts:
         return np.zeros(len(of.num_microbatches))
-    slower = _slower(of, of.made_up_s if of.is_over_groups else of.recomputed_s)
-    return np.min([_cut_s(of, each, slower) for each in dict.fromkeys(starts)], axis=0) + of.once_s
+    return np.min([_cut_s(of, each, _slower(of)) for each in dict.fromkeys(starts)], axis=0) + of.once_s
 
 
-def _slower(of: AlikeLayouts, recomputed_s: Array) -> Array:
-    """How many times as long passes take with what is recomputed of one micro-batch."""
-    return 1 + recomputed_s / (of.work_s @ of.counts)
+def _slower(of: AlikeLayouts) -> Array:
+    """How many times as long passes take with what must be recomputed."""
+    return 1 + of.recomputed_s / (of.work_s @ of.counts)
 
 
 def _shared_starts(of: AlikeLayouts) -> tuple[int, ...]:

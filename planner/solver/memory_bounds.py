@@ -150,22 +150,31 @@ class AlikeMemory:
 
     @cached_property
     def recomputed_s(self) -> Array:
-        """Seconds that all blocks must recompute of one micro-batch so that ranks have memory at every moment."""
+        """Seconds that all blocks must recompute of one micro-batch so that ranks have memory at every moment.
+
+        Over groups on devices as the weakest, so on faster ones that is no bound.
+        """
         return self._at_peak_too(self._recomputed_then_s, lambda at_peak: at_peak._recomputed_then_s)
 
     @cached_property
     def _recomputed_then_s(self) -> Array:
-        """``_made_up_s``; nothing over groups, whose devices may be faster than those that it is counted on."""
-        return np.zeros(len(self.num_microbatches)) if self._key.groups else self._made_up_s
+        if self._key.offloads_activations and len(self.modes) > 1:
+            return self.likely_s if self.pp == 1 else self._partly_on_host_s
+        return self._least_extra_then(None)
 
-    @cached_property
-    def made_up_s(self) -> Array:
-        """``recomputed_s``, over groups on devices as the weakest: on faster ones that is no bound."""
-        return self._at_peak_too(self._made_up_s, lambda at_peak: at_peak._made_up_s)
+    def least_extra(self, extra: Array) -> Array:
+        """``recomputed_s`` where units take ``extra`` more of anything in each mode, [modes, layouts, kinds]."""
+        places = self.with_two_moments
+        of_lowest = self._least_extra_then(extra)
+        return self._at_peak_too(of_lowest, lambda at_peak: at_peak._least_extra_then(extra[:, places]))
 
-    @cached_property
-    def _made_up_s(self) -> Array:
-        """Seconds that all blocks must recompute of one micro-batch so that the mean of ``_least`` stays in memory.
+    @property
+    def lacks_memory(self) -> Flags:
+        """Whether some blocks must recompute at any moment."""
+        return self._at_peak_too(self._lacking, lambda at_peak: at_peak._lacking) > 0
+
+    def _least_extra_then(self, given: Array | None) -> Array:
+        """What blocks take more so that the mean of ``_least`` stays in memory: as ``given``, else seconds.
 
         Of each kind, parts of blocks may change their mode: first those that save most bytes a second. Blocks that
         cannot be parted take no less.
@@ -174,17 +183,15 @@ class AlikeMemory:
         """
         if len(self.modes) == 1:
             return np.zeros(len(self.num_microbatches))
-        if self._key.offloads_activations:
-            return self.likely_s if self.pp == 1 else self._partly_on_host_s
         lacking = self._lacking
         short = np.flatnonzero(lacking > 0)
         if len(short) < len(lacking):
             found = np.zeros(len(lacking))
             if len(short):
                 part = AlikeMemory(*self._parts_of(short), is_at_peak=self._is_at_peak)
-                found[short] = part._made_up_s
+                found[short] = part._least_extra_then(None if given is None else given[:, short])
             return found
-        saved, extra, lacking = self._savings
+        saved, extra = self._saved, self.extra_s_on(0) if given is None else given
         with np.errstate(divide="ignore", invalid="ignore"):
             few, many = (np.where(saved[q] > 0, extra[q] / saved[q], np.inf) for q in (1, 2))
             both = few <= many
@@ -201,17 +208,17 @@ class AlikeMemory:
         return (taken * np.where(taken > 0, rates, 0.0)).sum(axis=1)
 
     @cached_property
-    def _savings(self) -> tuple[list[Array], list[Array], Array]:
-        """Bytes that each mode of a unit saves of the mean of ``_least``, its seconds, and the bytes that are lacking.
-
-        Lists of modes of [layouts, kinds], and [layouts].
-        """
-        table, rows = self.table, self.rows
-        times = [unit_times(table, rows.in_modes(np.full_like(rows.mode, mode)), 0) for mode in self.modes]
+    def _saved(self) -> Array:
+        """Bytes that a unit in each mode saves of the mean of ``_least``, [modes, layouts, kinds]."""
         least = [self._of_first_mode, *(self._least(self._held_in(mode)) for mode in self.modes[1:])]
-        saved = [np.maximum(0.0, least[0] - each) for each in least]
-        extra = [np.maximum(0.0, each.forward_s + each.backward_s - self.work_s) for each in times]
-        return saved, extra, self._lacking
+        return np.array([np.maximum(0.0, least[0] - each) for each in least])
+
+    def extra_s_on(self, place: int) -> Array:
+        """Seconds that a unit in each mode takes more on the devices at ``place``, [modes, layouts, kinds]."""
+        rows = self.rows
+        times = [unit_times(self.table, rows.in_modes(np.full_like(rows.mode, mode)), place) for mode in self.modes]
+        work = [each.forward_s + each.backward_s for each in times]
+        return np.array([np.maximum(0.0, each - work[0]) for each in work])
 
     @cached_property
     def _of_first_mode(self) -> Array:
@@ -229,14 +236,14 @@ class AlikeMemory:
         Either nothing lies on the host, or it is copied in one way, for which each rank has buffers. Without a pipeline
         the one rank takes no less.
         """
-        saved, extra, lacking = self._savings
+        saved, extra, lacking = self._saved, self.extra_s_on(0), self._lacking
         here = len(self.modes) // 2
         mixes = [(list(range(here)), 0.0), *(([*range(here), way], self.buffers[way]) for way in self.buffers)]
         found: list[Array] = []
         for modes, buffers in mixes:
             needed = lacking + self._beside_all + buffers
-            of_mix = np.array([saved[mode] for mode in modes])
-            least = least_extra_s(of_mix, np.array([extra[mode] for mode in modes]), self.counts, needed)
+            of_mix = saved[modes]
+            least = least_extra_s(of_mix, extra[modes], self.counts, needed)
             found.append(np.where(needed > of_mix.max(axis=0) @ self.counts * (1 + 1e-9), np.inf, least))
         return np.min(found, axis=0)
 
@@ -246,17 +253,16 @@ class AlikeMemory:
 
         A rank has them whole once it copies any block. Of n blocks that it may hold, each counts with an n-th part.
         """
-        saved, extra, lacking = self._savings
+        extra, lacking, left = self.extra_s_on(0), self._lacking, self._saved.copy()
         num_blocks = sum(self.table.units.is_block)
         if self.schedule.rules.has_one_stage:
             most, least_weight = num_blocks, self._weights[0].min(axis=1)
         else:
             most = stage_sizes(num_blocks, self.pp * self.virtual_stages).most * self.virtual_stages
             least_weight = np.full(len(lacking), 1 / self.pp)
-        left = list(saved)
         for way, buffers in self.buffers.items():
-            left[way] = np.maximum(0.0, saved[way] - (least_weight * buffers / most)[:, None])
-        return least_extra_s(np.array(left), np.array(extra), self.counts, lacking + self._whole_bytes("least"))
+            left[way] = np.maximum(0.0, left[way] - (least_weight * buffers / most)[:, None])
+        return least_extra_s(left, extra, self.counts, lacking + self._whole_bytes("least"))
 
     @cached_property
     def buffers(self) -> dict[int, Array]:

@@ -102,11 +102,15 @@ class AlikeLayouts(AlikeMemory):
 
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        return self._pipeline_s(self.recomputed_s) + self.once_s
+        if self.is_over_groups:
+            return self.unlike_s(recomputes=True) + self.once_s
+        return self._alike_s(self.recomputed_s) + self.once_s
 
     def without_recomputing_s(self) -> Array:
         """The same if no block recomputes what it need not."""
-        return self._pipeline_s(np.zeros_like(self.num_microbatches)) + self.once_s
+        if self.is_over_groups:
+            return self.unlike_s(recomputes=False) + self.once_s
+        return self._alike_s(np.zeros_like(self.num_microbatches)) + self.once_s
 
     @cached_property
     def once_s(self) -> Array:
@@ -120,9 +124,8 @@ class AlikeLayouts(AlikeMemory):
         data_s = self._of_table.data_once_s(self.rows, places) if over_groups else self.times.data_once_s
         return (self.update_s() + data_s) / self.pp
 
-    def _pipeline_s(self, recomputed_s: Array) -> Array:
-        if self.is_over_groups:
-            return self.unlike_s()
+    def _alike_s(self, recomputed_s: Array) -> Array:
+        """The pipeline's bound where all devices are alike, and so much is recomputed of one micro-batch."""
         total = self.work_s @ self.counts + recomputed_s + self.beside_s * self.num_beside.sum()
         if self.pp == 1:
             return self.num_microbatches * total
@@ -166,16 +169,43 @@ class AlikeLayouts(AlikeMemory):
         found = num_beside(self.schedule, self.pp, self.virtual_stages, transfer)
         return found * (not self.is_over_groups)
 
-    def unlike_s(self) -> Array:
-        """Lines (1), (2) and (3) where the devices of the ranks differ."""
+    def unlike_s(self, *, recomputes: bool) -> Array:
+        """The pipeline's bound where the devices of the ranks differ; with what blocks must recompute, or without."""
         p, m = self.pp, self.num_microbatches
         if not self.schedule.rules.has_one_stage:
-            return self._several_s
+            return self._several_s(recomputes=recomputes)
         if self.schedule.rules.forwards_first:
-            return self._weighted_s(0.0, [m - 1] * p)
-        least = self._weighted_s(-1.0, [m - 1] * p)
-        steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)])
+            return self._weighted_s(0.0, [m - 1] * p, recomputes=recomputes)
+        least = self._weighted_s(-1.0, [m - 1] * p, recomputes=recomputes)
+        steady = self._weighted_s(1.0, [np.maximum(m - p + rank, 1) for rank in range(p)], recomputes=recomputes)
         return np.where(m > p, np.maximum(least, steady), least)
+
+    def _recomputed_over_groups_s(self, factors: Array) -> Array:
+        """What blocks that must recompute add at least where a second of each rank adds ``factors``, [ranks, layouts].
+
+        As ``recomputed_s``, but a second of a unit counts by the least that it adds on any rank.
+        """
+        found, (short, part) = np.zeros(len(self.num_microbatches)), self._short
+        if part is not None:
+            extra = np.full((len(self.modes), len(short), len(self.counts)), np.inf)
+            for place, each in part._extra_of_places.items():
+                least = np.min(factors[np.equal(self.places, place)], axis=0)
+                np.minimum(extra, least[short, None] * each, out=extra)
+            found[short] = part.least_extra(extra)
+        return found
+
+    @cached_property
+    def _short(self) -> tuple[Positions, AlikeLayouts | None]:
+        """The layouts some of whose blocks must recompute; nothing where blocks may also go to the host."""
+        if len(self.modes) == 1 or self.offloads_activations:
+            return np.zeros(0, dtype=np.intp), None
+        short = np.flatnonzero(self.lacks_memory)
+        return short, self.take(short) if len(short) else None
+
+    @cached_property
+    def _extra_of_places(self) -> dict[int, Array]:
+        """``extra_s_on`` the devices of every rank."""
+        return {place: self.extra_s_on(place) for place in set(self.places)}
 
     @cached_property
     def times_of_ranks(self) -> Sequence[UnitPasses | UnitTimes]:
@@ -196,8 +226,7 @@ class AlikeLayouts(AlikeMemory):
         whole_s = np.array(self.work_of_ranks) @ self.counts
         return np.round(whole_s / whole_s.min(axis=0), 2)
 
-    @property
-    def _several_s(self) -> Array:
+    def _several_s(self, *, recomputes: bool) -> Array:
         """Over unlike devices, of which each may hold several stages, or halves of backward passes apart.
 
         Each rank works so long and stands still for ``before_s``, and one micro-batch goes through all stages and back,
@@ -219,11 +248,13 @@ class AlikeLayouts(AlikeMemory):
         each = np.maximum(0.0, ((m * (1 - q) + p * q) / rates / whole - q) / m)
         each *= (1 - q) / np.maximum(each.sum(axis=0), 1e-300)
         least = (q[:, None] * (work - weight) + (m * each)[..., None] * work).min(axis=0) @ self.counts
+        if recomputes:  # no schedule that splits backward passes does
+            least += self._recomputed_over_groups_s(q + m * each)
         if rules.overlaps_steps:
             return least
         return least + 2 * q * self.hops_s[-1] + (each * self.before_s.T).sum(axis=0)
 
-    def _weighted_s(self, e: float, d: list[Array]) -> Array:
+    def _weighted_s(self, e: float, d: list[Array], *, recomputes: bool) -> Array:
         """A weighted mean of line (1), (2) or (3), from below over all cuts, and what sends take.
 
         For weights l_r that sum to 1, T >= sum_r l_r line_r = sum_i A_i w_i, with A_i = 1 + e S_i + d_i l_i and S_i =
@@ -248,7 +279,8 @@ class AlikeLayouts(AlikeMemory):
         before = np.cumsum(weights, axis=0) - weights
         factors = 1 + e * before + np.array(d) * weights
         least = np.min([factor[:, None] * each for factor, each in zip(factors, work, strict=True)], axis=0)
-        return least @ self.counts + 2 * self.hops_s[-1]
+        recomputed = self._recomputed_over_groups_s(factors) if recomputes else 0.0
+        return least @ self.counts + recomputed + 2 * self.hops_s[-1]
 
     def _any_cut_s(self, total: Array) -> Array:
         """The bound where ranks hold several stages, or halves of backward passes apart.
