@@ -32,7 +32,8 @@ from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
 from planner.layout.columns import Array, Positions
 
 # Choices of one rank whose ledgers are looked at: those that need least; and of those about to fit, the first that
-# should, slower ones until one does, and faster ones. Two blocks more or less that recompute are within these numbers.
+# should, slower ones until one does, and faster ones until so many do not. Two blocks more or less that recompute are
+# within these numbers.
 MOST_SMALLEST, MOST_SLOWER, MOST_FASTER = 6, 12, 6
 # Combinations of counts that are listed; ranks of so many kinds of blocks that there are more choose one mode a kind.
 MOST_COMBINATIONS = 200_000
@@ -45,9 +46,11 @@ class Choice:
     """The modes of the units of a rank.
 
     ``least_s``: no choice that fits takes less, in seconds a micro-batch more than in the modes of least time.
+    ``slack_s``: this one takes so much more than that; nothing where no faster choice was left untried.
     """
 
     least_s: float
+    slack_s: float
     modes: Mapping[int, BlockMode]
 
 
@@ -80,7 +83,7 @@ class LeastRecompute:
         self._is_free = len(evaluator.free_modes) > 1
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
-        self._found: dict[tuple[object, ...], tuple[float, tuple[BlockMode, ...]] | None] = {}
+        self._found: dict[tuple[object, ...], tuple[float, float, tuple[BlockMode, ...]] | None] = {}
         # Of alike ranks the bytes of activations, a number a kind of backward pass: known to fit, and known not to.
         self._known_to_fit: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._known_not_to: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -99,6 +102,14 @@ class LeastRecompute:
                 found[unit] = mode
         return tuple(found)
 
+    def slack_s(self, starts: Sequence[int]) -> float:
+        """Seconds that a step in ``modes`` may take more than in others that fit and were not tried, at most."""
+        if not self._is_free:
+            return 0.0
+        choices = [self.of_rank(rank, held) for rank, held in enumerate(self._evaluator.stages_of_ranks(starts))]
+        m = self._evaluator.layout.num_microbatches
+        return m * sum(choice.slack_s for choice in choices if choice is not None)
+
     def _fits_as_it_is(self, starts: Sequence[int]) -> bool:
         stages = self._evaluator.stages_of_ranks(starts)
         return all(self._evaluator.rank_fits(rank, held) for rank, held in enumerate(stages))
@@ -114,24 +125,26 @@ class LeastRecompute:
         )
         if key not in self._found:
             choice = self._least(rank, stages)
-            self._found[key] = choice and (choice.least_s, tuple(choice.modes[unit] for unit in units))
+            modes = choice and tuple(choice.modes[unit] for unit in units)
+            self._found[key] = None if choice is None or modes is None else (choice.least_s, choice.slack_s, modes)
         known = self._found[key]
         if known is None:
             return None
-        least_s, modes = known
-        return Choice(least_s, dict(zip(units, modes, strict=True)))
+        least_s, slack_s, of_units = known
+        return Choice(least_s, slack_s, dict(zip(units, of_units, strict=True)))
 
     def _least(self, rank: int, stages: Stages) -> Choice | None:
         evaluator = self._evaluator
         nothing = {unit: evaluator.modes[unit] for held in stages.values() for unit in held}
         if self._fits_with_nothing(rank, stages):
-            return Choice(0.0, nothing)
+            return Choice(0.0, 0.0, nothing)
         mixes = self._mixes(nothing) if self._is_free else []
         found = [each for mix in mixes if (each := self._least_of(rank, stages, mix)) is not None]
         if not found:
             return None
-        _, modes = min(found, key=lambda each: each[0].taken_s)
-        return Choice(min(each.least_s for each, _ in found), nothing | modes)
+        fastest, modes = min(found, key=lambda each: each[0].taken_s)
+        least_s = min(each.least_s for each, _ in found)
+        return Choice(least_s, fastest.taken_s - least_s, nothing | modes)
 
     def _fits_with_nothing(self, rank: int, stages: Stages) -> bool:
         """Of ranks of alike devices and units, one that holds less of activations than another that fits does fit."""
@@ -332,10 +345,13 @@ def _least_that_fits(places: Positions, extra_s: Array, kept: Array, excess: Cal
         if excess(int(order[at])) <= 0:
             found = at
             break
-    lowest = max(0, first - MOST_FASTER)
-    for at in range(min(first, found) - 1, lowest - 1, -1):
+    at, num_too_large = min(first, found), 0
+    while at > 0 and num_too_large < MOST_FASTER:
+        at -= 1
         if excess(int(order[at])) <= 0:
             found = at
-    untested = order[lowest] if lowest else order[found]
+        else:
+            num_too_large += 1
     taken_s = float(extra_s[order[found]])
-    return _Found(min(float(extra_s[untested]), taken_s), taken_s, int(order[found]))
+    # Before ``at`` nothing was tried.
+    return _Found(float(extra_s[order[0]]) if at > 0 else taken_s, taken_s, int(order[found]))

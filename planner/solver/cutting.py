@@ -58,7 +58,9 @@ def best_cut(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_
     only = (0,) if layout.mesh.pp == 1 else solver.only_cut(pricer.evaluator.num_stages)
     if only is not None:
         priced = pricer.price(only)
-        return Cut(priced, np.inf if priced is None else priced.step_time_s)
+        if priced is None:
+            return Cut(None, np.inf)
+        return Cut(priced, max(bound_s, priced.step_time_s - pricer.least.slack_s(only)))
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
     return Cut(improved(pricer, cutoff_s), bound_s)

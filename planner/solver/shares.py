@@ -81,7 +81,7 @@ class _Part(NamedTuple):
 
     modes: tuple[BlockMode, ...]
     least_s: float  # of all micro-batches if nothing is recomputed
-    extra_s: float  # that the modes take more
+    extra_s: float  # that any modes with which it fits take more at least
     extra_of_modes: Array  # of one block in each mode, [modes, kinds]
     data_once_s: float  # no mode leaves less
     update_s: float
@@ -199,7 +199,7 @@ def _part(table: CostTable, part: Layout) -> _Part | None:
         extra_of_modes = np.zeros_like(extra_of_modes)
     places = [MODES[mode] for mode in found.modes]
     extra_s = part.num_microbatches * float(extra_of_modes[places, list(table.units.kinds)].sum())
-    own = micro_batches_s - extra_s, extra_s, extra_of_modes
+    own = micro_batches_s - extra_s, max(0.0, extra_s - pricer.least.slack_s(WHOLE)), extra_of_modes
     return _Part(found.modes, *own, min(data_s, once_s - update_s), update_s)
 
 
