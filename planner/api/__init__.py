@@ -14,6 +14,7 @@ from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
 from planner.api.within import pins_under, refusals, runnable, said_of, within_framework
 from planner.errors import (
+    NO_PLAN_IN_TIME,
     HardwareError,
     InfeasibleError,
     InputError,
@@ -51,7 +52,6 @@ from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
 from planner.translate.infeasible import Attempt, binding_text, lacking_bytes, smallest_change
 
-MORE_TIME = "raise --time-limit, or pin a choice such as --tp 8"
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
 PINS_IN_THE_WAY = (
     "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp",
@@ -100,7 +100,7 @@ class Question:
         try:
             return Question.of(request)
         except OutOfTimeError:
-            raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+            raise TimeLimitError from None
 
     def run_by(self, framework: str) -> Question:
         """The same training as another framework runs it, over all devices; nothing more is assumed."""
@@ -139,7 +139,7 @@ def answer_of(
         solved = _solved(question, deadline, progress)
         counted = with_fewer(solved, deadline, progress) if request.may_idle else Counted(solved)
     except OutOfTimeError:
-        raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+        raise TimeLimitError from None
     problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
         raise no_plan(problem, outcome, brief=brief)
@@ -290,10 +290,7 @@ def described(problem: Problem, found: Evaluated) -> Plan:
 def no_plan(problem: Problem, outcome: Outcome, *, brief: bool = False) -> InfeasibleError | TimeLimitError:
     """Why nothing was found, and the smallest change that would help; with ``brief`` who would look for that."""
     if not outcome.is_exhausted:
-        return TimeLimitError(
-            f"no plan was found in time ({outcome.num_visited} of {outcome.num_candidates} layouts tried)",
-            hint=MORE_TIME,
-        )
+        return TimeLimitError(f"{NO_PLAN_IN_TIME} ({outcome.num_visited} of {outcome.num_candidates} layouts tried)")
     assert outcome.closest is not None
     closest = at_its_smallest(problem.table, outcome.closest)
     pinned = problem.space.pins.describe()

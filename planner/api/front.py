@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from planner.api import MORE_TIME, Answer, Question, answer_of
+from planner.api import Answer, Question, answer_of
 from planner.api.money import check_price
 from planner.errors import InfeasibleError, InputError, NoLayoutError, PlannerError, TimeLimitError
 from planner.layout.deadline import Deadline, OutOfTimeError
@@ -124,7 +124,7 @@ class _Walk:
                 self._errors.append((count, error))
             except (TimeLimitError, OutOfTimeError):
                 if not self._plans:
-                    raise TimeLimitError("no plan was found in time", hint=MORE_TIME) from None
+                    raise TimeLimitError from None
             except KeyboardInterrupt:
                 if not self._plans:
                     raise

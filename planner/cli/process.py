@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from planner.cli.ctrl_c import interrupt
+from planner.errors import PlannerError
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.signals import rung_again
 
@@ -52,38 +53,55 @@ def interruptible(deadline: Deadline) -> Generator[None]:
     """Within it Ctrl-C and the clock end the process while there is nothing to answer with.
 
     Once there is a plan, they only end the search for a better one, and what is shown and written is whole. The second
-    Ctrl-C ends the process in any case. KeyboardInterrupt and OutOfTimeError are raised wherever the process is.
+    Ctrl-C ends the process in any case. KeyboardInterrupt and OutOfTimeError are raised wherever the process is, also
+    on the way out of here; OutOfTimeError too where a library made an error of its own of it, as pydantic does.
     """
-    is_ended = was_warned = False
+    handlers = _Handlers(deadline)
+    try:
+        with handlers.at_work(), rung_again(KeyboardInterrupt, OutOfTimeError):
+            yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        if handlers.was_late:
+            raise OutOfTimeError from error
+        raise
 
-    def interrupted(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal is_ended
-        is_ended = not deadline.has_answer or deadline.is_cut
-        if is_ended:
+
+class _Handlers:
+    """What Ctrl-C and the alarm do. ``was_late``: the alarm has raised OutOfTimeError."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._is_ended = self._was_warned = self.was_late = False
+
+    @contextlib.contextmanager
+    def at_work(self) -> Generator[None]:
+        """Within it they handle the signals, and the alarm is set for the deadline, if there is one."""
+        with contextlib.ExitStack() as undone:
+            before = signal.getsignal(signal.SIGINT)
+            if before is not signal.SIG_IGN:
+                undone.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupted))
+            undone.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._late))
+            undone.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            if self._deadline.is_limited:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._deadline.left_s))
+            yield
+
+    def _interrupted(self, _signal: int, _frame: FrameType | None) -> None:
+        self._is_ended = not self._deadline.has_answer or self._deadline.is_cut
+        if self._is_ended:
             interrupt()
-        deadline.cut()
+        self._deadline.cut()
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
-    def late(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal was_warned
-        if is_ended:  # the interrupt was lost
+    def _late(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._is_ended:  # the interrupt was lost
             interrupt()
-        if not deadline.has_answer or (was_warned and not deadline.is_settled):
+        deadline = self._deadline
+        if not deadline.has_answer or (self._was_warned and not deadline.is_settled):
+            self.was_late = True
             raise OutOfTimeError
         if not deadline.is_settled:
-            was_warned = True
+            self._was_warned = True
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupted)
-    alarm_before = signal.signal(signal.SIGALRM, late)
-    if deadline.is_limited:
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline.left_s))
-    try:
-        with rung_again(KeyboardInterrupt, OutOfTimeError):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, alarm_before)
-        signal.signal(signal.SIGINT, before)

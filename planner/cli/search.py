@@ -20,7 +20,8 @@ from planner.cli.front import Shown, range_progress, show_range
 from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, TokenCount, gpu_range
 from planner.cli.process import interruptible, process_began_s, uncollected
 from planner.cli.terminal import data_console, talk_console
-from planner.layout.deadline import Deadline
+from planner.errors import TimeLimitError
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.output_file import check_output, is_stdout
 from planner.plan.plan_file import plan_json, write_plan
 from planner.plan.schema import Plan
@@ -179,6 +180,8 @@ def search(  # over 6 arguments: one for each option of the command line
     except KeyboardInterrupt:  # there was no plan yet
         talk_console().print("interrupted")
         return 130
+    except OutOfTimeError:  # nor is there one now
+        raise TimeLimitError from None
     return 130 if answer.interrupted or deadline.is_cut else 0
 
 

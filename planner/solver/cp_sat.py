@@ -6,7 +6,7 @@ one worker, a fixed seed.
 
 from __future__ import annotations
 
-from planner.layout.deadline import Deadline
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.solver.base import PlacementSolver, UnprovedError
 from planner.solver.cp_program import CpModel, Expression, Solution, Status, solved, sum_of
@@ -20,12 +20,14 @@ class CpSatSolver(PlacementSolver):
 
     def _solve(self, model: CpModel, *, proof: bool = True) -> Solution | None:
         """The solved program, None where it is infeasible; without ``proof`` the best that was found will do."""
-        status, solution = solved(model, min(self._time_limit_s, self._deadline.left_s))
+        left_s = self._deadline.left_s
+        status, solution = solved(model, min(self._time_limit_s, left_s))
         if status == Status.INFEASIBLE:
             return None
         if status == Status.OPTIMAL or (status == Status.FEASIBLE and not proof):
             return solution
-        self._deadline.check()
+        if left_s <= self._time_limit_s or self._deadline.is_over():  # OR-Tools stops a moment before it is over
+            raise OutOfTimeError
         raise UnprovedError(f"{status.name} after {self._time_limit_s} s")
 
     def solve_placement(self, problem: PlacementProblem) -> PlacementSolution | None:

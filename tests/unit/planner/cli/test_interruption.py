@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, field_serializer
 
 from planner.cli.process import interruptible
 from planner.errors import ModelError
@@ -212,6 +213,27 @@ def test_a_signal_is_not_lost_where_nothing_can_be_raised(
             sent_and_waited(sent, number)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Told(BaseModel):
+    """Something whose JSON takes until the clock rings; pydantic makes an error of its own of what is raised."""
+
+    value: int = 0
+
+    @field_serializer("value")
+    def _late(self, value: int) -> int:
+        signal.raise_signal(signal.SIGALRM)
+        return value
+
+
+def test_an_error_that_a_library_made_of_the_clock_is_told_as_such() -> None:
+    with pytest.raises(OutOfTimeError), interruptible(Deadline.never()):
+        _Told().model_dump_json()
+
+
+def test_errors_that_are_not_the_clock_s_stay() -> None:
+    with pytest.raises(ZeroDivisionError), interruptible(Deadline.never()):
+        _ = 1 / 0
 
 
 def test_the_limit_of_a_model_file_is_not_lost_there() -> None:

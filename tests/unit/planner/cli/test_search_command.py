@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from costmodels.vocabulary.choices import Precision
 from planner.graph.graph_file import write_graph
+from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.plan.schema import Plan
 from tests.planning import graph_of
-from tests.unit.planner.cli.conftest import Run
+from tests.unit.planner.cli.conftest import Run, ended_by_the_clock
 
 TINY = ("search", "llama-tiny", "--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16")
 
@@ -260,11 +263,24 @@ def test_a_pin_that_prevents_fitting_is_named(run: Run) -> None:
     assert "without that pin a plan fits" in err
 
 
+@ended_by_the_clock
 def test_no_time(run: Run) -> None:
     code, out, err = run(*TINY, "--time-limit", 0)
     assert (code, out) == (4, "")
     assert "no plan was found in time" in err
     assert "--time-limit" in err
+
+
+def test_the_clock_rings_on_the_way_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def late(_deadline: Deadline) -> Generator[None]:
+        yield
+        raise OutOfTimeError
+
+    monkeypatch.setattr("planner.cli.search.interruptible", late)
+    code, _, err = run(*TINY)
+    assert code == 4
+    assert "no plan was found in time" in err
 
 
 @pytest.mark.parametrize(
