@@ -9,32 +9,30 @@ and in a rank of several stages the stage that holds most micro-batches gains mo
 On the host all blocks of a rank recompute the same: a second way there would save no memory of the device. Of the
 node's memory each device may take an equal share.
 
-Whether a rank fits the ledger says. It is asked for few of the choices: for those near the fastest that should fit by
-what blocks keep alone.
+Whether a rank fits the ledger says. It is asked for few of the choices: what does not fit rules out all that need no
+less (``choices_in_order``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.vocabulary.choices import BlockMode, KeptOnHost
 from costmodels.vocabulary.terms import Holding
 from planner.evaluation.block_modes import MODES
+from planner.evaluation.choices_in_order import Choices, fastest_that_fits
 from planner.evaluation.evaluator import Evaluator
 from planner.evaluation.in_flight import Flying
 from planner.evaluation.rank_memory import BLOCKS_IN_TRANSIT
-from planner.layout.columns import Array, Positions
+from planner.layout.columns import Array
 
-# Choices of one rank whose ledgers are looked at: those that need least; and of those about to fit, the first that
-# should, slower ones until one does, and faster ones until so many do not. Two blocks more or less that recompute are
-# within these numbers.
-MOST_SMALLEST, MOST_SLOWER, MOST_FASTER = 6, 12, 6
 # Combinations of counts that are listed; ranks of so many kinds of blocks that there are more choose one mode a kind.
 MOST_COMBINATIONS = 200_000
 
@@ -46,7 +44,7 @@ class Choice:
     """The modes of the units of a rank.
 
     ``least_s``: no choice that fits takes less, in seconds a micro-batch more than in the modes of least time.
-    ``slack_s``: this one takes so much more than that; nothing where no faster choice was left untried.
+    ``slack_s``: this one takes so much more than that; nothing where all combinations of modes are listed.
     """
 
     least_s: float
@@ -54,7 +52,7 @@ class Choice:
     modes: Mapping[int, BlockMode]
 
 
-Mix = tuple[BlockMode, ...]  # modes that blocks of one kind may be in, those that hold least first
+Mix = tuple[BlockMode, ...]  # modes that blocks may be in, those that hold least first
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class LeastRecompute:
         return tuple(found)
 
     def slack_s(self, starts: Sequence[int]) -> float:
-        """Seconds that a step in ``modes`` may take more than in others that fit and were not tried, at most."""
+        """Seconds that a step in ``modes`` may take more than in others that fit and were not listed, at most."""
         if not self._is_free:
             return 0.0
         choices = [self.of_rank(rank, held) for rank, held in enumerate(self._evaluator.stages_of_ranks(starts))]
@@ -142,9 +140,10 @@ class LeastRecompute:
         found = [each for mix in mixes if (each := self._least_of(rank, stages, mix)) is not None]
         if not found:
             return None
-        fastest, modes = min(found, key=lambda each: each[0].taken_s)
-        least_s = min(each.least_s for each, _ in found)
-        return Choice(least_s, fastest.taken_s - least_s, nothing | modes)
+        fastest = min(found, key=lambda each: each.least_s + each.slack_s)
+        least_s = min(each.least_s for each in found)
+        slack_s = fastest.least_s + fastest.slack_s - least_s
+        return Choice(least_s, slack_s, {**nothing, **fastest.modes})
 
     def _fits_with_nothing(self, rank: int, stages: Stages) -> bool:
         """Of ranks of alike devices and units, one that holds less of activations than another that fits does fit."""
@@ -161,22 +160,32 @@ class LeastRecompute:
         return fits
 
     def _mixes(self, units: Iterable[int]) -> list[Mix]:
-        """Without the host, and with each way to the host that is not slower and larger than another."""
+        """Without the host, and with each way to the host; without modes than which another is better for all kinds."""
         free = self._evaluator.free_modes
-        here = tuple(mode for mode in reversed(free) if not isinstance(mode, KeptOnHost))
         kinds = sorted({self._units.kinds[unit] for unit in units if self._units.is_block[unit]})
-        times = self._evaluator.extra_of_modes(0)[:, kinds]
+        times, needs = (
+            self._evaluator.extra_of_modes(0)[..., None],
+            [self._lasting, self._at_work + self._kept[..., None]],
+        )
+        here = self._useful(
+            [mode for mode in reversed(free) if not isinstance(mode, KeptOnHost)], kinds, [times, *needs]
+        )
+        host = self._on_host[..., None]
+        ways = self._useful([mode for mode in free if isinstance(mode, KeptOnHost)], kinds, [times, host])
+        return [here, *((way, *here) for way in ways)] if kinds else []
 
-        def is_worse(place: int, other: int) -> bool:
-            slower, larger = times[place] - times[other], (self._on_host[place] - self._on_host[other])[kinds]
-            both = np.concatenate([slower, larger])
-            return bool((both >= 0).all() and (both > 0).any())
+    @staticmethod
+    def _useful(modes: Sequence[BlockMode], kinds: Sequence[int], costs: Sequence[Array]) -> Mix:
+        """Modes of which no other is as good in all ``costs``, [modes, kinds, numbers] each, and better in one."""
+        of = {mode: np.concatenate([each[MODES[mode], kinds] for each in costs], axis=-1) for mode in modes}
 
-        ways = [mode for mode in free if isinstance(mode, KeptOnHost)]
-        useful = [way for way in ways if not any(is_worse(MODES[way], MODES[other]) for other in ways)]
-        return [here, *((way, *here) for way in useful)] if kinds else []
+        def is_worse(mode: BlockMode, other: BlockMode) -> bool:
+            more = of[mode] - of[other]
+            return bool((more >= 0).all() and (more > 0).any())
 
-    def _least_of(self, rank: int, stages: Stages, mix: Mix) -> tuple[_Found, dict[int, BlockMode]] | None:
+        return tuple([mode for mode in modes if not any(is_worse(mode, other) for other in modes)])
+
+    def _least_of(self, rank: int, stages: Stages, mix: Mix) -> Choice | None:
         """Of the choices of one mix, each of which has blocks on the host if the mix has any."""
         evaluator = self._evaluator
         kinds = self._kinds(rank, stages, mix)
@@ -197,15 +206,63 @@ class LeastRecompute:
         def excess(place: int) -> float:
             return evaluator.excess_bytes(rank, stages, modes_of(place))
 
+        is_whole = prod(shape) == prod(_num_combinations(len(kind.units), mix) for kind in kinds)
         rooms = np.array([self._room_bytes(rank, stages, kinds, moment) for moment in flying])
         fits = (kept <= rooms[:, None]).all(axis=0)
         needed = (kept + (rooms[0] - rooms)[:, None]).max(axis=0)  # as if there were no other moment than the first
         if isinstance(mix[0], KeptOnHost):
             fits &= (host > 0) & (host <= evaluator.host_room_bytes(stages))
-        found = _least_that_fits(np.flatnonzero(fits), extra_s, needed * evaluator.reserve, excess)
-        return None if found is None else (found, modes_of(found.place))
+        places = np.flatnonzero(fits)
+        picked = np.unravel_index(places, shape)
+        ends = [kind.counts[choice].cumsum(axis=1) for kind, choice in zip(kinds, picked, strict=True)]
+        numbers = extra_s[places], needed[places] * evaluator.reserve, np.hstack(ends)
+        choices = Choices(*numbers, *self._order(kinds))
+        found = fastest_that_fits(choices, lambda place: excess(int(places[place])))
+        if found is None:
+            return None
+        taken_s = float(choices.extra_s[found.place])
+        least_s = found.least_s if is_whole else min(found.least_s, self._relaxed_s(rank, stages, mix, rooms))
+        return Choice(least_s, taken_s - least_s, modes_of(int(places[found.place])))
 
-    def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
+    def _order(self, kinds: Sequence[_Kind]) -> tuple[NDArray[np.bool], float]:
+        """As of ``Choices``: steps from each mode of a kind to the next, and what is less at work in another mode."""
+        is_ordered: list[bool] = []
+        on_host: list[float] = []
+        spread_bytes = 0.0
+        for kind in kinds:
+            of = [MODES[mode] for mode in kind.mix], self._units.kinds[kind.units[0]]
+            is_ordered += [bool((step >= 0).all()) for step in np.diff(self._lasting[of], axis=0)]
+            working, kept = self._at_work[of], self._kept[of]
+            for a, b in combinations(range(len(kind.mix)), 2):
+                # A block may go from the mode that keeps less to that which keeps more, or change places with another.
+                less = [*(working[a] - working[b] + kept[a] - kept[b]), *(working[b] - working[a])]
+                spread_bytes = max(spread_bytes, *less)
+            on_host.append(float(self._on_host[of].max()))
+        # Some block stays on the host, of whichever kind.
+        spread_bytes += BLOCKS_IN_TRANSIT * float(np.ptp(on_host))
+        return np.array(is_ordered, dtype=bool), spread_bytes * self._evaluator.reserve
+
+    def _relaxed_s(self, rank: int, stages: Stages, mix: Mix, rooms: Array) -> float:
+        """At least so long every combination takes whose blocks keep no more than ``rooms``, of each moment.
+
+        A price for each byte in the room of a moment, at which every block by itself is in its best mode.
+        """
+        places, blocks = [MODES[mode] for mode in mix], list(chain.from_iterable(self._blocks(rank, stages).values()))
+        of = [self._units.kinds[unit] for _, unit in blocks]
+        times = self._evaluator.extra_of_modes(rank)[places][:, of]
+        times -= times.min(axis=0)
+        least_s = 0.0
+        for room, flies in zip(rooms.tolist(), -np.array([flies for flies, _ in blocks]).T, strict=True):
+            kept = self._kept[places][:, of] * flies
+            pairs = list(combinations(range(len(mix)), 2))
+            slower, smaller = (np.array([each[a] - each[b] for a, b in pairs]) for each in (times, -kept))
+            prices = np.unique(slower[(smaller > 0) & (slower > 0)] / smaller[(smaller > 0) & (slower > 0)])
+            found = [float((times + price * kept).min(axis=0).sum() - price * room) for price in prices.tolist()]
+            least_s = max([least_s, *found])
+        return least_s * (1 - 1e-12)
+
+    def _blocks(self, rank: int, stages: Stages) -> dict[int, list[tuple[tuple[int, ...], int]]]:
+        """Blocks of each kind with less than nothing of what is in flight of them, at every moment: most come first."""
         flying = [moment.counts for moment in self._evaluator.in_flight.moments(rank)]
         units = [
             (tuple([-number for number in numbers]), unit)
@@ -216,13 +273,18 @@ class LeastRecompute:
         groups: dict[int, list[tuple[tuple[int, ...], int]]] = {}
         for flies, unit in sorted(units):
             groups.setdefault(self._units.kinds[unit], []).append((flies, unit))
+        return groups
+
+    def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
+        groups, num_moments = self._blocks(rank, stages), len(self._evaluator.in_flight.moments(rank))
         every = _listed([len(found) for found in groups.values()], mix)
-        places = [MODES[mode] for mode in mix]
-        times = self._evaluator.extra_of_modes(rank)[places]  # [modes, kinds]
-        times = times - times[-1]
+        times = self._evaluator.extra_of_modes(rank)  # [modes, kinds]
         kinds: list[_Kind] = []
         for (kind, found), counts in zip(groups.items(), every, strict=True):
-            each = [[0.0] * len(flying), *([-number for number in numbers] for numbers, _ in found)]
+            own: Mix = tuple(sorted(mix, key=lambda mode: float(self._kept[MODES[mode], kind])))
+            places = [MODES[mode] for mode in own]
+            extra = times[places, kind] - times[places, kind].min()
+            each = [[0.0] * num_moments, *([-number for number in numbers] for numbers, _ in found)]
             flies = np.cumsum(each, axis=0)  # [units, moments]
             ends = np.cumsum(counts, axis=1).astype(int).T
             before = [np.zeros(len(counts), dtype=int), *ends]
@@ -231,9 +293,9 @@ class LeastRecompute:
             kinds.append(
                 _Kind(
                     [unit for _, unit in found],
-                    mix,
+                    own,
                     counts,
-                    extra_s=_summed(counts.T, times[:-1, kind]),
+                    extra_s=_summed(counts.T, extra[:-1] - extra[-1]) + len(found) * extra[-1],
                     kept_bytes=np.array([_summed(of_moment, self._kept[places, kind]) for of_moment in held]),
                     host_bytes=_summed(held[0], self._on_host[places, kind]),
                 )
@@ -255,6 +317,18 @@ class LeastRecompute:
         return kept
 
     @cached_property
+    def _lasting(self) -> Array:
+        """What a rank needs no less of where its blocks hold no less, [modes, kinds, numbers]."""
+        of, kept = self._evaluator.holding_of_modes, self._kept
+        others = [Holding.LOSS, Holding.BUFFER, Holding.COLLECTIVE, Holding.QUEUED, Holding.STRANDED]
+        return np.stack([kept, kept + of(Holding.WAITING), *map(of, others)], axis=-1)
+
+    @cached_property
+    def _at_work(self) -> Array:
+        """What a block holds besides while its backward pass runs, [modes, kinds, numbers]."""
+        return np.stack([self._working, self._evaluator.holding_of_modes(Holding.GRADIENTS)], axis=-1)
+
+    @cached_property
     def _working(self) -> Array:
         return self._evaluator.holding_of_modes(Holding.WORKING)
 
@@ -269,8 +343,7 @@ class LeastRecompute:
                 if unit not in in_kinds
             ]
         )
-        mixes = {kind.mix[0] for kind in kinds}
-        in_transit = [self._on_host[MODES[mode], self._units.kinds[u]] for mode in mixes for u in in_kinds]
+        in_transit = [self._on_host[MODES[kind.mix[0]], self._units.kinds[u]] for kind in kinds for u in kind.units]
         # The last unit of a stage is at work while nothing behind it has been freed. Of several stages it is not known
         # which one's backward pass goes on when the rank holds most.
         working = min(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
@@ -284,11 +357,15 @@ def _is_no_more(bytes_of: tuple[float, ...], most: tuple[float, ...] | None) -> 
 
 def _listed(numbers: Sequence[int], mix: Mix) -> list[Array]:
     """For each kind of so many blocks how many may be in every mode of ``mix`` but the last; [choices, modes] each."""
-    if prod(comb(number + len(mix) - 1, len(mix) - 1) for number in numbers) <= MOST_COMBINATIONS:
+    if prod(_num_combinations(number, mix) for number in numbers) <= MOST_COMBINATIONS:
         return [_all_counts(number, len(mix)) for number in numbers]
     if isinstance(mix[0], KeptOnHost) and prod(len(mix) ** 2 * number for number in numbers) <= MOST_COMBINATIONS:
         return [_counts_of_two(number, len(mix)) for number in numbers]
     return [np.vstack([number * np.eye(len(mix) - 1), np.zeros((1, len(mix) - 1))]) for number in numbers]
+
+
+def _num_combinations(number: int, mix: Mix) -> int:
+    return comb(number + len(mix) - 1, len(mix) - 1)
 
 
 @lru_cache(maxsize=256)
@@ -313,45 +390,3 @@ def _summed(numbers: Array, each: Array) -> Array:
     for number, one in zip(numbers, each, strict=True):
         found = found + number * one
     return found
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Of many choices the fastest that was found to fit; none that fits takes less than ``least_s``."""
-
-    least_s: float
-    taken_s: float
-    place: int
-
-
-def _least_that_fits(places: Positions, extra_s: Array, kept: Array, excess: Callable[[int], float]) -> _Found | None:
-    """Of the choices at ``places`` the fastest that was found to fit.
-
-    ``kept``: bytes of each choice; ``excess``: by how much the ledger says that it is too large. None: none fits.
-    """
-    over = np.inf
-    for smallest in places[np.argsort(kept[places], kind="stable")][:MOST_SMALLEST].tolist():
-        over = excess(smallest)
-        if over <= 0:
-            break
-    else:
-        return None
-    # What the rank needs besides blocks' activations is about the same under every choice.
-    order = places[np.argsort(extra_s[places], kind="stable")]
-    likely = np.flatnonzero(kept[order] - kept[smallest] + over <= 0)
-    first = int(likely[0])
-    found = int(np.flatnonzero(order == smallest)[0])
-    for at in range(first, min(first + MOST_SLOWER, found)):
-        if excess(int(order[at])) <= 0:
-            found = at
-            break
-    at, num_too_large = min(first, found), 0
-    while at > 0 and num_too_large < MOST_FASTER:
-        at -= 1
-        if excess(int(order[at])) <= 0:
-            found = at
-        else:
-            num_too_large += 1
-    taken_s = float(extra_s[order[found]])
-    # Before ``at`` nothing was tried.
-    return _Found(float(extra_s[order[0]]) if at > 0 else taken_s, taken_s, int(order[found]))
