@@ -15,7 +15,7 @@ less (``choices_in_order``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, combinations
@@ -82,6 +82,7 @@ class LeastRecompute:
         self._units = evaluator.table.units
         self._model = evaluator.memory_model
         self._found: dict[tuple[object, ...], tuple[float, float, tuple[BlockMode, ...]] | None] = {}
+        self._mixes_of: dict[tuple[int, ...], list[Mix]] = {}
         # Of alike ranks the bytes of activations, a number a kind of backward pass: known to fit, and known not to.
         self._known_to_fit: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._known_not_to: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -136,7 +137,8 @@ class LeastRecompute:
         nothing = {unit: evaluator.modes[unit] for held in stages.values() for unit in held}
         if self._fits_with_nothing(rank, stages):
             return Choice(0.0, 0.0, nothing)
-        mixes = self._mixes(nothing) if self._is_free else []
+        kinds = sorted({self._units.kinds[unit] for unit in nothing if self._units.is_block[unit]})
+        mixes = self._mixes(tuple(kinds)) if kinds and self._is_free else []
         found = [each for mix in mixes if (each := self._least_of(rank, stages, mix)) is not None]
         if not found:
             return None
@@ -159,20 +161,16 @@ class LeastRecompute:
         (self._known_to_fit if fits else self._known_not_to)[alike] = activations
         return fits
 
-    def _mixes(self, units: Iterable[int]) -> list[Mix]:
+    def _mixes(self, kinds: tuple[int, ...]) -> list[Mix]:
         """Without the host, and with each way to the host; without modes than which another is better for all kinds."""
-        free = self._evaluator.free_modes
-        kinds = sorted({self._units.kinds[unit] for unit in units if self._units.is_block[unit]})
-        times, needs = (
-            self._evaluator.extra_of_modes(0)[..., None],
-            [self._lasting, self._at_work + self._kept[..., None]],
-        )
-        here = self._useful(
-            [mode for mode in reversed(free) if not isinstance(mode, KeptOnHost)], kinds, [times, *needs]
-        )
-        host = self._on_host[..., None]
-        ways = self._useful([mode for mode in free if isinstance(mode, KeptOnHost)], kinds, [times, host])
-        return [here, *((way, *here) for way in ways)] if kinds else []
+        if kinds not in self._mixes_of:
+            free, times = self._evaluator.free_modes, self._evaluator.extra_of_modes(0)[..., None]
+            needs = [times, self._lasting, self._at_work + self._kept[..., None]]
+            here = self._useful([mode for mode in reversed(free) if not isinstance(mode, KeptOnHost)], kinds, needs)
+            to_host = [mode for mode in free if isinstance(mode, KeptOnHost)]
+            ways = self._useful(to_host, kinds, [times, self._on_host[..., None]])
+            self._mixes_of[kinds] = [here, *((way, *here) for way in ways)]
+        return self._mixes_of[kinds]
 
     @staticmethod
     def _useful(modes: Sequence[BlockMode], kinds: Sequence[int], costs: Sequence[Array]) -> Mix:
