@@ -44,7 +44,7 @@ class Choice:
     """The modes of the units of a rank.
 
     ``least_s``: no choice that fits takes less, in seconds a micro-batch more than in the modes of least time.
-    ``slack_s``: this one takes so much more than that; nothing where all combinations of modes are listed.
+    ``slack_s``: this one takes so much more than that; mostly nothing.
     """
 
     least_s: float
@@ -102,7 +102,7 @@ class LeastRecompute:
         return tuple(found)
 
     def slack_s(self, starts: Sequence[int]) -> float:
-        """Seconds that a step in ``modes`` may take more than in others that fit and were not listed, at most."""
+        """Seconds that a step in ``modes`` may take more than in others that may fit, at most."""
         if not self._is_free:
             return 0.0
         choices = [self.of_rank(rank, held) for rank, held in enumerate(self._evaluator.stages_of_ranks(starts))]
@@ -260,7 +260,7 @@ class LeastRecompute:
         return least_s * (1 - 1e-12)
 
     def _blocks(self, rank: int, stages: Stages) -> dict[int, list[tuple[tuple[int, ...], int]]]:
-        """Blocks of each kind with less than nothing of what is in flight of them, at every moment: most come first."""
+        """Blocks of each kind, before each the negative of what is in flight of it at every moment: most come first."""
         flying = [moment.counts for moment in self._evaluator.in_flight.moments(rank)]
         units = [
             (tuple([-number for number in numbers]), unit)
