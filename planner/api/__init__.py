@@ -142,7 +142,7 @@ def answer_of(
         raise TimeLimitError from None
     problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
-        raise no_plan(problem, outcome, brief=brief)
+        raise no_plan(problem, outcome, is_late=deadline.is_over(), brief=brief)
     deadline.settle()
     baseline = problem.solved_baseline()
     cases: tuple[CaseSection, ...] = ()
@@ -287,16 +287,19 @@ def described(problem: Problem, found: Evaluated) -> Plan:
     return to_plan.described(found, problem.target, problem.space.training, decision)
 
 
-def no_plan(problem: Problem, outcome: Outcome, *, brief: bool = False) -> InfeasibleError | TimeLimitError:
-    """Why nothing was found, and the smallest change that would help; with ``brief`` who would look for that."""
-    if not outcome.is_exhausted:
+def no_plan(problem: Problem, outcome: Outcome, *, is_late: bool = False, brief: bool = False) -> PlannerError:
+    """Why nothing was found, and the smallest change that would help; with ``brief`` who would look for that.
+
+    ``is_late``: the deadline ended the search, unless it was done.
+    """
+    if is_late and not outcome.is_exhausted:
         return TimeLimitError(f"{NO_PLAN_IN_TIME} ({outcome.num_visited} of {outcome.num_candidates} layouts tried)")
     assert outcome.closest is not None
     closest = at_its_smallest(problem.table, outcome.closest)
     pinned = problem.space.pins.describe()
     space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
     cluster = problem.target.cluster
-    text = binding_text(cluster, closest, space_text, problem.memory_risk)
+    text = binding_text(cluster, closest, space_text, problem.memory_risk, is_proved=outcome.is_exhausted)
     lacks = lacking_bytes(closest)
     if brief:
         return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacks)

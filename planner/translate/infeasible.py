@@ -32,6 +32,7 @@ class Attempt:
 
 
 Fits = Callable[[Attempt], bool]  # whether any layout fits
+NOT_PROVED = "Of pipelines whose ranks hold several stages not every cut was tried: that none fits is not proved"
 # Parts of the memory that are named.
 MOST_PARTS = 3
 
@@ -51,8 +52,17 @@ def _fullest(found: Evaluated) -> tuple[MemoryLedger, float]:
     return max(zip(found.ledgers, found.capacity_bytes, strict=True), key=lambda p: p[0].total_bytes / p[1])
 
 
-def binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str, memory_risk: float) -> str:
-    """What binds, with its values. ``space_text``: the layouts of which ``closest`` needs least."""
+def binding_text(
+    cluster: ClusterSpec, closest: Evaluated, space_text: str, memory_risk: float, *, is_proved: bool = True
+) -> str:
+    """What binds, with its values. ``space_text``: the layouts of which ``closest`` needs least.
+
+    ``is_proved``: whether no cut of any of them fits; of ranks with several stages not all cuts are tried.
+    """
+    return f"{_binding_text(cluster, closest, space_text, memory_risk)}{'' if is_proved else f'. {NOT_PROVED}'}"
+
+
+def _binding_text(cluster: ClusterSpec, closest: Evaluated, space_text: str, memory_risk: float) -> str:
     need, room = _fullest(closest)
     host = closest.host
     even = f"Even the smallest of {space_text} ({layout_text(closest.layout)}) needs"

@@ -255,6 +255,18 @@ def test_nothing_fits(run: Run) -> None:
     assert "Traceback" not in err
 
 
+def test_nothing_fits_where_not_every_cut_was_tried(run: Run) -> None:
+    """No time limit was given: that none was found in time would be wrong, and that none fits is not proved."""
+    pins = ("--micro-batch", 1, "--virtual-stages", 3, "--no-sequence-parallel")
+    code, _, err = run(
+        "search", "gpt3-13b", "--gpus", 8, "--hardware", "tpu-v4", "--seq-len", 2048, "--global-batch", 8, *pins
+    )
+    assert code == 3
+    assert "nothing fits: memory binds" in err
+    assert "not every cut was tried" in err
+    assert "in time" not in err
+
+
 def test_a_pin_that_prevents_fitting_is_named(run: Run) -> None:
     small = ("--gpus", 8, "--hardware", "dgx-a100-80gb", "--seq-len", 2048, "--global-batch", 8)
     code, _, err = run("search", "llama3-8b", *small, "--zero", 0, "--tp", 1, "--pp", 1, "--cp", 1)
