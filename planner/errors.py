@@ -16,8 +16,6 @@ The message states the rule and the values; the hint states the way out.
 
 from __future__ import annotations
 
-NO_PLAN_IN_TIME = "no plan was found in time"
-
 
 class PlannerError(Exception):
     """An error with the rule and the values in ``message`` and the way out in ``hint``."""
@@ -79,6 +77,9 @@ class TimeLimitError(PlannerError):
     exit_code = 4
 
     def __init__(
-        self, message: str = NO_PLAN_IN_TIME, *, hint: str = "raise --time-limit, or pin a choice such as --tp 8"
+        self,
+        message: str = "no plan was found in time",
+        *,
+        hint: str = "raise --time-limit, or pin a choice such as --tp 8",
     ) -> None:
         super().__init__(message, hint=hint)

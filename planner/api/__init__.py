@@ -14,13 +14,13 @@ from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
 from planner.api.within import pins_under, refusals, runnable, said_of, within_framework
 from planner.errors import (
-    NO_PLAN_IN_TIME,
     HardwareError,
     InfeasibleError,
     InputError,
     ModelError,
     NoLayoutError,
     PlanError,
+    PlannerError,
     TimeLimitError,
 )
 from planner.evaluation.evaluator import Evaluated
@@ -288,12 +288,10 @@ def described(problem: Problem, found: Evaluated) -> Plan:
 
 
 def no_plan(problem: Problem, outcome: Outcome, *, is_late: bool = False, brief: bool = False) -> PlannerError:
-    """Why nothing was found, and the smallest change that would help; with ``brief`` who would look for that.
-
-    ``is_late``: the deadline ended the search, unless it was done.
-    """
+    """Why nothing was found, and but for ``brief`` the smallest change that would help. ``is_late``: time is over."""
     if is_late and not outcome.is_exhausted:
-        return TimeLimitError(f"{NO_PLAN_IN_TIME} ({outcome.num_visited} of {outcome.num_candidates} layouts tried)")
+        tried = f"{outcome.num_visited} of {outcome.num_candidates} layouts tried"
+        return TimeLimitError(f"no plan was found in time ({tried})")
     assert outcome.closest is not None
     closest = at_its_smallest(problem.table, outcome.closest)
     pinned = problem.space.pins.describe()
