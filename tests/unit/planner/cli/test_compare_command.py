@@ -11,7 +11,7 @@ from planner.api import Question, compare
 from planner.cli.options import pins_of
 from planner.errors import InputError
 from planner.request import Request
-from tests.unit.planner.cli.conftest import Run, ended_by_the_clock
+from tests.unit.planner.cli.conftest import Run
 
 TINY = ("llama-tiny", "--gpus", 4, "--hardware", "dgx-a100-80gb", "--seq-len", 64, "--global-batch", 16)
 # Two stages of unlike sizes that recompute all, on 12 GPUs of nodes of 8, with tp over nodes where it is 12.
@@ -98,7 +98,6 @@ def test_where_no_framework_has_a_plan_the_code_is_3(run: Run, tmp_path: Path) -
     assert "megatron-core, megatron-lm, nemo, torchtitan: no plan." in " ".join(out.split())
 
 
-@ended_by_the_clock
 def test_where_there_is_no_time_the_code_is_4(run: Run) -> None:
     code, out, _ = run("compare", *TINY, "--time-limit", 0)
     assert code == 4
