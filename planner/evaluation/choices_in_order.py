@@ -57,8 +57,9 @@ class Fastest:
 
 
 def fastest_that_fits(choices: Choices, excess: Callable[[int], float]) -> Fastest | None:
-    """The fastest choice that fits; None where none does. ``excess(place)``: bytes that it needs too many.
+    """The fastest choice that fits; None where none does in its own order of modes.
 
+    ``excess(place)``: bytes that it needs too many.
     What is likely to fit is asked for first, the fastest of it; otherwise what needs least. What one choice needs
     besides ``needed_bytes`` is about what the others need.
     """

@@ -194,16 +194,6 @@ class LeastRecompute:
             kept = (kept[:, :, None] + kind.kept_bytes[:, None]).reshape(len(flying), -1)
             host = (host[:, None] + kind.host_bytes).ravel()
         shape = [len(kind.extra_s) for kind in kinds]
-
-        def modes_of(place: int) -> dict[int, BlockMode]:
-            modes: dict[int, BlockMode] = {}
-            for kind, choice in zip(kinds, np.unravel_index(place, shape), strict=True):
-                modes |= kind.modes(int(choice))
-            return modes
-
-        def excess(place: int) -> float:
-            return evaluator.excess_bytes(rank, stages, modes_of(place))
-
         is_whole = prod(shape) == prod(_num_combinations(len(kind.units), mix) for kind in kinds)
         rooms = np.array([self._room_bytes(rank, stages, kinds, moment) for moment in flying])
         fits = (kept <= rooms[:, None]).all(axis=0)
@@ -215,12 +205,19 @@ class LeastRecompute:
         ends = [kind.counts[choice].cumsum(axis=1) for kind, choice in zip(kinds, picked, strict=True)]
         numbers = extra_s[places], needed[places] * evaluator.reserve, np.hstack(ends)
         choices = Choices(*numbers, *self._order(kinds))
-        found = fastest_that_fits(choices, lambda place: excess(int(places[place])))
+
+        def modes_of(place: int) -> dict[int, BlockMode]:
+            modes: dict[int, BlockMode] = {}
+            for kind, choice in zip(kinds, picked, strict=True):
+                modes |= kind.modes(int(choice[place]))
+            return modes
+
+        found = fastest_that_fits(choices, lambda place: evaluator.excess_bytes(rank, stages, modes_of(place)))
         if found is None:
             return None
         taken_s = float(choices.extra_s[found.place])
         least_s = found.least_s if is_whole else min(found.least_s, self._relaxed_s(rank, stages, mix, rooms))
-        return Choice(least_s, taken_s - least_s, modes_of(int(places[found.place])))
+        return Choice(least_s, taken_s - least_s, modes_of(found.place))
 
     def _order(self, kinds: Sequence[_Kind]) -> tuple[NDArray[np.bool], float]:
         """As of ``Choices``: steps from each mode of a kind to the next, and what is less at work in another mode."""
