@@ -37,8 +37,8 @@ class _OfCuts(NamedTuple):
     """Many cuts where nothing is recomputed."""
 
     borders: Positions  # [cuts, stages + 1]
+    stages_s: Array  # forward, backward and weight gradients of every stage on one micro-batch, [3, stages, cuts]
     work_s: Array  # of every rank on one micro-batch, [ranks, cuts]
-    num_units: Positions  # of every rank, [ranks, cuts]
     first_s: Array  # as ``ManyCuts._least_s`` takes it
 
 
@@ -82,12 +82,10 @@ class ManyCuts:
             return found
         priced = [each for _, each in ranks]
         once = np.array([max(rank.data_s for rank in each) + max(rank.update_s for rank in each) for each in priced])
-        seconds, work_s = self._seconds(priced), np.array([[rank.work_s for rank in each] for each in priced]).T
-        work_s += self._evaluator.beside_of_ranks_s().sum(axis=0)[:, None]
+        seconds, work_s = self._seconds(self._stages_s(priced)), self._work_s(priced)
         passes = seconds.reshape(4, -1, len(priced))[: 1 if self._splits_backward else 2, : len(work_s)]
         left = np.flatnonzero(self._least_s(passes.sum(axis=0), work_s) + once < limit_s)
-        receives_s = np.sum(self._evaluator.receives_s(self._evaluator.send_s), axis=1)[:, None]
-        makespans_s = self._makespans_s(seconds[:, left], (work_s[:, left] + receives_s).max(axis=0))
+        makespans_s = self._makespans_s(seconds[:, left], work_s[:, left])
         places = [ranks[each][0] for each in left.tolist()]
         found[places] = makespans_s + once[left]
         self.makespans_s.update(zip([cuts[place] for place in places], makespans_s.tolist(), strict=True))
@@ -116,48 +114,60 @@ class ManyCuts:
         found: Array = whole_s.max(axis=0) * (1 - 1e-9)
         return found
 
-    def worth_a_look(self, base: Starts, cuts: Positions) -> Positions:
-        """Of ``cuts`` those under which no rank works longer than the longest does under ``base``; the shortest first.
+    def worth_a_look(self, base: Starts, cuts: Positions, *, are_likely: bool) -> Positions:
+        """Of ``cuts`` those that may be faster than ``base``, which fits; the likeliest first. [cuts, stages].
 
-        ``base`` must fit. A rank that holds no fewer units than under ``base`` recomputes no less. This proves nothing:
-        a step may be shorter although its longest rank works longer. ``cuts``: [cuts, stages].
+        Each is simulated with what its ranks recompute, and do once a step, under ``base``: one that holds no fewer
+        units in any stage does no less, but for what units at work may save it. One that holds fewer does nothing.
+        ``are_likely``: only cuts under which no rank works longer than the longest does under ``base``.
         """
         if not len(cuts):
             return cuts
         of_cuts = self._of_cuts(np.concatenate([[base], cuts]))
-        work, held = of_cuts.work_s, of_cuts.num_units
-        now = self._of_ranks(base, self._keys(of_cuts.borders[:1])[0], work[:, 0].tolist())
+        now = self._of_ranks(base, self._keys(of_cuts.borders[:1])[0], of_cuts.work_s[:, 0].tolist())
         if now is None:
             return cuts
-        now_s = np.array([[rank.work_s] for rank in now])
-        least = work + np.where(held >= held[:, :1], now_s - work[:, :1], 0.0)
-        longest = least[:, 1:].max(axis=0)
-        order = np.argsort(longest, kind="stable")
-        return cuts[order[longest[order] <= now_s.max() * (1 + 1e-9)]]
+        now_s, sizes = self._work_s([now]), np.diff(of_cuts.borders, axis=1).T
+        of_rank = self._by_rank.reshape(len(now), -1)
+        holds_no_less = np.logical_and.reduce((sizes >= sizes[:, :1])[of_rank], axis=1)  # [ranks, cuts]
+        work_s = of_cuts.work_s + self._beside_of_ranks_s
+        work_s += np.where(holds_no_less, now_s - work_s[:, :1], 0.0)
+        may_do = work_s[:, 1:].max(axis=0) <= now_s.max() * (1 + 1e-9)
+        near = np.concatenate([[0], 1 + np.flatnonzero(may_do | (not are_likely))])
+        stages_s = of_cuts.stages_s[:, :, near]
+        more_s = self._stages_s([now]) - stages_s[:, :, :1]
+        stages_s += np.where(holds_no_less[self._rank_of][:, near], more_s, 0.0)
+        step_s = self._makespans_s(self._seconds(stages_s), work_s[:, near])
+        once_s = np.array([(rank.data_s, rank.update_s) for rank in now]).T[..., None]
+        step_s += np.where(holds_no_less[:, near], once_s, 0.0).max(axis=1).sum(axis=0)
+        order = 1 + np.argsort(step_s[1:], kind="stable")
+        return cuts[near[order[step_s[order] < step_s[0]]] - 1]
 
     @cached_property
     def _by_rank(self) -> Positions:
         """The stages of the first rank, then those of the second, and so on."""
+        return np.argsort(self._rank_of, kind="stable")
+
+    @cached_property
+    def _rank_of(self) -> list[int]:
         layout = self._evaluator.layout
-        rank_of = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
-        return np.argsort(rank_of, kind="stable")
+        return [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
 
     def _of_cuts(self, cuts: Positions) -> _OfCuts:
         evaluator, pp = self._evaluator, self._evaluator.layout.mesh.pp
         borders = np.concatenate([cuts, np.full((len(cuts), 1), len(self._kinds))], axis=1)
         ranks_of = np.repeat(np.arange(pp), len(self._by_rank) // pp)  # of the stages in this order
-        whole_s, forward_s = (np.empty((len(cuts), len(self._by_rank))) for _ in range(2))
+        stages_s = np.empty((3, len(self._by_rank), len(cuts)))
         for place in set(map(evaluator.place_of, range(pp))):
             there = [at for at, rank in enumerate(ranks_of.tolist()) if evaluator.place_of(rank) == place]
             times = evaluator.unit_times_of(int(ranks_of[there[0]]))
             stages = self._by_rank[there]
-            for found, seconds in ((whole_s, np.add(times.forward_s, times.backward_s)), (forward_s, times.forward_s)):
-                passed = np.concatenate(([0.0], np.cumsum(seconds)))[borders]
-                found[:, stages] = np.diff(passed, axis=1)[:, stages]
-        shape = len(cuts), pp, -1
-        work_s = whole_s[:, self._by_rank].reshape(shape).sum(axis=2).T
-        units = np.diff(borders, axis=1)[:, self._by_rank].reshape(shape).sum(axis=2).T
-        return _OfCuts(borders, work_s, units, (forward_s if self._splits_backward else whole_s)[:, :pp].T)
+            for found, seconds in zip(stages_s, (times.forward_s, times.backward_s, times.weight_s), strict=True):
+                passed = np.concatenate(([0.0], np.cumsum(seconds)))[borders.T]
+                found[stages] = np.diff(passed, axis=0)[stages]
+        whole_s = stages_s[0] + stages_s[1]
+        work_s = whole_s[self._by_rank].reshape(pp, -1, len(cuts)).sum(axis=1)
+        return _OfCuts(borders, stages_s, work_s, (stages_s[0] if self._splits_backward else whole_s)[:pp])
 
     def _of_ranks(
         self, starts: Starts, keys: Sequence[tuple[int, ...]], work: Sequence[float], most_s: float = np.inf
@@ -212,27 +222,39 @@ class ManyCuts:
             self._timed[key] = _OfRank(forward_s, backward_s, weight_s, data_s, update_s, work_s)
         return self._timed[key]
 
+    @cached_property
+    def _beside_of_ranks_s(self) -> Array:
+        """What messages add to each rank's work on one micro-batch, [ranks, 1]."""
+        return self._evaluator.beside_of_ranks_s().sum(axis=0)[:, None]
+
+    def _work_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+        """Of every rank on one micro-batch, with messages beside it; [ranks, cuts]."""
+        return np.array([[rank.work_s for rank in each] for each in priced]).T + self._beside_of_ranks_s
+
     def _makespans_s(self, seconds: Array, work_s: Array) -> Array:
-        """``work_s``: of the busiest rank under each cut, on one micro-batch, with what it waits for inputs."""
+        """``seconds`` and ``work_s`` as ``_seconds`` and ``_work_s`` find them."""
         layout = self._evaluator.layout
         rules, p, m = layout.schedule.rules, layout.mesh.pp, layout.num_microbatches
-        if p == 1 or not len(work_s):
-            return m * work_s
+        receives_s = np.sum(self._evaluator.receives_s(self._evaluator.send_s), axis=1)[:, None]
+        longest_s = (work_s + receives_s).max(axis=0)
+        if p == 1 or not len(longest_s):
+            return m * longest_s
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
             schedule = rules.actions(p, layout.virtual_stages, num_microbatches)
             span = simulate_many(schedule, seconds[:, cuts], self._evaluator.send_s, transfer=self._evaluator.transfer)
             return span.longest_rank_s if rules.overlaps_steps else span.makespan_s
 
-        return whole_s(run, rules, p, m, work_s)
+        return whole_s(run, rules, p, m, longest_s)
 
-    def _seconds(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
-        """Forward, backward, input gradient and weight gradient of every stage, [4 stages, cuts]."""
-        evaluator = self._evaluator
-        stages, p = evaluator.num_stages, evaluator.layout.mesh.pp
-        ranks = [evaluator.layout.schedule.rules.rank_of(stage, p) for stage in range(stages)]
+    def _stages_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
+        """Forward, backward and weight gradients of every stage, [3, stages, cuts]."""
+        ranks = self._rank_of
         place = [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
         parts = np.array([[(each.forward_s, each.backward_s, each.weight_s) for each in of_cut] for of_cut in priced])
-        forward, backward, weight = parts[:, ranks, :, place].transpose(2, 0, 1)
-        forward, backward = np.array([forward, backward]) + evaluator.beside_s[:, :, None]
-        return np.concatenate([forward, backward, backward - weight, weight])
+        return parts[:, ranks, :, place].transpose(2, 0, 1)
+
+    def _seconds(self, stages_s: Array) -> Array:
+        """Forward, backward, input gradient and weight gradient of every stage, messages beside; [4 stages, cuts]."""
+        forward, backward = stages_s[:2] + self._evaluator.beside_s[:, :, None]
+        return np.concatenate([forward, backward, backward - stages_s[2], stages_s[2]])

@@ -89,8 +89,9 @@ class _End(NamedTuple):
 class _Pipelines:
     """Layouts that are alike (``AlikeKey``). Blocks of several kinds have no bound of loads."""
 
-    def __init__(self, of: AlikeLayouts, enough_s: float) -> None:
-        self._of, self._enough_s = of, enough_s
+    def __init__(self, of: AlikeLayouts, enough_s: float, whole: _Pipelines | None = None) -> None:
+        """``whole``: the same at another moment, and more layouts: these are those of its ``with_two_moments``."""
+        self._of, self._enough_s, self._whole = of, enough_s, whole
 
     @property
     def _has_one_stage(self) -> bool:
@@ -242,7 +243,7 @@ class _Pipelines:
         fewest, extra_s = self._extra_then
         if self._of.at_peak is not None:
             places = self._of.with_two_moments
-            at_peak_s = _Pipelines(self._of.at_peak, self._enough_s)._extra_then[1]
+            at_peak_s = _Pipelines(self._of.at_peak, self._enough_s, self)._extra_then[1]
             extra_s[places] = np.maximum(extra_s[places], at_peak_s)
         return fewest, extra_s
 
@@ -354,6 +355,8 @@ class _Pipelines:
 
     @cached_property
     def _passing(self) -> PassingBytes:
+        if self._whole is not None:
+            return self._whole._passing.of_some(self._of, self._whole._of.with_two_moments)
         return PassingBytes(self._of, self._held_of_modes)
 
     @staticmethod
@@ -378,6 +381,8 @@ class _Pipelines:
 
         On each rank's own devices; where these are alike one for all ranks.
         """
+        if self._whole is not None:
+            return self._whole._extra_s_of_modes[self._whole._of.with_two_moments]
         every, modes = np.arange(len(self._of.num_microbatches)), self._of.modes
         rows = self._of.rows.take(np.repeat(every, len(modes))).in_modes(np.tile(modes, len(every)))
         work: dict[int, Array] = {}
@@ -391,6 +396,8 @@ class _Pipelines:
     @cached_property
     def _held_of_modes(self) -> Array:
         """What a unit holds of one micro-batch, [layouts, modes, kinds, Holding]."""
+        if self._whole is not None:
+            return self._whole._held_of_modes[self._whole._of.with_two_moments]
         work, modes = self._of.rows.work, self._of.modes
         found = held_bytes(self._of.table, np.repeat(work, len(modes)), np.tile(modes, len(work)))
         return found.reshape(len(work), len(modes), *found.shape[1:])

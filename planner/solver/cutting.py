@@ -91,9 +91,11 @@ class Pricer:
             return None
         return evaluator.evaluate(starts, makespan_s=self._many.makespans_s.get(starts))
 
-    def worth_a_look(self, base: tuple[int, ...], cuts: Positions) -> Positions:
-        """Of ``cuts`` those that may be faster than ``base``, the likeliest first."""
-        return self._many.worth_a_look(base, cuts) if ManyCuts.can_price(self.evaluator) else cuts
+    def worth_a_look(self, base: tuple[int, ...], cuts: Positions, *, are_likely: bool) -> Positions:
+        """Of ``cuts`` those that may be faster than ``base``, the likeliest first; ``are_likely``: these alone."""
+        if not ManyCuts.can_price(self.evaluator):
+            return cuts
+        return self._many.worth_a_look(base, cuts, are_likely=are_likely)
 
     def may_take_less(self, cuts: Positions, limit_s: float) -> NDArray[np.bool]:
         """Which of ``cuts`` are worth a price where only those that take less than ``limit_s`` are of interest."""
@@ -158,10 +160,14 @@ class Pricers:
         self._of.pop(layout, None)
 
 
-def probe(pricer: Pricer, solver: StageSolver) -> Evaluated | None:
-    """The best of the nearly even cuts, where one fits; the only cut, where there is but one."""
+def probe(pricer: Pricer, solver: StageSolver, best_s: float | None = None) -> Evaluated | None:
+    """The best of the nearly even cuts, where one fits; the only cut, where there is but one.
+
+    None also where it is slower than ``best_s`` by more than what moving units may mend.
+    """
     only = solver.only_cut(pricer.evaluator.num_stages)
-    return pricer.fastest(pricer.first_cuts() if only is None else [only])
+    limit_s = np.inf if best_s is None else best_s * (1 + WORTH_IMPROVING)
+    return pricer.fastest(pricer.first_cuts() if only is None else [only], limit_s)
 
 
 def _fastest(found: Iterable[Evaluated | None]) -> Evaluated | None:
@@ -207,8 +213,9 @@ def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
     for _ in range(MOST_ROUNDS):
         cuts = _neighbours(best.starts, layout.mesh.pp, units)
         cuts = cuts[are_allowed(cuts, units.is_block, are_alike=not layout.groups)]
-        better = _first_faster(pricer, pricer.worth_a_look(best.starts, cuts), best.step_time_s)
+        better = _first_faster(pricer, pricer.worth_a_look(best.starts, cuts, are_likely=True), best.step_time_s)
         if better is None and best.step_time_s < enough_s * (1 + WORTH_ALL):
+            cuts = pricer.worth_a_look(best.starts, cuts, are_likely=False)
             better = _first_faster(pricer, cuts, best.step_time_s)
         if better is None:
             break

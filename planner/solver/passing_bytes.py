@@ -11,7 +11,7 @@ from costmodels.vocabulary.mesh import ZERO_STAGES
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.fsdp_moments import Sharding, UnitAtWork, most_bytes
 from planner.evaluation.states import held_elements
-from planner.layout.columns import Array
+from planner.layout.columns import Array, Positions
 from planner.solver.memory_bounds import NumMicroBatches
 from planner.solver.time_bounds import AlikeLayouts
 
@@ -25,6 +25,13 @@ class PassingBytes:
     def __init__(self, of: AlikeLayouts, held: Array) -> None:
         """``held``: of one unit in every mode that blocks may take, [layouts, modes, kinds, Holding]."""
         self._of, self._held = of, held
+        self._found: dict[tuple[tuple[int, ...], tuple[int, ...]], Array] = {}
+
+    def of_some(self, of: AlikeLayouts, places: Positions) -> PassingBytes:
+        """The same of the layouts at these places, ``of``, at another moment: what comes and goes there is the same."""
+        found = PassingBytes(of, self._held[places])
+        found._found.update({kinds: each[places] for kinds, each in self._found.items()})
+        return found
 
     def while_at_work(self, ends: tuple[int, ...]) -> tuple[Array, Array]:
         """What a rank needs at least while a unit is at work, and one that holds two blocks in a stage.
@@ -67,10 +74,6 @@ class PassingBytes:
             passing = (needed + buffers) * self._of.reserve[whole] + stranded
             self._found[kinds, first] = passing.reshape(num_layouts, -1).min(axis=1)
         return self._found[kinds, first]
-
-    @cached_property
-    def _found(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Array]:
-        return {}
 
     def _waiting(self, first: tuple[int, ...]) -> Array:
         """Elements whose gradients wait at least in one of the moments at which a rank holds most micro-batches.

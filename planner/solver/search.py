@@ -35,8 +35,8 @@ from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
 NUM_PROBES = 4
-# And so many others at the end, so that there is something to show beside the best.
-NUM_OTHERS = 12
+# And of so many likely kinds one at the end, so that there is something to show beside the best.
+NUM_OTHERS = 8
 # Of typical layouts so many are priced.
 NUM_TYPICAL = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
@@ -189,18 +189,19 @@ class _Walk:
         for index in unlike(self._listed, order, NUM_PROBES):
             if is_over():
                 return
-            self._best.keep(probe(self._pricer(index), self._solver))
+            self._best.keep(probe(self._pricer(index), self._solver, self._best.time_s))
 
     def probe_others(self, order: Positions, lower: Bounds, is_over: Callable[[], bool]) -> None:
-        """Prices layouts that were not visited, the likeliest first: a plan is shown beside what comes next."""
+        """Prices the likeliest of kinds that are not known yet: a plan is shown beside what comes next."""
         if self._best.best is None:
             return
+        known = set(map(kind_of, self._best.found))
         guess_s = np.maximum(lower.estimate_s[order], self._open_s[order])
-        likely = order[np.argsort(guess_s, kind="stable")[: NUM_OTHERS + len(self._visited)]].tolist()
-        for index in [index for index in likely if self._listed[index] not in self._best.found][:NUM_OTHERS]:
+        for index in unlike(self._listed, order[np.argsort(guess_s, kind="stable")[:HEAD]], NUM_OTHERS):
             if is_over():
                 return
-            self._best.keep(probe(self._pricer(index), self._solver))
+            if kind_of(self._listed[index]) not in known:
+                self._best.keep(probe(self._pricer(index), self._solver))
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
@@ -209,6 +210,11 @@ class _Walk:
     def known_s(self, index: int) -> float:
         """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
         return float(self._open_s[index])
+
+    @property
+    def least_visited_s(self) -> float:
+        """The same of all layouts that were visited; infinite where none was."""
+        return min((float(self._open_s[index]) for index in self._visited), default=np.inf)
 
     def known_s_of(self, indices: Positions) -> Array:
         """The same of many."""
@@ -280,8 +286,8 @@ class _Walk:
 def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
-    By the bounds it ends at a layout that was visited: where nothing raises the least bound, no other layout matters
-    for what is proved.
+    By the bounds it ends where a layout was visited before: nothing raises the least bound then, so no other layout
+    matters for what is proved.
     """
     for index in _nearest(lower.estimate_s[order], order, best, walk, walk.excess.factor):
         if walk.has_seen(MOST_VISITS):
@@ -289,9 +295,9 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
         if walk.is_open(index):
             yield index
     known_s = walk.known_s_of(order)
-    worth = slice(None) if best.time_s is None else known_s < best.time_s * (1 - TOLERANCE)
+    worth = known_s < min(walk.least_visited_s, np.inf if best.time_s is None else best.time_s * (1 - TOLERANCE))
     for index in _nearest(known_s[worth], order[worth], best, walk, until_enough=True):
-        if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or (walk.has_seen(1) and not walk.is_open(index)):
+        if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS):
             break
         yield index
 
@@ -363,12 +369,12 @@ def _probe_likely(
     order = _in_order(table, part, bounds(table, part, np.inf if best.time_s is None else best.time_s, deadline))
     for index in unlike(part, order, NUM_UNLIKE):
         deadline.check()
-        best.keep(probe(pricers.of(part[index]), solver))
+        best.keep(probe(pricers.of(part[index]), solver, best.time_s))
     kind = None if best.best is None else kind_of(best.best.layout)
     alike = (index for index in order.tolist() if kind_of(part[index]) == kind)
     for index in islice(alike, NUM_PROBES):
         deadline.check()
-        best.keep(probe(pricers.of(part[index]), solver))
+        best.keep(probe(pricers.of(part[index]), solver, best.time_s))
 
 
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
@@ -403,5 +409,5 @@ def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, dea
         if best.found and deadline.is_over():
             break
         visited += 1
-        best.keep(probe(Pricer(table, listed[index]), solver))
+        best.keep(probe(Pricer(table, listed[index]), solver, best.time_s))
     return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)
