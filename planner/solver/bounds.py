@@ -93,15 +93,20 @@ def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) 
     if enough_s < np.inf:
         found.step_time_s[part] = found.estimate_s[part] = group.without_recomputing_s()
         part, group = _where(found.step_time_s[part] < enough_s, part, group)
+    if not len(part):
+        return
     found.memory_bytes[part] = group.memory_bytes()
     found.host_share[part] = group.host_share()
     if enough_s < np.inf:
         part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
+    if not len(part):
+        return
     found.step_time_s[part] = group.step_time_s()
     found.estimate_s[part] = np.maximum(found.step_time_s[part], estimate_s(group))
 
 
 def _where(stays: NDArray[np.bool], part: Positions, group: AlikeLayouts) -> tuple[Positions, AlikeLayouts]:
-    """Layouts, and their group, without those that need not stay; of which none does, one."""
-    stays[0] |= not stays.any()
-    return (part, group) if stays.all() else (part[stays], group.take(np.flatnonzero(stays)))
+    """Layouts, and their group, without those that need not stay; of none the group is what it was."""
+    if stays.all() or not stays.any():
+        return part[stays], group
+    return part[stays], group.take(np.flatnonzero(stays))
