@@ -161,8 +161,10 @@ class LayoutRows:
             self.is_sharded, self.hides_exchanges,
         ):  # fmt: skip
             combined = combined * (int(column.max(initial=0)) + 1) + column
-        _, first, like = np.unique(combined, return_index=True, return_inverse=True)
-        return first, like
+        numbers, like = np.unique(combined, return_inverse=True)
+        found = np.empty(len(numbers), dtype=np.intp)
+        found[like] = np.arange(len(like))  # any of those that are alike
+        return found, like
 
 
 class _SomeRows(LayoutRows):

@@ -36,10 +36,14 @@ class _Column:
 
     def take(self, positions: NDArray[np.integer]) -> _Column:
         """Of the records at these positions."""
+        if len(self.values) == 1:  # nothing to look up
+            return _Column(self.values, np.zeros(len(positions), dtype=np.uint8), self._attributes)
         return _Column(self.values, self.codes.take(positions), self._attributes)
 
     def repeated(self, times: int) -> _Column:
         """All records, so many times one behind the other."""
+        if len(self.values) == 1:
+            return _Column(self.values, np.zeros(times * len(self.codes), dtype=np.uint8), self._attributes)
         return _Column(self.values, np.concatenate([self.codes[:0], *[self.codes] * times]), self._attributes)
 
     @staticmethod
@@ -55,6 +59,8 @@ class _Column:
         """All columns, one below the other."""
         known: dict[object, int] = {}
         places = [[known.setdefault(value, len(known)) for value in part.values] for part in parts]
+        if len(known) == 1:
+            return _Column(tuple(known), np.zeros(sum(len(part.codes) for part in parts), dtype=np.uint8))
         smallest = np.min_scalar_type(len(known))
         codes = [
             part.codes.astype(smallest, copy=False)
@@ -107,6 +113,8 @@ class Columns(Sequence[T]):
     def joined(parts: Sequence[Columns[T]]) -> Columns[T]:
         """All of at least one part, one behind the other."""
         first = parts[0]
+        if not any(parts[1:]):
+            return first
         columns = {name: _Column.joined([part._columns[name] for part in parts]) for name in first._columns}
         return Columns(first._kind, columns)
 

@@ -103,9 +103,9 @@ def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) 
 
 def num_meshes(asked: Asked) -> int:
     """Ways to lay pipeline, data, context and tensor parallelism over the devices that some micro-batch allows."""
-    return sum(
-        any(micro_batches(asked, each.dp)) and next(divided(asked, each), None) is not None for each in _degrees(asked)
-    )
+    degrees = list(_degrees(asked))
+    allowed = {dp for dp in {each.dp for each in degrees} if any(micro_batches(asked, dp))}
+    return sum(each.dp in allowed and next(divided(asked, each), None) is not None for each in degrees)
 
 
 def _layouts(asked: Asked, deadline: Deadline) -> Columns[Layout]:
