@@ -99,19 +99,22 @@ def data_rows(
     """Seconds [keys, kinds, ``Data``]."""
     whole = whole_states(graph)
     pricers: dict[tuple[TensorSplit, Own], StatePricer] = {}
-    found: dict[tuple[TensorSplit, Own, Own], Array] = {}
+    alike: dict[tuple[RankStates, ...], StatePricer] = {}  # splits along the sequence leave the states as they are
+    found: dict[tuple[StatePricer, Own], Array] = {}
     moves: dict[Own, tuple[Collective, ...]] = {}
     rows = np.empty((len(keys), len(whole), len(Data)))
     for row, key in enumerate(keys):
         own, moved = state_fields(key), collective_fields(key)
-        place = key.tensor, own, moved
+        if (key.tensor, own) not in pricers:
+            placed = zip(whole, decisions[key.tensor], strict=True)
+            states = tuple([lowered_states(each, own, placement) for each, placement in placed])
+            if states not in alike:
+                alike[states] = StatePricer(states, machine, framework)
+            pricers[key.tensor, own] = alike[states]
+        place = pricers[key.tensor, own], moved
         if place not in found:
-            if (key.tensor, own) not in pricers:
-                placed = zip(whole, decisions[key.tensor], strict=True)
-                states = [lowered_states(each, own, placement) for each, placement in placed]
-                pricers[key.tensor, own] = StatePricer(states, machine, framework)
             if moved not in moves:
                 moves[moved] = state_collectives(moved, framework)
-            found[place] = pricers[key.tensor, own].times(moves[moved])
+            found[place] = place[0].times(moves[moved])
         rows[row] = found[place]
     return rows
