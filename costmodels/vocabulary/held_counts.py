@@ -89,7 +89,8 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
     found: list[HeldCounts] = []
     for actions in name.rules.actions(p, v, m):
         kinds, stages, _ = zip(*actions, strict=True)
-        place = np.unique(stages, return_inverse=True)[1]
+        place_of = {stage: place for place, stage in enumerate(sorted(set(stages)))}
+        place = np.array([place_of[stage] for stage in stages])
         every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v), dtype=np.intp)
         changes[every, place] = [_HELD[kind] for kind in kinds]
         changes[every, v + place] = [_WAITING[kind] for kind in kinds]
@@ -100,10 +101,10 @@ def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts,
         num_made = np.maximum.accumulate(np.where(is_whole, np.argsort(begun)[place] + 1, 0)) if begun else place * 0
         of_pass = np.stack([place, _before(place, is_whole) - _NONE, num_made], axis=1)
         moments = _unlike_rows(np.concatenate([of_pass, held], axis=1)[is_backward])
-        passes, first = np.unique(moments[:, :3], axis=0, return_index=True)
+        first = np.flatnonzero([True, *(moments[1:, :3] != moments[:-1, :3]).any(axis=1)])
         each = [
             BackwardPass(stage, before + _NONE if before else None, tuple(sorted(begun[:number]) or range(v)))
-            for stage, before, number in passes.astype(np.intp).tolist()
+            for stage, before, number in moments[first, :3].astype(np.intp).tolist()
         ]
         found.append(HeldCounts(moments[:, 3:].astype(np.float64), Passes(each), first))
     return tuple(found)

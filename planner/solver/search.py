@@ -286,18 +286,18 @@ class _Walk:
 def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
-    By the bounds it ends where a layout was visited before: nothing raises the least bound then, so no other layout
-    matters for what is proved.
+    By the bounds it ends at the least of those visited before: nothing raises that, so no other layout matters for what
+    is proved.
     """
     for index in _nearest(lower.estimate_s[order], order, best, walk, walk.excess.factor):
         if walk.has_seen(MOST_VISITS):
             break
         if walk.is_open(index):
             yield index
-    known_s = walk.known_s_of(order)
-    worth = known_s < min(walk.least_visited_s, np.inf if best.time_s is None else best.time_s * (1 - TOLERANCE))
+    known_s, enough_s = walk.known_s_of(order), walk.least_visited_s
+    worth = known_s < min(enough_s, np.inf if best.time_s is None else best.time_s * (1 - TOLERANCE))
     for index in _nearest(known_s[worth], order[worth], best, walk, until_enough=True):
-        if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS):
+        if walk.has_seen(MOST_VISITS + MOST_OPEN_VISITS) or walk.known_s(index) >= enough_s:
             break
         yield index
 
