@@ -366,6 +366,8 @@ class _Pipelines:
         [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes, ranks
         or 1].
         """
+        unlike = {kept[..., place].tobytes(): place for place in range(kept.shape[3])}  # many stages keep the same
+        kept = kept[..., list(unlike.values())]
         found = [np.zeros((*kept.shape[::2], 1))]
         for a, b in permutations(range(extra_s.shape[1]), 2):
             more = (extra_s[:, b] - extra_s[:, a])[..., None]
