@@ -56,3 +56,40 @@ def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> N
     assert fit >= 30
     assert left_out > 0  # cuts of which one rank alone works as long as the limit
     assert short >= 10 or options.get("hardware") is None  # where memory is short some do not fit
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "options"),
+    [
+        ("llama3-8b", 16, {"batch": 32, "seq_len": 2048, "hardware": "rtx-4090-x8"}),
+        ("llama3-8b", 8, {"batch": 16, "seq_len": 8192, "hardware": "dgx-a100-80gb"}),
+    ],
+)
+def test_no_cut_is_faster_that_is_not_worth_a_look(model: str, num_devices: int, options: dict) -> None:
+    problem = problem_of(model, num_devices, **options)
+    rng, left_out, worth, recomputing = random.Random(3), 0, 0, 0
+    is_block = problem.table.units.is_block
+    several = [layout for layout in problem.space.layouts if not layout.schedule.rules.has_one_stage]
+    for layout in rng.sample(several, min(150, len(several))):
+        pricer = Pricer(problem.table, layout)
+        base = pricer.fastest(pricer.first_cuts())
+        if base is None:
+            continue
+        moved = np.array(base.starts) + np.concatenate(
+            [np.eye(len(base.starts), dtype=int)[1:] * way for way in (-1, 1)]
+        )
+        cuts = np.array([cut for cut in moved.tolist() if is_allowed(tuple(cut), is_block)], dtype=np.intp)
+        near = {tuple(cut) for cut in pricer.worth_a_look(base.starts, cuts, are_likely=False).tolist()}
+        likely = {tuple(cut) for cut in pricer.worth_a_look(base.starts, cuts, are_likely=True).tolist()}
+        assert likely <= near
+        for cut in map(tuple, cuts.tolist()):
+            priced = pricer.price(cut)
+            if cut not in near and priced is not None:
+                left_out += 1
+                recomputing += len(set(base.modes)) > 1
+                assert priced.step_time_s >= base.step_time_s * (1 - 1e-9), (layout, base.starts, cut)
+            elif priced is not None and priced.step_time_s < base.step_time_s:
+                worth += 1
+    assert left_out >= 100
+    assert worth >= 10
+    assert recomputing >= 10  # blocks of one rank in unlike modes
