@@ -13,9 +13,7 @@ def main() -> None:
     if listens:
         signal.signal(signal.SIGINT, _leave)  # nothing has begun that would have to be ended properly
     gc.disable()  # imports leave nothing to collect
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # NumPy's products here are small: more threads wait for each other
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # products of small arrays: more threads only wait
     from planner.cli.ctrl_c import import_whole, interrupt
     from planner.cli.main import load
     from planner.cli.main import main as run

@@ -47,34 +47,49 @@ class CloserBounds:
     """Of layouts with the prices of one table."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table, self._of_table = table, OfTable(table)
-
-    @staticmethod
-    def knows_more(layout: Layout) -> bool:
-        """Whether more is known of it than ``bounds`` says: not without a pipeline."""
-        return layout.mesh.pp > 1
+        self._of_table = OfTable(table)
 
     def of(self, listed: Columns[Layout], enough_s: float = np.inf) -> Closer:
         """Seconds that no cut of each layout undercuts.
 
         Of one whose loads take ``enough_s`` that alone is said of them, or more, and nothing of its paths.
         """
-        found = Closer(np.zeros(len(listed)), np.zeros(len(listed)))
-        rows = LayoutRows.of(self._table, listed)
-        passes = self._of_table.passes(rows)
-        keys, alike = listed.by(AlikeKey)
-        for place, key in enumerate(keys):
+        return self.among(listed).of(np.arange(len(listed)), enough_s)
+
+    def among(self, listed: Columns[Layout]) -> Among:
+        """Of layouts some of which will be asked for."""
+        return Among(self._of_table, listed)
+
+
+class Among:
+    """Some of these layouts, whichever: what is the same for all is worked out once."""
+
+    def __init__(self, of_table: OfTable, listed: Columns[Layout]) -> None:
+        self._of_table, self._listed = of_table, listed
+        self._rows = LayoutRows.of(of_table.table, listed)
+        self._passes = of_table.passes(self._rows)
+        self._keys, self._alike = listed.by(AlikeKey)
+
+    def like(self, place: int) -> Positions:
+        """Places of the layouts that are like the one at ``place``: to bound them together takes less."""
+        return np.flatnonzero(self._alike == self._alike[place])
+
+    def of(self, places: Positions, enough_s: float = np.inf) -> Closer:
+        """As ``CloserBounds.of`` says, of the layouts at these places."""
+        found, num_blocks = Closer(*np.zeros((2, len(places)))), sum(self._of_table.table.units.is_block)
+        for number in np.unique(self._alike[places]).tolist():
+            key, members = self._keys[number], np.flatnonzero(self._alike[places] == number)
             if key.pp == 1:
                 continue
-            members = np.flatnonzero(alike == place)
-            at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * sum(self._table.units.is_block)))
+            at_once = max(1, MOST_NUMBERS // (key.pp * key.virtual_stages * num_blocks))
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                alike_part = AlikeLayouts(self._of_table, key, listed.take(part), rows.take(part), passes.take(part))
-                group = _Pipelines(alike_part, enough_s)
+                some = self._listed.take(places[part]), self._rows.take(places[part]), self._passes.take(places[part])
+                alike = AlikeLayouts(self._of_table, key, *some)
+                group = _Pipelines(alike, enough_s)
                 found.loads_s[part] = loads_s = group.loads_s()
                 if not key.schedule.rules.has_one_stage:
-                    found.path_s[part] = path_s(alike_part, group.extra_of_ranks_s, loads_s < enough_s)
+                    found.path_s[part] = path_s(alike, group.extra_of_ranks_s, loads_s < enough_s)
         return found
 
 

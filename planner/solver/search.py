@@ -26,7 +26,7 @@ from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
 from planner.solver.bounds import Bounds, bounds
-from planner.solver.closer_bounds import CloserBounds
+from planner.solver.closely import Closely
 from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, unlike
@@ -50,8 +50,8 @@ MOST_VISITS, MOST_OPEN_VISITS = 24, 8
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
 MOST_CLOSE = 2000
-# So many at a time, and each time more, since alike layouts share most of the work.
-FIRST_CLOSE, MOST_CLOSE_AT_ONCE = 64, 512
+# Alike ones among so many that are next, together: they share most of the work.
+CLOSE_AHEAD = 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 30_000, 8
 # Layouts are bounded so many at a time.
@@ -172,8 +172,7 @@ class _Walk:
     ) -> None:
         self._pricers, self._listed, self._solver, self._best = pricers, listed, solver, best
         self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
-        self._closer, self._num_close = CloserBounds(pricers.table), 0
-        self._closely: dict[int, tuple[float, float]] = {}  # bounds of loads and of paths that nobody asked for yet
+        self._closely = Closely(pricers.table, listed)
         self.excess = Excess(listed)
         self._estimate_s = lower.estimate_s
         self._visited: set[int] = set()
@@ -230,38 +229,22 @@ class _Walk:
         return not self._best.beats(float(self._open_s[index]))
 
     def _closely_s(self, index: int) -> float:
-        if not CloserBounds.knows_more(self._listed[index]):
-            return 0.0
-        self._num_close += 1
-        if index not in self._closely:
-            self.look_closely(np.array([index]))
-        loads_s, path_s = self._closely.pop(index)
-        return loads_s if loads_s >= self._enough_s else max(loads_s, path_s)
+        best_s = self._best.time_s
 
-    @property
-    def _enough_s(self) -> float:
-        return np.inf if self._best.time_s is None else self._best.time_s
+        def is_wanted(other: int) -> bool:
+            return other not in self._refined and not self._best.beats(float(self._open_s[other]))
 
-    def look_closely(self, indices: Positions) -> None:
-        """Bounds layouts closely that ``is_open`` is likely to be asked of next; at most as many as are wanted."""
-        left = MOST_CLOSE - self._num_close if self._best.time_s is not None else len(indices)
-        fresh = [
-            index
-            for index in indices.tolist()
-            if index not in self._refined
-            and index not in self._closely
-            and not self._best.beats(float(self._open_s[index]))
-        ][: max(1, left)]
-        if fresh:
-            closer = self._closer.of(self._listed.take(np.array(fresh)), self._enough_s)
-            self._closely.update(
-                zip(fresh, zip(closer.loads_s.tolist(), closer.path_s.tolist(), strict=True), strict=True)
-            )
+        most = len(self._listed) if best_s is None else MOST_CLOSE - self._closely.num_asked
+        return self._closely.bound_s(index, np.inf if best_s is None else best_s, is_wanted, most)
+
+    def look_ahead(self, indices: Positions) -> None:
+        """``is_open`` is likely to be asked of these layouts next."""
+        self._closely.look_ahead(indices)
 
     @property
     def looked_enough(self) -> bool:
         """Whether so many layouts were bounded closely that others wait; not as long as none is known that fits."""
-        return self._num_close >= MOST_CLOSE and self._best.time_s is not None
+        return self._closely.num_asked >= MOST_CLOSE and self._best.time_s is not None
 
     def visit(self, index: int) -> None:
         """Cuts one layout; its bound rises to what was proved of it."""
@@ -330,7 +313,7 @@ def _nearest(
     fresh = list(zip(guess_s[by_guess].tolist(), indices.tolist(), guess_s[by_guess].tolist(), strict=True))
     fresh.reverse()  # the next stands last
     waiting: list[tuple[float, int, float]] = []
-    num_looked, num_ahead = 0, FIRST_CLOSE
+    num_looked = 0
     while fresh or waiting:
         if fresh and best.beats(fresh[-1][0]):
             fresh.clear()
@@ -340,8 +323,8 @@ def _nearest(
         is_fresh = not waiting or bool(fresh and fresh[-1] < waiting[0])
         turn_s, index, own_s = fresh.pop() if is_fresh else heappop(waiting)
         if is_fresh and len(indices) - len(fresh) > num_looked:
-            walk.look_closely(indices[num_looked : num_looked + num_ahead])
-            num_looked, num_ahead = num_looked + num_ahead, min(2 * num_ahead, MOST_CLOSE_AT_ONCE)
+            walk.look_ahead(indices[num_looked : num_looked + CLOSE_AHEAD])
+            num_looked += CLOSE_AHEAD
         if best.beats(max(own_s, walk.known_s(index))):
             continue
         now_s = own_s * factor(index)
