@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.deadline import Deadline
-from planner.layout.layout import Layout
 from planner.problem import Problem
+from planner.solver.kinds import Matter, matter_of
 from planner.solver.search import Outcome, search
 
 # Where a user does not say how many.
 MOST_RUNNERS_UP = 5
-
-
-class _Matter(NamedTuple):
-    """What tells layouts apart: mesh, ZeRO stage and schedule. Micro-batch, recomputation and the like do not."""
-
-    mesh: object
-    zero_stage: int
-    schedule: object
-
-
-def _matter(layout: Layout) -> _Matter:
-    return _Matter(layout.mesh, layout.zero_stage, layout.schedule)
 
 
 def unlike_runners(problem: Problem, outcome: Outcome, number: int | None, deadline: Deadline) -> list[Evaluated]:
@@ -33,17 +19,17 @@ def unlike_runners(problem: Problem, outcome: Outcome, number: int | None, deadl
     layouts unlike them is searched, one after the other, as long as there is time and any fits.
     """
     assert outcome.best is not None
-    seen = {_matter(outcome.best.layout)}
+    seen = {matter_of(outcome.best.layout)}
     found: list[Evaluated] = []
     for each in outcome.ranking:
-        if len(found) < (number or MOST_RUNNERS_UP) and _matter(each.layout) not in seen:
-            seen.add(_matter(each.layout))
+        if len(found) < (number or MOST_RUNNERS_UP) and matter_of(each.layout) not in seen:
+            seen.add(matter_of(each.layout))
             found.append(each)
     while number is not None and len(found) < number and not deadline.is_over():
-        left = problem.space.layouts.where(_Matter, lambda each: each not in seen)
+        left = problem.space.layouts.where(Matter, lambda each: each not in seen)
         best = search(problem.table, left, problem.solver, deadline=deadline).best if left else None
         if best is None:
             break
-        seen.add(_matter(best.layout))
+        seen.add(matter_of(best.layout))
         found.append(best)
     return sorted(found, key=lambda each: each.step_time_s)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from planner.layout.columns import Columns, Positions
 from planner.layout.layout import Layout
 
 # Layouts of one kind are taken to be so much nearer their estimates than those that were visited.
 LENIENCE = 0.02
+
+
+class Matter(NamedTuple):
+    """What tells layouts apart that are shown: micro-batch, recomputation and the like do not."""
+
+    mesh: object
+    zero_stage: int
+    schedule: object
+
+
+def matter_of(layout: Layout) -> Matter:
+    """That of one layout."""
+    return Matter(layout.mesh, layout.zero_stage, layout.schedule)
 
 
 def kind_of(layout: Layout) -> tuple[object, ...]:

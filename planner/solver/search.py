@@ -29,14 +29,14 @@ from planner.solver.bounds import Bounds, bounds
 from planner.solver.closely import Closely
 from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
-from planner.solver.kinds import Excess, kind_of, unlike
+from planner.solver.kinds import Excess, kind_of, matter_of, unlike
 from planner.solver.smallest import smallest
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
 NUM_PROBES = 4
-# And of so many likely kinds one at the end, so that there is something to show beside the best.
-NUM_OTHERS = 8
+# And so many others at the end, so that there is something to show beside the best.
+NUM_OTHERS = 5
 # Of typical layouts so many are priced.
 NUM_TYPICAL = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
@@ -191,16 +191,20 @@ class _Walk:
             self._best.keep(probe(self._pricer(index), self._solver, self._best.time_s))
 
     def probe_others(self, order: Positions, lower: Bounds, is_over: Callable[[], bool]) -> None:
-        """Prices the likeliest of kinds that are not known yet: a plan is shown beside what comes next."""
+        """Prices the likeliest layouts that differ in what matters from those known: a plan is shown beside others."""
         if self._best.best is None:
             return
-        known = set(map(kind_of, self._best.found))
+        known = set(map(matter_of, self._best.found))
+        most = len(known) + NUM_OTHERS
         guess_s = np.maximum(lower.estimate_s[order], self._open_s[order])
-        for index in unlike(self._listed, order[np.argsort(guess_s, kind="stable")[:HEAD]], NUM_OTHERS):
-            if is_over():
+        for index in order[np.argsort(guess_s, kind="stable")[:HEAD]].tolist():
+            matter = matter_of(self._listed[index])
+            if matter in known:
+                continue
+            if is_over() or len(known) >= most:
                 return
-            if kind_of(self._listed[index]) not in known:
-                self._best.keep(probe(self._pricer(index), self._solver))
+            known.add(matter)
+            self._best.keep(probe(self._pricer(index), self._solver))
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
