@@ -40,12 +40,13 @@ class Closely:
         return loads_s if loads_s >= enough_s else max(loads_s, path_s)
 
     def _look(self, index: int, enough_s: float, is_wanted: Callable[[int], bool], most: int) -> None:
-        if index not in self._places:
-            self.look_ahead(np.array([index]))
-        place = self._places[index]
-        alike = [(other, int(self._next[other])) for other in self._among.like(place).tolist() if other != place]
-        others = [other for other, named in alike if named not in self._waiting and is_wanted(named)]
+        place, named, among = self._places.get(index), self._next, self._among
+        if place is None:  # its turn comes late: alone, so that those that are next stay known
+            place, named = 0, np.array([index])
+            among = self._closer.among(self._listed.take(named))
+        alike = [(other, int(named[other])) for other in among.like(place).tolist() if other != place]
+        others = [other for other, its in alike if its not in self._waiting and is_wanted(its)]
         together = np.array([place, *others[: max(0, most - 1)]])
-        closer = self._among.of(together, enough_s)
+        closer = among.of(together, enough_s)
         bounds_s = zip(closer.loads_s.tolist(), closer.path_s.tolist(), strict=True)
-        self._waiting.update(zip(self._next[together].tolist(), bounds_s, strict=True))
+        self._waiting.update(zip(named[together].tolist(), bounds_s, strict=True))
