@@ -162,8 +162,8 @@ class Evaluator(LayoutUnits):
         """
         if self.num_stages == 1 or not self.transfer.sends_beside:
             return np.zeros((2, self.num_stages))
-        ranks = [self._ranks[rank] for rank in self._rank_of_stage]
-        over = [way * (a != b) for way, (a, b) in zip(self.send_s, pairwise(self._rank_of_stage), strict=True)]
+        ranks = [self._ranks[rank] for rank in self.rank_of_stage]
+        over = [way * (a != b) for way, (a, b) in zip(self.send_s, pairwise(self.rank_of_stage), strict=True)]
         mode = MODES[self.layout.recompute or Recompute.NONE]
         pass_s = [sum(rank.times.forward_s[mode, self._kinds].tolist()) / self.num_stages for rank in ranks]
         slowdowns = np.array([rank.facts.message_slowdown for rank in ranks])
@@ -175,7 +175,7 @@ class Evaluator(LayoutUnits):
     def beside_of_ranks_s(self) -> Array:
         """The same of each pipeline rank on one micro-batch, [2, ranks]."""
         found = np.zeros((self.layout.mesh.pp, 2))
-        np.add.at(found, np.array(self._rank_of_stage), self.beside_s.T)
+        np.add.at(found, np.array(self.rank_of_stage), self.beside_s.T)
         return found.T
 
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:

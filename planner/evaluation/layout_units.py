@@ -156,12 +156,13 @@ class LayoutUnits:
         return self.layout.mesh.pp * self.layout.virtual_stages
 
     @cached_property
-    def _rank_of_stage(self) -> tuple[int, ...]:
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The pipeline rank that holds each stage."""
         rules, pp = self.layout.schedule.rules, self.layout.mesh.pp
         return tuple(rules.rank_of(stage, pp) for stage in range(self.num_stages))
 
     def _rank_of(self, stage: int) -> int:
-        return self._rank_of_stage[stage]
+        return self.rank_of_stage[stage]
 
     def _units_of_stages(self, starts: Sequence[int]) -> list[range]:
         ends = (*starts[1:], len(self._kinds))
@@ -179,7 +180,7 @@ class LayoutUnits:
     @cached_property
     def _stages_of_rank(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(self.layout.mesh.pp)]
-        for stage, rank in enumerate(self._rank_of_stage):
+        for stage, rank in enumerate(self.rank_of_stage):
             found[rank].append(stage)
         return found
 

@@ -136,7 +136,7 @@ class ManyCuts:
         near = np.concatenate([[0], 1 + np.flatnonzero(may_do | (not are_likely))])
         stages_s = of_cuts.stages_s[:, :, near]
         more_s = self._stages_s([now]) - stages_s[:, :, :1]
-        stages_s += np.where(holds_no_less[self._rank_of][:, near], more_s, 0.0)
+        stages_s += np.where(holds_no_less[list(self._evaluator.rank_of_stage)][:, near], more_s, 0.0)
         step_s = self._makespans_s(self._seconds(stages_s), work_s[:, near])
         once_s = np.array([(rank.data_s, rank.update_s) for rank in now]).T[..., None]
         step_s += np.where(holds_no_less[:, near], once_s, 0.0).max(axis=1).sum(axis=0)
@@ -146,12 +146,7 @@ class ManyCuts:
     @cached_property
     def _by_rank(self) -> Positions:
         """The stages of the first rank, then those of the second, and so on."""
-        return np.argsort(self._rank_of, kind="stable")
-
-    @cached_property
-    def _rank_of(self) -> list[int]:
-        layout = self._evaluator.layout
-        return [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(self._evaluator.num_stages)]
+        return np.argsort(self._evaluator.rank_of_stage, kind="stable")
 
     def _of_cuts(self, cuts: Positions) -> _OfCuts:
         evaluator, pp = self._evaluator, self._evaluator.layout.mesh.pp
@@ -249,7 +244,7 @@ class ManyCuts:
 
     def _stages_s(self, priced: Sequence[Sequence[_OfRank]]) -> Array:
         """Forward, backward and weight gradients of every stage, [3, stages, cuts]."""
-        ranks = self._rank_of
+        ranks = list(self._evaluator.rank_of_stage)
         place = [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
         parts = np.array([[(each.forward_s, each.backward_s, each.weight_s) for each in of_cut] for of_cut in priced])
         return parts[:, ranks, :, place].transpose(2, 0, 1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.layout.columns import Columns, Positions
 from planner.layout.layout import Layout
-from planner.solver.closer_bounds import CloserBounds
+from planner.solver.closer_bounds import Among, CloserBounds
 from planner.table.cost_table import CostTable
 
 
@@ -19,12 +19,13 @@ class Closely:
         self._closer, self._listed = CloserBounds(table), listed
         self._waiting: dict[int, tuple[float, float]] = {}  # bounds of loads and of paths that nobody asked for yet
         self.num_asked = 0
-        self.look_ahead(np.zeros(0, dtype=np.intp))
+        self._next, self._places = np.zeros(0, dtype=np.intp), dict[int, int]()
+        self._among: Among | None = None  # of those that are next, once one of them is asked for
 
     def look_ahead(self, indices: Positions) -> None:
         """``bound_s`` is likely to be asked of these layouts next."""
         self._next, self._places = indices, {index: place for place, index in enumerate(indices.tolist())}
-        self._among = self._closer.among(self._listed.take(indices))
+        self._among = None
 
     def bound_s(self, index: int, enough_s: float, is_wanted: Callable[[int], bool], most: int) -> float:
         """Seconds that no cut of the layout undercuts; where its loads take ``enough_s`` or more, of these alone.
@@ -40,10 +41,12 @@ class Closely:
         return loads_s if loads_s >= enough_s else max(loads_s, path_s)
 
     def _look(self, index: int, enough_s: float, is_wanted: Callable[[int], bool], most: int) -> None:
-        place, named, among = self._places.get(index), self._next, self._among
+        place, named = self._places.get(index), self._next
         if place is None:  # its turn comes late: alone, so that those that are next stay known
             place, named = 0, np.array([index])
             among = self._closer.among(self._listed.take(named))
+        else:
+            among = self._among = self._among or self._closer.among(self._listed.take(named))
         alike = [(other, int(named[other])) for other in among.like(place).tolist() if other != place]
         others = [other for other, its in alike if its not in self._waiting and is_wanted(its)]
         together = np.array([place, *others[: max(0, most - 1)]])

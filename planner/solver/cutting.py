@@ -129,8 +129,7 @@ class Pricer:
         )
         found = [even, balanced_starts(work, evaluator.num_stages)]
         if layout.groups:
-            ranks = [layout.schedule.rules.rank_of(stage, layout.mesh.pp) for stage in range(evaluator.num_stages)]
-            found.append(shared_starts(work, [1 / sum(self._work_of(rank)) for rank in ranks]))
+            found.append(shared_starts(work, [1 / sum(self._work_of(rank)) for rank in evaluator.rank_of_stage]))
         cuts = [starts for starts in dict.fromkeys(found) if starts is not None]
         if layout.schedule.rules.has_one_stage:
             return cuts

@@ -1,4 +1,4 @@
-"""Kinds of layouts: those of one are estimated alike, and alike in error."""
+"""Kinds of layouts: those of one are estimated alike, and alike in error. And what tells layouts apart for a reader."""
 
 from __future__ import annotations
 
