@@ -37,6 +37,17 @@ class Best:
         """Whether no layout with this bound can be better by more than the tolerance."""
         return self.time_s is not None and bound_s >= self.time_s * (1 - TOLERANCE)
 
+    def like(self, layout: Layout) -> Evaluated | None:
+        """The fastest with as many stages on the same unlike devices: what is even there is not even in time."""
+        if not layout.groups:
+            return None
+        alike = (
+            each
+            for each in self.found.values()
+            if each.layout.groups == layout.groups and len(each.starts) == layout.mesh.pp * layout.virtual_stages
+        )
+        return min(alike, key=lambda each: each.step_time_s, default=None)
+
     def ranking(self) -> tuple[Evaluated, ...]:
         """Fastest first."""
         return tuple(sorted(self.found.values(), key=lambda priced: priced.step_time_s))

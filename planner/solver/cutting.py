@@ -49,10 +49,13 @@ class Cut:
     bound_s: float
 
 
-def best_cut(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0) -> Cut:
+def best_cut(
+    pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s: float = 0.0, like: Evaluated | None = None
+) -> Cut:
     """The best stages of a layout, of which only those that take less than ``cutoff_s`` are of interest.
 
-    ``bound_s``: a lower bound of the layout.
+    ``bound_s``: a lower bound of the layout. ``like``: a layout with as many stages on the same devices, whose cut may
+    be a good one here.
     """
     layout = pricer.evaluator.layout
     only = (0,) if layout.mesh.pp == 1 else solver.only_cut(pricer.evaluator.num_stages)
@@ -63,7 +66,7 @@ def best_cut(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_
         return Cut(priced, max(bound_s, priced.step_time_s - pricer.least.slack_s(only)))
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
-    return Cut(improved(pricer, cutoff_s), bound_s)
+    return Cut(improved(pricer, cutoff_s, like), bound_s)
 
 
 class Pricer:
@@ -119,8 +122,11 @@ class Pricer:
                 return found
         return None
 
-    def first_cuts(self) -> list[tuple[int, ...]]:
-        """Cuts that are nearly even: in blocks, in time, and over unlike devices in the time of each rank's own."""
+    def first_cuts(self, like: Evaluated | None = None) -> list[tuple[int, ...]]:
+        """Cuts that are nearly even: in blocks, in time, and over unlike devices in the time of each rank's own.
+
+        And that of ``like``, where there is one.
+        """
         evaluator = self.evaluator
         units, layout = evaluator.table.units, evaluator.layout
         work = self._work_of(0)
@@ -130,6 +136,7 @@ class Pricer:
         found = [even, balanced_starts(work, evaluator.num_stages)]
         if layout.groups:
             found.append(shared_starts(work, [1 / sum(self._work_of(rank)) for rank in evaluator.rank_of_stage]))
+        found.append(None if like is None else like.starts)
         cuts = [starts for starts in dict.fromkeys(found) if starts is not None]
         if layout.schedule.rules.has_one_stage:
             return cuts
@@ -199,12 +206,12 @@ def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s
     return Cut(best, np.inf)
 
 
-def improved(pricer: Pricer, cutoff_s: float | None) -> Evaluated | None:
-    """One unit at a time is moved to another stage as long as that is faster.
+def improved(pricer: Pricer, cutoff_s: float | None, like: Evaluated | None = None) -> Evaluated | None:
+    """One unit at a time is moved to another stage as long as that is faster, from the best of the first cuts on.
 
     Where no move that is likely to help does, and the cut is near ``cutoff_s``, all moves are tried.
     """
-    best = pricer.fastest(pricer.first_cuts())
+    best = pricer.fastest(pricer.first_cuts(like))
     enough_s = np.inf if cutoff_s is None else cutoff_s
     if best is None or best.step_time_s > enough_s * (1 + WORTH_IMPROVING):
         return best

@@ -254,8 +254,9 @@ class _Walk:
         """Cuts one layout; its bound rises to what was proved of it."""
         self._visited.add(index)
         bound_s = float(self._open_s[index])
-        cut = best_cut(self._pricer(index), self._solver, self._best.time_s, bound_s)
-        self._pricers.drop(self._listed[index])
+        layout = self._listed[index]
+        cut = best_cut(self._pricer(index), self._solver, self._best.time_s, bound_s, self._best.like(layout))
+        self._pricers.drop(layout)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
         taken_s = self._best.time_s if cut.best is None else cut.best.step_time_s
