@@ -96,6 +96,11 @@ class ManyCuts:
         of_cuts = self._of_cuts(cuts)
         return self._least_s(of_cuts.first_s, of_cuts.work_s) < limit_s
 
+    def least_s(self, cuts: Positions) -> Array:
+        """What a step takes at least under each cut, [cuts, stages]: nothing is recomputed, or done once a step."""
+        of_cuts = self._of_cuts(cuts)
+        return self._makespans_s(self._seconds(of_cuts.stages_s), of_cuts.work_s + self._beside_of_ranks_s)
+
     @property
     def _splits_backward(self) -> bool:
         return self._evaluator.layout.schedule.rules.splits_backward

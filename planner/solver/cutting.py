@@ -2,14 +2,17 @@
 
 A cut is priced by simulating its schedule, with the recomputation of least time that the ledger allows. Where each rank
 holds one stage, the dynamic program bounds what any cut takes; every cut whose bound is below the best price is then
-priced in turn, until none is left or so many were tried. Where ranks hold several stages, cuts are improved unit by
-unit from cuts that are nearly even; no proof comes of that, so the layout's own bound remains.
+priced in turn, until none is left or so many were tried. Under other schedules cuts are improved unit by unit from cuts
+that are nearly even. Where there are few cuts all are then looked at, which is a proof; where there are many the
+layout's own bound remains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +22,7 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.least_recompute import LeastRecompute
 from planner.evaluation.many_cuts import ManyCuts
 from planner.evaluation.stage_program import refine, stage_problem
-from planner.layout.columns import Positions
+from planner.layout.columns import Array, Positions
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.table.cost_table import CostTable
@@ -36,6 +39,8 @@ WORTH_ALL = 0.005
 MOST_ROUNDS = 24
 # Neighbouring cuts are priced so many at a time, until one is faster.
 AT_ONCE = 48
+# Of no more cuts than these every one is looked at.
+FEW_CUTS = 1000
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def best_cut(
         return Cut(priced, max(bound_s, priced.step_time_s - pricer.least.slack_s(only)))
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
-    return Cut(improved(pricer, cutoff_s, like), bound_s)
+    return _best_of_all(pricer, improved(pricer, cutoff_s, like), cutoff_s, bound_s)
 
 
 class Pricer:
@@ -105,6 +110,30 @@ class Pricer:
         if not ManyCuts.can_price(self.evaluator):
             return np.ones(len(cuts), dtype=bool)
         return self._many.may_take_less(cuts, limit_s)
+
+    @property
+    def num_cuts(self) -> int:
+        """In how many ways the units can be cut into as many stages."""
+        return comb(len(self.evaluator.table.units.kinds) - 1, self.evaluator.num_stages - 1)
+
+    def few_cuts(self) -> Positions | None:
+        """Every cut, [cuts, stages]; None where there are many, or they cannot be looked at together."""
+        evaluator = self.evaluator
+        if self.num_cuts > FEW_CUTS or not ManyCuts.can_price(evaluator):
+            return None
+        units, num_borders = evaluator.table.units, evaluator.num_stages - 1
+        borders = combinations(range(1, len(units.kinds)), num_borders)
+        cuts = np.array([(0, *each) for each in borders], dtype=np.intp).reshape(-1, num_borders + 1)
+        return cuts[are_allowed(cuts, units.is_block, are_alike=not evaluator.layout.groups)]
+
+    def least_s(self, cuts: Positions) -> Array:
+        """What a step takes at least under each of ``cuts``, whatever is recomputed."""
+        return self._many.least_s(cuts)
+
+    def recomputes(self, starts: tuple[int, ...]) -> bool:
+        """Whether this cut fits, and only where more is recomputed than the layout says."""
+        modes = self.least.modes(starts)
+        return modes is not None and modes != self.evaluator.modes
 
     def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
         """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
@@ -204,6 +233,29 @@ def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s
             return Cut(best, bound_s)
         best = _fastest((best, pricer.price(solution.starts)))
     return Cut(best, np.inf)
+
+
+def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None, bound_s: float) -> Cut:
+    """``best``, or what is faster of all cuts, where these are few.
+
+    What takes less where nothing is recomputed, and has to recompute something, may do so in another way.
+    """
+    cuts = pricer.few_cuts()
+    if cuts is None:
+        return Cut(best, bound_s)
+
+    def limit_s() -> float:
+        known = np.inf if cutoff_s is None else cutoff_s
+        return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
+
+    cuts = cuts[pricer.may_take_less(cuts, limit_s())]
+    if not len(cuts):
+        return Cut(best, np.inf)
+    least_s = pricer.least_s(cuts)
+    left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s()]
+    best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s())))
+    open_s = [each for starts, each in left if each < limit_s() and pricer.recomputes(starts)]
+    return Cut(best, max(bound_s, min(open_s, default=np.inf)))
 
 
 def improved(pricer: Pricer, cutoff_s: float | None, like: Evaluated | None = None) -> Evaluated | None:

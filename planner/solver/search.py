@@ -44,8 +44,10 @@ HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
-# Numbers rather than times, so that the answer is the same on a busy machine.
+# Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
+# counts by a share.
 MOST_VISITS, MOST_OPEN_VISITS = 24, 8
+HAS_FEW_CUTS, SHARE_OF_VISIT = 64, 1 / 8
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
@@ -83,7 +85,7 @@ class Outcome:
 
     best: Evaluated | None
     ranking: tuple[Evaluated, ...]  # the visited layouts that fit, fastest first
-    bound_s: float  # no layout is faster
+    bound_s: float  # no layout is faster by more than the tolerance
     # No layout, cut or recomputation is faster than ``best`` by more than the tolerance; or all were visited in vain.
     is_exhausted: bool
     interrupted: bool
@@ -176,6 +178,7 @@ class _Walk:
         self.excess = Excess(listed)
         self._estimate_s = lower.estimate_s
         self._visited: set[int] = set()
+        self._counted_visits = 0.0
         self._refined: set[int] = set()
 
     @property
@@ -208,7 +211,7 @@ class _Walk:
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
-        return len(self._visited) >= number and self._best.time_s is not None
+        return self._counted_visits >= number and self._best.time_s is not None
 
     def known_s(self, index: int) -> float:
         """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
@@ -254,8 +257,9 @@ class _Walk:
         """Cuts one layout; its bound rises to what was proved of it."""
         self._visited.add(index)
         bound_s = float(self._open_s[index])
-        layout = self._listed[index]
-        cut = best_cut(self._pricer(index), self._solver, self._best.time_s, bound_s, self._best.like(layout))
+        layout, pricer = self._listed[index], self._pricer(index)
+        self._counted_visits += SHARE_OF_VISIT if pricer.num_cuts <= HAS_FEW_CUTS else 1.0
+        cut = best_cut(pricer, self._solver, self._best.time_s, bound_s, self._best.like(layout))
         self._pricers.drop(layout)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
