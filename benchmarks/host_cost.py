@@ -35,6 +35,7 @@ from planner.axes.traced import representatives, whole_work
 from planner.calibration.host_cost import HostCost, HostTiming, fit_host_cost
 from planner.executor.mesh import build_mesh
 from planner.executor.parallelize import parallelize
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Pins
 from planner.model_file import load_model, resolve_model
 from planner.pricing.kernels import kernels_issued
@@ -93,7 +94,7 @@ def _issued(request: Request) -> tuple[int, int]:
     graph = load_graph(request.model, request.seq_len, request.precision)
     target = PricingTarget(graph, cluster, request.precision.value)
     framework, split = target.framework, TensorSplit(cluster.num_devices, bool(request.pins.sequence_parallel))
-    decision = decide(graph, split, {}, target.machine, framework, CpSatSolver().solve_placement)
+    decision = decide(graph, split, NOTHING, target.machine, framework, CpSatSolver().solve_placement)
     assert decision is not None
     num_units = Counter(unit.kind for unit in graph.units)
     kernels = collectives = 0

@@ -25,6 +25,7 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.deadline import Deadline
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.output_file import write_text
@@ -269,7 +270,7 @@ def _target(published: Published, graph: ModelGraph, recipe: str) -> PricingTarg
 def _priced(published: Published, target: PricingTarget) -> Evaluated:
     layout = published.layout
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, {}, CpSatSolver())
+    decision = decided(target, split, NOTHING, CpSatSolver())
     assert decision is not None, published.title
     evaluator = Evaluator(build_table(target, published.training, {split: decision}, (layout,)), layout)
     blocks = [unit for unit, is_block in enumerate(evaluator.table.units.is_block) if is_block]

@@ -3,6 +3,7 @@
     PlannerError                 exit code 1
     ├── InputError               exit code 2   the command line or an input file is wrong
     │   ├── ModelError                         MODEL cannot be found, loaded or traced
+    │   ├── PinsError                          options contradict each other, the model or the number of devices
     │   ├── NoLayoutError                      no layout has as many devices and obeys the pins
     │   ├── HardwareError                      a hardware profile is unknown or invalid
     │   └── PlanError                          a plan file is damaged, foreign or impossible
@@ -15,6 +16,8 @@ The message states the rule and the values; the hint states the way out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class PlannerError(Exception):
@@ -36,6 +39,17 @@ class InputError(PlannerError):
 
 class ModelError(InputError):
     """MODEL cannot be found, loaded or traced."""
+
+
+class PinsError(InputError):
+    """The options contradict each other, the model or the number of devices: ``violations`` says each rule."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = tuple(violations)
+        super().__init__(
+            "these options contradict each other:\n" + "\n".join(f"  - {each}" for each in violations),
+            hint="change or drop the options named above",
+        )
 
 
 class NoLayoutError(InputError):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import factorial
 from typing import NamedTuple
 
-from costmodels.vocabulary.choices import Placement, Preference
+from costmodels.vocabulary.choices import Preference
 from costmodels.vocabulary.mesh import Mesh
 from planner.axes.base import Asked, divisors
 from planner.axes.unlike_devices import MAX_ORDERS, over_groups
@@ -21,6 +20,7 @@ from planner.graph.model_graph import OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
+from planner.layout.decided import NOTHING, Decided
 from planner.layout.layout import Layout, Limits, Pins, Training
 from planner.pricing.ideal import ideal_step_s
 from planner.pricing.placements import Decision, decide
@@ -348,7 +348,7 @@ def decided_for_degrees(
         for split in _splits(target, pins, degree):
             if deadline is not None:
                 deadline.check()
-            decision = (known or {}).get(split) or decided(target, split, {}, solver)
+            decision = (known or {}).get(split) or decided(target, split, NOTHING, solver)
             if decision is not None:
                 found[split] = decision
     return found
@@ -371,11 +371,9 @@ def counts_of(target: PricingTarget, training: Training, pins: Pins, deadline: D
     return worthwhile_counts(training, pins, limits_of(target, placed))
 
 
-def decided(
-    target: PricingTarget, split: TensorSplit, fixed: Mapping[str, Placement], solver: PlacementSolver
-) -> Decision | None:
-    """Placements for one degree; None where there are none."""
-    return decide(target.graph, split, fixed, target.machine, target.framework, solver.solve_placement)
+def decided(target: PricingTarget, split: TensorSplit, given: Decided, solver: PlacementSolver) -> Decision | None:
+    """Placements for one degree, as ``given`` where that says something; None where there are none."""
+    return decide(target.graph, split, given, target.machine, target.framework, solver.solve_placement)
 
 
 def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:

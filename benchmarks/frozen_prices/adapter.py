@@ -22,6 +22,7 @@ from planner.axes.unlike_devices import over_groups
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
 from planner.layout.columns import Columns
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Pins, Training
 from planner.pricing.placements import decide
 from planner.pricing.table_builder import build_table
@@ -96,7 +97,7 @@ class Table:
         target, training = _target(setting)
         self._layouts, solver = [_chosen(layout) for layout in layouts], CpSatSolver()
         splits = Columns.of(Layout, self._layouts).by(TensorSplit)[0]
-        found = {split: decided(target, split, {}, solver) for split in splits}
+        found = {split: decided(target, split, NOTHING, solver) for split in splits}
         decisions = {split: decision for split, decision in found.items() if decision is not None}
         self._table = build_table(target, training, decisions, self._layouts)
         self._evaluators = [Evaluator(self._table, layout) for layout in self._layouts]
@@ -143,7 +144,7 @@ def placements(setting: Json, tp: int, sequence_parallel: bool) -> list[Json]:
         return seen[-1][1]
 
     split = TensorSplit(tp, sequence_parallel)
-    units = decide(target.graph, split, {}, target.machine, target.framework, solve) or ()
+    units = decide(target.graph, split, NOTHING, target.machine, target.framework, solve) or ()
     placed = [
         {n: {str(k): str(v) for k, v in getattr(unit, field).items()} for n, field in PLACED.items()}
         for unit in reversed(units)

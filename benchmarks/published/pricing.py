@@ -34,6 +34,7 @@ from planner.frameworks.kernels import dispatches_once_a_node
 from planner.frameworks.registry import Where
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model, traced_dtype
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.pricing.placements import Decision
@@ -153,7 +154,7 @@ class RunPricer:
         if key not in self._decisions:
             inside = profile.tiers[0].model_copy(update={"num_devices": None})
             cluster = target.cluster.model_copy(update={"profile": profile.model_copy(update={"tiers": (inside,)})})
-            self._decisions[key] = decided(replace(target, cluster=cluster), split, {}, self._solver)
+            self._decisions[key] = decided(replace(target, cluster=cluster), split, NOTHING, self._solver)
         decision = self._decisions[key]
         if decision is None:
             raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")

@@ -365,7 +365,7 @@ def planned_layout(
     if beyond:
         notes.append(f"{framework} itself cannot run this plan: {'; '.join(each.reason for each in beyond)}")
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, from_plan.parameter_placements(plan, graph), placement_solver())
+    decision = decided(target, split, from_plan.placements_of(plan, graph), placement_solver())
     if decision is None:
         raise PlanError(
             f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.api import Answer, Question, answer_of
 from planner.api.money import check_price
-from planner.errors import InfeasibleError, InputError, NoLayoutError, PlannerError, TimeLimitError
+from planner.errors import InfeasibleError, InputError, NoLayoutError, PinsError, PlannerError, TimeLimitError
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.plan.schema import Plan
 from planner.request import Request
@@ -44,7 +44,8 @@ def find_front(
 
     The global batch is the same for all: where none is asked for, the default of the largest. The fastest plan is
     chosen, or with ``by_cost`` the cheapest. What Ctrl-C or the deadline leaves is the front of what was found.
-    InfeasibleError where nothing fits anywhere, InputError where a range or a cost makes no sense.
+    InfeasibleError where nothing fits anywhere, PinsError where no number can have the pins, InputError where a range
+    or a cost makes no sense.
     """
     deadline = deadline or Deadline.answering_within(request.time_limit_s)
     question = Question.in_time(replace(request, may_idle=False))
@@ -120,7 +121,7 @@ class _Walk:
             try:
                 self._deadline.resume()
                 self._over(count)
-            except (InfeasibleError, NoLayoutError) as error:
+            except (InfeasibleError, NoLayoutError, PinsError) as error:
                 self._errors.append((count, error))
             except (TimeLimitError, OutOfTimeError):
                 if not self._plans:
@@ -140,19 +141,17 @@ class _Walk:
             self._progress(count, answer.plan)
 
     def front(self, *, by_cost: bool) -> Front:
-        """What was found; the error of the largest number where nothing was."""
+        """What was found; the error of the largest number where nothing was, of those that can have the pins."""
         self._deadline.settle()
         if not self._plans:
-            raise max(self._errors, key=lambda pair: pair[0])[1]
+            raise max(self._errors, key=lambda pair: (not isinstance(pair[1], PinsError), pair[0]))[1]
         plans = sorted(self._plans, key=lambda plan: plan.num_devices)
         best = [plan for plan in plans if not any(_dominates(other, plan) for other in plans)]
         return Front(
             plans=tuple(best),
             chosen=min(best, key=_usd if by_cost else _step_s),
             dominated=tuple(plan.num_devices for plan in plans if plan not in best),
-            refused=tuple(
-                (count, error.message.partition("\n")[0]) for count, error in sorted(self._errors, key=_count)
-            ),
+            refused=tuple((count, _why(error)) for count, error in sorted(self._errors, key=_count)),
             notes=self._question.notes,
             interrupted=self._interrupted,
             num_devices=self._question.target.cluster.num_devices,
@@ -161,6 +160,10 @@ class _Walk:
 
 def _count(pair: tuple[int, PlannerError]) -> int:
     return pair[0]
+
+
+def _why(error: PlannerError) -> str:
+    return "; ".join(error.violations) if isinstance(error, PinsError) else error.message.partition("\n")[0]
 
 
 def _dominates(one: Plan, other: Plan) -> bool:

@@ -9,6 +9,7 @@ from planner.api import Answer
 from planner.errors import PlanError
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.formats.settings import Layout as Settings
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Training
 from planner.plan.checks import contradictions
 from planner.plan.schema import Plan
@@ -84,7 +85,7 @@ def price_on(run: PinnedRun, target: PricingTarget, said: tuple[str, ...] = ()) 
     check_precision(target.cluster, training.precision)
     check_offload(target.cluster, layout.offload)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, {}, placement_solver())
+    decision = decided(target, split, NOTHING, placement_solver())
     if decision is None:
         raise PlanError(
             f"no placement of the operators of {run.model} for tp={layout.mesh.tp}", hint="does tp divide its heads?"

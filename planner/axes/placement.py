@@ -23,6 +23,7 @@ from planner.axes.traced import is_floating, kernel_of, tensors_of
 from planner.axes.unit_rules import UnitRules
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import has_placement_rule, is_redistributed
+from planner.layout.decided import Decided
 from planner.operators.call import ITEM_BYTES
 from planner.operators.placement_rules import OpStrategy
 from planner.problems import PlacementSolution
@@ -102,11 +103,9 @@ class UnitPlacement:
         return any(isinstance(placement, Shard) for placement in self.parameters.values())
 
 
-def alternatives(
-    graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement], rules: UnitRules
-) -> Alternatives:
-    """The ways to place ``unit``; ``fixed``: placements of parameters (by any FQN) that are decided already."""
-    ways = _Ways(graph, unit, split, fixed, rules)
+def alternatives(graph: ModelGraph, unit: Unit, split: TensorSplit, decided: Decided, rules: UnitRules) -> Alternatives:
+    """The ways to place ``unit``."""
+    ways = _Ways(graph, unit, split, decided, rules)
     operators = [ways.entering(graph.nodes[i]) for i in ways.entering_ids]
     operators += [ways.operator(graph.nodes[i]) for i in unit.nodes]
     places = {operator.node: place for place, operator in enumerate(operators)}
@@ -148,10 +147,8 @@ def decision(alternatives: Alternatives, solution: PlacementSolution) -> UnitPla
 class _Ways:
     """The alternatives of the operators of one unit."""
 
-    def __init__(
-        self, graph: ModelGraph, unit: Unit, split: TensorSplit, fixed: Mapping[str, Placement], rules: UnitRules
-    ) -> None:
-        self.graph, self._split, self._fixed = graph, split, fixed
+    def __init__(self, graph: ModelGraph, unit: Unit, split: TensorSplit, decided: Decided, rules: UnitRules) -> None:
+        self.graph, self._split, self._decided, self._fixed = graph, split, decided, decided.parameters
         self._degree = split.tp
         self._group = Mesh(tp=split.tp).group(Group.TENSOR)
         inside = set(unit.nodes)
@@ -190,7 +187,8 @@ class _Ways:
                 kernels[share] = whole.times(share)
             found += self._under(node, rule, kernels[share])
         parameters = {place: operand for place, operand in enumerate(node.operands) if isinstance(operand, str)}
-        return Operator(node.id, parameters, self._module_ended_by(node), tuple(found))
+        module = self._module_ended_by(node)
+        return Operator(node.id, parameters, module, tuple(self._decided.of_output(module, found)))
 
     def edge(self, source: Operator, target: Operator, position: int) -> tuple[tuple[Collectives | None, ...], ...]:
         """What feeding operand ``position`` takes, in every pair of alternatives."""

@@ -15,12 +15,14 @@ from planner.axes.traced import representatives
 from planner.axes.unit_rules import UnitRules
 from planner.errors import InputError
 from planner.graph.model_graph import ModelGraph
+from planner.layout.decided import Decided
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.table.keys import TensorSplit
 
 Decision = tuple[UnitPlacement, ...]  # one a unit kind, in order of appearance
+_Key = frozenset[tuple[str, Placement]]
 Solve = Callable[[PlacementProblem], PlacementSolution | None]
 
 _NS = 1e9
@@ -54,7 +56,7 @@ def placement_problem(ways: Alternatives, machine: Machine, framework: Framework
 def decide(
     graph: ModelGraph,
     split: TensorSplit,
-    fixed: Mapping[str, Placement],
+    decided: Decided,
     machine: Machine,
     framework: Framework,
     solve: Solve,
@@ -62,14 +64,20 @@ def decide(
     """Solves the placement program of every unit kind; None where one has no solution.
 
     Goes from the last kind to the first, so that the head decides for an embedding tied to it.
-    ``fixed``: placements of parameters, by any FQN, that are decided already.
     """
-    decided = dict(fixed)
-    in_pieces = any(isinstance(each, Shard) and each.pieces > 1 for each in fixed.values())
+    parameters, outputs = dict(decided.parameters), decided.outputs
+    in_pieces = any(isinstance(each, Shard) and each.pieces > 1 for each in parameters.values())
     splits_fused = framework.recipe.splits_fused_gates or in_pieces
     found: list[UnitPlacement] = []
     for unit in reversed(representatives(graph)):
-        ways = _ways(_SameGraph(graph), unit.kind, split, frozenset(decided.items()), splits_fused)
+        ways = _ways(
+            _SameGraph(graph),
+            unit.kind,
+            split,
+            _key(parameters),
+            None if outputs is None else _key(outputs),
+            splits_fused,
+        )
         solution = solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
         if solution is None:
             return None
@@ -78,8 +86,12 @@ def decide(
         for fqn, own in placement.parameters.items():
             parameter = graph.parameter_of[fqn]
             if parameter.aliases:
-                decided.update(dict.fromkeys(parameter.names, own))
+                parameters.update(dict.fromkeys(parameter.names, own))
     return tuple(reversed(found))
+
+
+def _key(placements: Mapping[str, Placement]) -> _Key:
+    return frozenset(placements.items())
 
 
 class _SameGraph:
@@ -103,13 +115,19 @@ class _SameGraph:
 
 @lru_cache(maxsize=128)  # a few models in every split: who compares frameworks asks for each again and again
 def _ways(
-    same: _SameGraph, kind: int, split: TensorSplit, fixed: frozenset[tuple[str, Placement]], splits_fused: bool
+    same: _SameGraph,
+    kind: int,
+    split: TensorSplit,
+    parameters: _Key,
+    outputs: _Key | None,
+    splits_fused: bool,
 ) -> Alternatives:
     """The ways to place a unit of that kind, whatever the machine."""
     graph = same.graph
     unit = next(each for each in representatives(graph) if each.kind == kind)
     rules = UnitRules(graph, unit, split, splits_fused=splits_fused)
-    return alternatives(graph, unit, split, dict(fixed), rules)
+    decided = Decided(dict(parameters), None if outputs is None else dict(outputs))
+    return alternatives(graph, unit, split, decided, rules)
 
 
 class _Prices:

@@ -25,7 +25,7 @@ from planner.axes.pipeline import PIPELINE, schedules
 from planner.axes.recompute import modes
 from planner.axes.registry import violations
 from planner.axes.tensor import TENSOR, sequence_parallel_options
-from planner.errors import InputError, NoLayoutError
+from planner.errors import NoLayoutError, PinsError
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout, Limits, Pins, Training
@@ -46,17 +46,14 @@ class SearchSpace:
 
 
 def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadline | None = None) -> SearchSpace:
-    """Every allowed layout; InputError naming every violated rule where there is none.
+    """Every allowed layout. PinsError with every violated rule, NoLayoutError where none is violated and there is none.
 
     OutOfTimeError where the deadline is over before all are listed.
     """
     asked = Asked(training, pins, limits)
     found = violations(asked)
     if found:
-        raise InputError(
-            "these options contradict each other:\n" + "\n".join(f"  - {violation}" for violation in found),
-            hint="change or drop the options named above",
-        )
+        raise PinsError(found)
     layouts = _layouts(asked, deadline or Deadline.never())
     if not layouts:
         raise NoLayoutError(

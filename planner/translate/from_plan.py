@@ -20,6 +20,7 @@ from planner.errors import PlanError
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
 from planner.graph.node_operators import num_heads
+from planner.layout.decided import Decided
 from planner.layout.layout import Layout
 from planner.plan.schema import Plan
 
@@ -156,6 +157,18 @@ def _mesh_for(plan: Plan, num_devices: int) -> Mesh:
             hint=f"choose another --gpus, or search again for {num_devices} GPUs",
         )
     return fitted
+
+
+def placements_of(plan: Plan, graph: ModelGraph) -> Decided:
+    """All that a plan says of placements; PlanError for an entry that names nothing."""
+    modules = {node.module for node in graph.nodes}
+    outputs: dict[str, Placement] = {}
+    for entry in plan.placements.tp:
+        if entry.output is not None:
+            pattern = entry.module.split(".")
+            matched = [module for module in modules if _matches(module.split("."), pattern)]
+            outputs.update(dict.fromkeys(matched, parse_placement(entry.output)))
+    return Decided(parameter_placements(plan, graph), outputs)
 
 
 def parameter_placements(plan: Plan, graph: ModelGraph) -> Mapping[str, Placement]:

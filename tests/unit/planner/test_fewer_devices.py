@@ -7,7 +7,7 @@ import pytest
 
 from planner.api import find_plan
 from planner.api.front import counts_between, find_front
-from planner.errors import InputError, NoLayoutError
+from planner.errors import InputError, NoLayoutError, PinsError
 from planner.graph.graph_file import write_graph
 from planner.layout.layout import NO_PINS, Limits, Pins
 from planner.request import Request
@@ -117,6 +117,17 @@ def test_no_plan_of_a_front_is_beaten_in_everything(tiny: Tiny) -> None:
     chosen = front.chosen.prediction
     assert chosen is not None
     assert chosen.step_time_s == min(seconds for _, seconds in rows)
+
+
+@pytest.mark.parametrize("by_cost", [True, False])
+def test_numbers_that_cannot_have_a_pin_are_left_out_of_a_range(tiny: Tiny, by_cost: bool) -> None:
+    """The first number that tp 2 does not divide, which nobody had asked for, ended the whole range."""
+    front = find_front(tiny(6, may_idle=False, pins=Pins(tp=2)), 1, by_cost=by_cost)
+    assert {plan.num_devices for plan in front.plans} | set(front.dominated) == {2, 4, 6}
+    assert {number for number, _ in front.refused} == {1, 3}
+    assert all("tp=2 does not divide" in why for _, why in front.refused)
+    with pytest.raises(PinsError, match="does not divide"):
+        find_front(tiny(7, may_idle=False, pins=Pins(tp=2)), 7, by_cost=by_cost)
 
 
 def test_a_cost_needs_a_price(graph: str) -> None:

@@ -24,6 +24,7 @@ from planner.axes.registry import COLLECTIVE_AXES, STATE_AXES, WORK_AXES, lowere
 from planner.axes.tensor import TENSOR
 from planner.axes.traced import representatives, whole_states, whole_work
 from planner.axes.unlike_devices import UNLIKE_DEVICES
+from planner.layout.decided import NOTHING
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision, decide
 from planner.pricing.work import Case, price_work
@@ -48,7 +49,7 @@ def framework_of(recipe: str = "planner", imbalance: float | None = None) -> Fra
 @cache
 def decision_of(model: str, split: TensorSplit) -> Decision:
     solve = CpSatSolver().solve_placement
-    found = decide(graph_of(model, SEQ_LEN), split, {}, MACHINE, framework_of(), solve)
+    found = decide(graph_of(model, SEQ_LEN), split, NOTHING, MACHINE, framework_of(), solve)
     assert found is not None
     return found
 

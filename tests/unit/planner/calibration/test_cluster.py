@@ -16,6 +16,7 @@ from planner.calibration.cluster import MeasuredRun, calibration_of
 from planner.calibration.priors import PRIOR
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.measured_memory import memory_as_measured
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
@@ -54,7 +55,7 @@ def decisions(target: PricingTarget) -> dict[TensorSplit, Decision]:
     found: dict[TensorSplit, Decision] = {}
     for tp in (1, 2, 4, 8):
         split = TensorSplit(tp, tp > 1)
-        decision = decided(target, split, {}, placement_solver())
+        decision = decided(target, split, NOTHING, placement_solver())
         assert decision is not None
         found[split] = decision
     return found

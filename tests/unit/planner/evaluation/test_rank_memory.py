@@ -21,6 +21,7 @@ from costmodels.vocabulary.terms import MemoryTerm, Phase
 from planner.evaluation.evaluator import Evaluator
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
@@ -64,7 +65,7 @@ HOST_TIMES = ("host_s_per_kernel", "host_s_per_collective")
 def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
     target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
     split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
-    decision = decided(target, split, {}, CpSatSolver())
+    decision = decided(target, split, NOTHING, CpSatSolver())
     assert decision is not None
     batch = choice.mesh.dp * choice.micro_batch_size * choice.num_microbatches
     training = Training(batch, CONFIG.seq_len, Precision.BF16, Optimizer.ADAMW)

@@ -14,6 +14,7 @@ from planner.axes.lowered import RankWork
 from planner.axes.registry import WorkLowering, work_fields
 from planner.axes.traced import representatives, whole_work
 from planner.graph.node_operators import num_heads
+from planner.layout.decided import NOTHING
 from planner.layout.layout import Pins
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision, decide
@@ -36,7 +37,7 @@ FRAMEWORK = Framework.of(RECIPE, "bf16")
 
 @cache
 def decision_of(seq_len: int, split: TensorSplit) -> Decision:
-    found = decide(graph_of(MODEL, seq_len), split, {}, TOY, FRAMEWORK, CpSatSolver().solve_placement)
+    found = decide(graph_of(MODEL, seq_len), split, NOTHING, TOY, FRAMEWORK, CpSatSolver().solve_placement)
     assert found is not None
     return found
 

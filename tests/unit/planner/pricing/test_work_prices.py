@@ -16,6 +16,7 @@ from planner.axes.framework import Framework
 from planner.axes.lowered import Collective as LoweredCollective
 from planner.axes.lowered import Kernel, Role, Work
 from planner.axes.traced import representatives
+from planner.layout.decided import NOTHING
 from planner.pricing.kernels import kernel_times
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision, decide
@@ -43,7 +44,7 @@ def reentrant(framework: Framework) -> Framework:
 
 @cache
 def decision_of(model: str, seq_len: int, split: TensorSplit) -> Decision:
-    found = decide(graph_of(model, seq_len), split, {}, MACHINE, framework_of(), CpSatSolver().solve_placement)
+    found = decide(graph_of(model, seq_len), split, NOTHING, MACHINE, framework_of(), CpSatSolver().solve_placement)
     assert found is not None
     return found
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.terms import Holding, Time
+from planner.layout.decided import NOTHING
 from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import work_rows
 from planner.pricing.target import PricingTarget
@@ -16,7 +17,7 @@ WHOLE = TensorSplit(1, False)
 
 def decision_of(target: PricingTarget, split: TensorSplit = WHOLE) -> Decision:
     """Placements of every unit kind."""
-    found = decide(target.graph, split, {}, target.machine, target.framework, CpSatSolver().solve_placement)
+    found = decide(target.graph, split, NOTHING, target.machine, target.framework, CpSatSolver().solve_placement)
     assert found is not None
     return found
 

@@ -18,7 +18,7 @@ from planner.request import Request
 from planner.solver.search import search
 from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
-from tests.planning import graph_of, problem_of
+from tests.planning import A100, graph_of, problem_of
 
 PROBLEMS = [
     ("llama-tiny", 8, {"batch": 16, "seq_len": 64}),
@@ -84,6 +84,63 @@ def test_placements_come_back_from_the_plan(model: str, num_devices: int, option
             assert found[fqn] == placement
     for parameter in graph.parameters:
         assert len({found[name] for name in (parameter.fqn, *parameter.aliases)}) == 1
+
+
+ODD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(30, 90), nn.Linear(30, 30)
+        self.up, self.down = nn.Linear(30, 111), nn.Linear(111, 30)
+        self.before, self.between = nn.LayerNorm(30), nn.LayerNorm(30)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(self.before(x)).view(batch, tokens, 3, 5, 6).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(97, 30), nn.Linear(30, 97)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build_model():
+    return Model()
+"""
+
+
+def test_outputs_are_placed_as_the_plan_says(tmp_path: Path) -> None:
+    """Five heads over three ranks: to gather behind the product or behind the view takes as long, and less memory."""
+    (tmp_path / "odd.py").write_text(ODD)
+    request = Request(str(tmp_path / "odd.py"), 3, A100, seq_len=64, global_batch_size=48, pins=Pins(tp=3))
+    plan = find_plan(request).plan
+    assert plan.prediction is not None
+    again = price_plan(plan).plan.prediction
+    assert again is not None
+    assert again.peak_memory_bytes == plan.prediction.peak_memory_bytes
+    assert again.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-9)
+    qkv = next(entry for entry in plan.placements.tp if entry.module.endswith(".qkv"))
+    other = [
+        entry.model_copy(update={"output": None if qkv.output else "replicate"}) if entry is qkv else entry
+        for entry in plan.placements.tp
+    ]
+    changed = plan.model_copy(update={"placements": plan.placements.model_copy(update={"tp": tuple(other)})})
+    prediction = price_plan(changed).plan.prediction
+    assert prediction is not None
+    assert prediction.peak_memory_bytes != plan.prediction.peak_memory_bytes
 
 
 def tiny(folder: Path, pins: Pins) -> Plan:
