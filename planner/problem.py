@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import factorial
 from typing import NamedTuple
@@ -337,21 +338,32 @@ def decided_for_degrees(
 ) -> dict[TensorSplit, Decision]:
     """Placements for every tensor-parallel degree of the space, with and without sequence parallelism.
 
-    ``known`` are taken as they are. OutOfTimeError where the deadline is over before that.
+    ``known`` are taken as they are. Where the pinned degree splits nothing, those that do are found, to be named.
+    OutOfTimeError where the deadline is over before that.
     """
+    found: dict[TensorSplit, Decision] = {}
+
+    def place(degrees: Iterable[int]) -> None:
+        for degree in sorted(degrees):
+            for split in _splits(target, pins, degree):
+                if deadline is not None:
+                    deadline.check()
+                decision = (known or {}).get(split) or decided(target, split, NOTHING, solver)
+                if decision is not None:
+                    found[split] = decision
+
     cluster = target.cluster
     degrees = {1, *(d for d in divisors(cluster.num_devices) if d <= cluster.devices_per_node)}
-    if pins.tp is not None and pins.tp >= 1:
-        degrees = {1, pins.tp}
-    found: dict[TensorSplit, Decision] = {}
-    for degree in sorted(degrees):
-        for split in _splits(target, pins, degree):
-            if deadline is not None:
-                deadline.check()
-            decision = (known or {}).get(split) or decided(target, split, NOTHING, solver)
-            if decision is not None:
-                found[split] = decision
+    pinned = pins.tp if pins.tp is not None and pins.tp >= 1 else None
+    place(degrees if pinned is None else {1, pinned})
+    if pinned is not None and pinned > 1 and all(split.tp != pinned for split in _splitting(found)):
+        place(degrees - {1, pinned})
     return found
+
+
+def _splitting(decisions: Decisions) -> list[TensorSplit]:
+    """Those that split a weight."""
+    return [split for split, units in decisions.items() if split.tp > 1 and any(unit.splits_weights for unit in units)]
 
 
 def _splits(target: PricingTarget, pins: Pins, degree: int) -> list[TensorSplit]:
@@ -380,9 +392,7 @@ def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
     """What this model on this cluster in this framework allows."""
     graph, cluster = target.graph, target.cluster
     has_attention = any(node.op_class is OpClass.ATTENTION for node in graph.nodes)
-    splitting = {
-        split for split, decision in decisions.items() if split.tp > 1 and any(u.splits_weights for u in decision)
-    }
+    splitting = _splitting(decisions)
     return Limits(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,

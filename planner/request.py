@@ -315,7 +315,15 @@ def default_batch(num_params: int, seq_len: int, num_devices: int, devices_per_n
 
 
 def training_of(request: Request, cluster: ClusterSpec, graph: ModelGraph, notes: list[str]) -> Training:
-    """The training as asked. ``notes`` then say the default global batch, and where GPUs do not divide a batch."""
+    """The training as asked. ``notes`` then say the default global batch, and where GPUs do not divide a batch.
+
+    InputError for a batch below 1, and for a model of which nothing is trained.
+    """
+    if not any(parameter.trainable for parameter in graph.parameters):
+        raise InputError(
+            f"{graph.source} has no parameter that is trained, of {graph.num_params:,}: there is no step to plan",
+            hint="its parameters need requires_grad",
+        )
     batch, seq_len, num_devices = request.global_batch_size, graph.seq_len, cluster.num_devices
     if batch is None:
         batch, said = default_batch(graph.num_params, seq_len, num_devices, cluster.devices_per_node)

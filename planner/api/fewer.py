@@ -23,6 +23,8 @@ from planner.translate import to_plan
 
 # Smaller numbers of devices that are searched at most.
 MOST_SEARCHED = 6
+# Step times that differ by a smaller share are said to be alike.
+WORTH_SAYING = 5e-4
 
 
 @dataclass(frozen=True)
@@ -164,4 +166,5 @@ def idle_note(plan: Plan) -> str:
     if best is None:
         return f"{said}: no layout over all {there_are} fits the model, the batch and the pins"
     slower = best.step_time_s / plan.prediction.step_time_s - 1
-    return f"{said}: the best plan found over all {there_are} is {slower:.1%} slower"
+    compared = f"is {slower:.1%} slower" if slower >= WORTH_SAYING else "is no faster"
+    return f"{said}: the best plan found over all {there_are} {compared}"

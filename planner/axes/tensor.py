@@ -39,7 +39,7 @@ class TensorAxis(Axis[TensorSplit]):
         found = undivided("tp", tp, limits.num_devices)
         is_split = tp is not None and tp > 1
         if is_split and tp not in limits.tensor_degrees:
-            allowed = listed(sorted(limits.tensor_degrees))
+            allowed = listed(sorted(limits.tensor_degrees)) or "none of those there could be"
             found.append(f"tp={tp} splits no parameter of the model; degrees that do: {allowed}")
         if pins.sequence_parallel and tp == 1:
             found.append("sequence parallelism needs tp > 1")

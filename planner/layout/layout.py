@@ -62,8 +62,11 @@ class Pins:
         words = {"on": True, "true": True, "off": False, "false": False}
         for part in text.split(","):
             name, _, value = (each.strip() for each in part.partition("="))
+            name = name.replace("-", "_")
+            if name in given:
+                raise ValueError(f"{name} is given twice")
             number = int(value) if value.isascii() and value.isdigit() else value
-            given[name.replace("-", "_")] = words.get(value.lower(), number)
+            given[name] = words.get(value.lower(), number)
         return Pins.of(given)
 
     @staticmethod
@@ -74,7 +77,10 @@ class Pins:
         }  # fmt: skip
         values: dict[str, Any] = {name: words[name](v) if name in words else v for name, v in given.items()}
         kinds = get_type_hints(Pins)
-        wrong = [name for name, v in values.items() if name in kinds and type(v) not in get_args(kinds[name])]
+        unknown = [repr(name) for name in values if name not in kinds]
+        if unknown:
+            raise TypeError(f"{', '.join(unknown)} is no choice")
+        wrong = [name for name, v in values.items() if type(v) not in get_args(kinds[name])]
         if wrong:
             raise TypeError(", ".join(f"{name}={values[name]!r} is none of its choices" for name in wrong))
         return Pins(**values)

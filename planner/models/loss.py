@@ -16,6 +16,8 @@ from enum import StrEnum
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from planner.errors import ModelError
+
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 IGNORED = -100  # the label of a position where nothing is to be learned, as torch's cross entropy has it
 
@@ -65,7 +67,7 @@ def _held_by(output: object) -> Iterable[object]:
 
 
 def next_token_loss(output: object, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy of the logits (..., vocab) against ``labels``.
+    """Mean cross entropy of the logits (..., vocab) against ``labels``. ModelError where they are not as many.
 
     Without labels, each position of ``input_ids`` is predicted from those before it. Where the
     module compares texts with images, each belongs to the other of its number.
@@ -98,6 +100,12 @@ def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor
     if labels is None:
         logits, labels = logits[:, :-1], _tokens(batch)[:, 1:]
     flat = logits.flatten(0, -2).float()
+    if len(flat) != labels.numel():
+        raise ModelError(
+            f"the default loss predicts a class for each of {labels.numel()} labels, one a token, and the model gives "
+            f"{len(flat)} predictions, {tuple(logits.shape)}",
+            hint="write a model.py: build_model() returns the model, and loss_fn(output, batch) its loss",
+        )
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 

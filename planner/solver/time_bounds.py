@@ -20,6 +20,7 @@ from planner.layout.short_rows import largest_of_each, least_of_each, running_su
 from planner.solver.glance import num_beside, pipeline_coefficient
 from planner.solver.memory_bounds import AlikeMemory, NumMicroBatches
 from planner.solver.of_table import UnitPasses, by_kind
+from planner.solver.round_trips import round_trips
 from planner.table.keys import SendKey, StateKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
@@ -252,7 +253,10 @@ class AlikeLayouts(AlikeMemory):
             least += self._recomputed_over_groups_s(q + m * each)
         if rules.overlaps_steps:
             return least
-        return least + 2 * q * self.hops_s[-1] + (each * self.before_s.T).sum(axis=0)
+        away = (work - weight).min(axis=0) @ self.counts
+        return np.maximum(
+            least + 2 * q * self.hops_s[-1] + (each * self.before_s.T).sum(axis=0), self._round_trips_s(away)
+        )
 
     def _weighted_s(self, e: float, d: list[Array], *, recomputes: bool) -> Array:
         """A weighted mean of line (1), (2) or (3), from below over all cuts, and what sends take.
@@ -298,7 +302,18 @@ class AlikeLayouts(AlikeMemory):
             return busiest
         sent = self.work_s - self.times.weight_s if self.schedule.rules.splits_backward else self.work_s
         busiest = np.maximum(busiest, m * total / p + self.before_s.mean(axis=1))
-        return np.maximum(busiest, sent @ self.counts + 2 * self.send_s * (p - 1))
+        away = sent @ self.counts
+        return np.maximum.reduce([busiest, away + 2 * self.send_s * (p - 1), self._round_trips_s(away)])
+
+    def _round_trips_s(self, away_s: Array) -> Array:
+        """The bound by what ranks of several stages have in flight; ``away_s``: one micro-batch in all stages."""
+        hop_s = 2 * self.least_send_s
+        first, whole, most = self.layouts.each(
+            NumMicroBatches,
+            lambda key: round_trips(self.schedule, self.pp, self.virtual_stages, key.num_microbatches),
+        ).T
+        least: Array = self.num_microbatches * np.maximum(whole * away_s + first * hop_s, most * hop_s)
+        return least
 
     @cached_property
     def before_s(self) -> Array:

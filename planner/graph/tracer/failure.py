@@ -26,6 +26,7 @@ class Failure:
     operator: str | None
     place: str  # file:line and the line, "" where no line of the user's was at work
     reason: str
+    hint: str = ""  # the way out, where there is a better one than to correct the line
 
     @staticmethod
     def of(error: Exception) -> Failure:
@@ -34,7 +35,7 @@ class Failure:
             return error.failure
         if isinstance(error, ModelError):
             cause = error.__cause__  # the loss function's own error, already told with its line
-            return Failure(None, "", error.message) if not isinstance(cause, Exception) else Failure.of(cause)
+            return Failure.of(cause) if isinstance(cause, Exception) else Failure(None, "", error.message, error.hint)
         own = own_frames(error)
         place = _place(own[-1]) if own else ""
         text = str(error).strip()

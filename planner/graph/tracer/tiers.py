@@ -120,9 +120,10 @@ def _noting(traced: Traced, stopped: dict[Tier, Failure]) -> Traced:
 
 def _no_way(loaded: LoadedModel, failures: list[Failure]) -> ModelError:
     texts = dict.fromkeys(map(str, failures))
+    hints = [failure.hint for failure in failures if failure.hint]
     return ModelError(
         f"{loaded.source.name} cannot be traced: {'; then, run module by module, '.join(texts)}",
-        hint="correct the line, or keep it out of the forward pass; mixed dtypes need a cast",
+        hint=hints[0] if hints else "correct the line, or keep it out of the forward pass; mixed dtypes need a cast",
     )
 
 
