@@ -8,7 +8,12 @@ import pytest
 from costmodels.pipeline import simulate
 from costmodels.vocabulary.action import Transfer
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
+from planner.layout.layout import Pins
+from planner.pricing.target import PricingTarget
+from planner.problem import Problem
+from planner.solver.cutting import Pricers, probe
 from planner.solver.round_trips import round_trips
+from tests.planning import A100, cluster_of, graph_of, training_of
 
 SEVERAL = [name for name in ScheduleName if not SCHEDULES[name].has_one_stage and not SCHEDULES[name].overlaps_steps]
 ROUNDING = 1 + 1e-9
@@ -45,3 +50,18 @@ def test_the_example_of_the_docstring() -> None:
     assert of.whole_of_first * 2.0 + 2 * 3.0 * of.hops_of_first == 4.0
     took_s = simulate(ScheduleName.ONE_F_ONE_B.rules.actions(2, 1, 10), [0.5, 0.5], [0.5, 0.5], 3.0).makespan_s
     assert took_s >= 40.0
+
+
+def test_on_slow_links_no_nearly_even_cut_of_any_layout_is_faster_than_the_plan() -> None:
+    """Estimates that knew nothing of messages sent the visits to pipelines that were 15 % slower."""
+    cluster = cluster_of(A100, 32)
+    *inner, last = cluster.profile.tiers
+    rate = last.bandwidth_bytes_per_s
+    slow = last.model_copy(update={"bandwidth_bytes_per_s": rate.model_copy(update={"value": rate.value / 1000})})
+    profile = cluster.profile.model_copy(update={"tiers": (*inner, slow)})
+    target = PricingTarget(graph_of("gpt3-125m", 1024), cluster.model_copy(update={"profile": profile}), "bf16")
+    problem = Problem.build(target, training_of(64, 1024), Pins(pp=4, tp=1, cp=1))
+    best, pricers = problem.solved().best, Pricers(problem.table)
+    probed = [probe(pricers.of(layout), problem.solver) for layout in problem.space.layouts]
+    assert best is not None
+    assert best.step_time_s <= min(each.step_time_s for each in probed if each is not None) * (1 + 1e-3)
