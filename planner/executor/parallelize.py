@@ -281,6 +281,12 @@ def _programs(
         if any(parameter.is_meta for parameter in module.parameters()):
             raise UnrecordableError("it is cut into stages by a forward pass with values") from error
         trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
+    if trace.unrecorded:
+        raise PlanError(
+            f"between its pipelined modules the model {' and '.join(trace.unrecorded)}: stages replay a recording of "
+            "one forward pass, in which that is missing",
+            hint="do it inside a block, or plan with pp = 1",
+        )
     programs = keep_unused(module, split_trace(module, trace, stages))
     return programs, tied_parameters(module, programs)
 

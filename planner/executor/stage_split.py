@@ -2,7 +2,8 @@
 
 A call of a module that a stage lists runs on that stage. Glue runs on the stage of its latest
 operand; glue that depends on the model's inputs and constants alone (positions, rotary tables,
-masks) is repeated on every stage that needs it, and nothing of it is sent.
+masks) is repeated on every stage that needs it, and nothing of it is sent. What draws random numbers is not repeated:
+the first stage does and sends them.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: se
                 )
         elif latest is None and _uses_state(call, parameters, waiting, trace):
             waiting.append(position)
+        elif latest is None and call.is_random:
+            stage = 0
         placed.append(stage)
         stage_of.update(dict.fromkeys(call.results, stage))
     for position in reversed(waiting):

@@ -6,8 +6,8 @@ around them do between those calls ("glue") is recorded function by function, at
 the user wrote it. Replaying the calls with the original modules is the original model, so sharding,
 hooks and checkpointing of those modules still apply.
 
-Refused in the glue: values read from tensors (``item()``, ``if tensor``) and tensors that are neither
-parameters nor buffers. Not understood there: Python side effects, own autograd functions.
+Refused in the glue: values read from tensors (``item()``, ``if tensor``), tensors that are neither parameters nor
+buffers, and for pipelines what ``executor.glue`` sees. An own autograd function is one call.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,10 +15,11 @@ parameters nor buffers. Not understood there: Python side effects, own autograd 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from planner.errors import PlanError
+from planner.executor.glue import Draws, Watch
 
 Function = Callable[..., object]
 
@@ -69,6 +71,7 @@ class Call:
     kwargs: Mapping[str, object]
     results: tuple[Slot, ...]
     grad_enabled: bool
+    is_random: bool = False  # glue that draws from torch's generators
 
     @property
     def operands(self) -> tuple[Slot, ...]:
@@ -96,11 +99,15 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward pass: the calls in order, the output with slots for tensors, and every slot's kind."""
+    """One forward pass: the calls in order, the output with slots for tensors, and every slot's kind.
+
+    ``unrecorded``: what the glue does besides, and a replay does not.
+    """
 
     calls: tuple[Call, ...]
     output: object
     metas: Mapping[Slot, TensorMeta]
+    unrecorded: tuple[str, ...] = ()
 
 
 def leaves_of(value: object) -> list[object]:
@@ -205,17 +212,21 @@ def _trace(
     call: Callable[[nn.Module, Inputs], object],
 ) -> Trace:
     moved = {key: value.to(device) for key, value in inputs.items()}
-    recorder = _Recorder(twin, moved, device)
-    for fqn, target in twin.named_modules():
+    modules = dict(twin.named_modules())
+    watch = Watch(target for fqn, target in modules.items() if not any(_is_inside(fqn, outer) for outer in opaque))
+    recorder = _Recorder(twin, moved, device, watch)
+    for fqn, target in modules.items():
         if fqn in opaque:
             target.forward = _opaque_call(recorder, fqn, target.forward)
-    with device, recorder:
+    with device, _own_functions_as_calls(recorder), recorder.draws, recorder:
         output = call(twin, moved)
-    if not recorder.contains_all(output):
-        raise PlanError(
-            "the model's output holds a tensor that its forward did not compute", hint="return computed tensors"
-        )
-    return Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
+        if not recorder.contains_all(output):
+            raise PlanError(
+                "the model's output holds a tensor that its forward did not compute", hint="return computed tensors"
+            )
+        found = Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
+        watch.ended(lambda: call(twin, moved))
+    return replace(found, unrecorded=watch.reasons)
 
 
 def twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -239,9 +250,9 @@ _READ_VALUES: frozenset[Function] = frozenset(
 class _Recorder(TorchFunctionMode):
     """Appends a ``Call`` for every torch function that returns tensors."""
 
-    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor], device: torch.device, watch: Watch) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._watch, self.draws = device, watch, Draws()
         self.calls: list[Call] = []
         self.metas: dict[Slot, TensorMeta] = {}
         self._paused = False
@@ -261,8 +272,12 @@ class _Recorder(TorchFunctionMode):
                 f" ({getattr(func, '__name__', func)}): what it does then cannot be recorded",
                 hint="read them inside a block, or plan with pp = 1",
             )
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        self.draws.taken()
         result = func(*args, **(kwargs or {}))
-        if not self._paused and tensors_in(result):
+        self._watch.called(func)
+        if tensors_in(result):
             self.record(func, "", args, kwargs or {}, result)
         return result
 
@@ -284,15 +299,25 @@ class _Recorder(TorchFunctionMode):
             results.append(slot)
         assert isinstance(encoded_args, tuple)
         assert isinstance(encoded_kwargs, dict)
-        self.calls.append(Call(function, module, encoded_args, encoded_kwargs, tuple(results), torch.is_grad_enabled()))
+        is_random = self.draws.taken() and function is not None
+        encoded = module, encoded_args, encoded_kwargs, tuple(results)
+        self.calls.append(Call(function, *encoded, torch.is_grad_enabled(), is_random))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what happens belongs to a call that is recorded as a whole."""
+        return self._paused
 
     def call_paused(self, function: Callable[[], _T]) -> _T:
         """Runs ``function`` without recording what happens inside."""
+        self._watch.called(None)
+        self._watch.enters()
         self._paused = True
         try:
             return function()
         finally:
             self._paused = False
+            self._watch.leaves()
 
     def encode(self, value: object) -> object:
         """``value`` with slots in place of tensors; PlanError for a tensor of unknown origin."""
@@ -319,6 +344,42 @@ class _Recorder(TorchFunctionMode):
     def _know(self, tensor: torch.Tensor, slot: Slot | InputSlot | StateSlot) -> None:
         self._kept.append(tensor)
         self._known[id(tensor)] = slot
+
+
+@contextlib.contextmanager
+def _own_functions_as_calls(recorder: _Recorder) -> Generator[None]:
+    """Records the ``apply`` of every ``torch.autograd.Function`` of the glue: what it does inside has no gradients."""
+    plain = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
+        def run() -> object:
+            return plain.__func__(cls, *args, **kwargs)
+
+        if recorder.is_paused:
+            return run()
+        result = recorder.call_paused(run)
+        recorder.record(_Applied(cls), "", args, kwargs, result)
+        return result
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """``function.apply``, looked up when it is called."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.function.apply(*args, **kwargs)
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn == outer or fqn.startswith(outer + ".")
 
 
 def _opaque_call(recorder: _Recorder, fqn: str, forward: Function) -> Function:

@@ -1,5 +1,8 @@
 """A forward pass is recorded on the meta device, or for real where modules need values; the rest is refused."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,3 +104,93 @@ def test_a_short_cut_that_compiled_code_leaves_out_is_left_out() -> None:
         trace_forward(*arguments)
     assert [call.module for call in trace_as_compiled(*arguments).calls] == ["embedding", "first", "second"]
     assert not torch.compiler.is_compiling()
+
+
+class Reversed(torch.autograd.Function):
+    """Its input, and three times the gradient the other way."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -3 * gradient
+
+
+class Doing(Between):
+    """As ``Between``, with what a list of calls does not have."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.count, self.longest = 0, 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embedding(input_ids))
+        match self.kind:
+            case "python":
+                x = x if random.random() < 0.5 else x / 2
+            case "numpy":
+                x = x * float(np.random.rand())
+            case "hook":
+                x.register_hook(torch.zeros_like)
+            case "count":
+                self.count += 1
+                x = x / self.count
+            case "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    return self.second(x)
+            case "longest":
+                self.longest = max(self.longest, input_ids.shape[1])
+            case "function":
+                x = Reversed.apply(x)
+                assert isinstance(x, torch.Tensor)
+            case _:
+                keep = (torch.rand(x.shape[:2], device=x.device) > 0.5)[..., None]
+                return self.second(x * keep) * keep
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("python", "draws random numbers of Python or NumPy"),
+        ("numpy", "draws random numbers of Python or NumPy"),
+        ("hook", "hooks gradients of tensors"),
+        ("count", "changes Doing.count of its modules"),
+        ("autocast", "changes autocast"),
+    ],
+)
+@pytest.mark.parametrize("real", [False, True])
+def test_what_a_list_of_calls_does_not_have_is_seen(kind: str, reason: str, *, real: bool) -> None:
+    """Each of these was dropped from a pipeline without a word."""
+    assert traced(Doing(kind), STAGES, real=real).unrecorded == (reason,)
+    assert traced(Between(""), STAGES, real=real).unrecorded == ()
+
+
+def test_what_is_kept_from_the_first_pass_on_is_no_harm() -> None:
+    assert traced(Doing("longest"), STAGES, real=False).unrecorded == ()
+
+
+def test_an_own_autograd_function_is_one_call() -> None:
+    plain = torch.autograd.Function.apply
+    trace = traced(Doing("function"), STAGES, real=False)
+    assert torch.autograd.Function.apply == plain
+    assert (len(trace.calls), trace.unrecorded) == (4, ())  # three modules, and the function
+    (own,) = [call for call in trace.calls if call.function is not None]
+    assert own.function is not None
+    x = torch.ones(3, requires_grad=True)
+    y = own.function(x)
+    assert isinstance(y, torch.Tensor)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [-3.0, -3.0, -3.0]
+
+
+def test_random_numbers_are_drawn_on_one_stage() -> None:
+    """Each stage drew a mask of its own, from other seeds."""
+    module = Doing("random")
+    trace = traced(module, STAGES, real=False)
+    first, second = split_trace(module, trace, STAGES)
+    assert [sum(call.is_random for call in program.calls) for program in (first, second)] == [1, 0]
+    assert {second.metas[slot].dtype for slot in second.inputs} == {torch.float32, torch.bool}
