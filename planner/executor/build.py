@@ -33,10 +33,15 @@ def build_model(loaded: LoadedModel, seed: int, weights: Path | None = None) -> 
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ModelError(f"{loaded.source.name} builds its parameters on the meta device: they have no values to train",
                          hint="let the factory build on the current default device")  # fmt: skip
-    module = module.float().train()
+    module = in_training(module.float())
     if weights is not None:
         load_weights(module, weights)
     return module
+
+
+def in_training(module: nn.Module) -> nn.Module:
+    """``module``, ready to be trained; parts of it that its author put into evaluation mode stay there."""
+    return module if module.training else module.train()
 
 
 def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.vocabulary.choices import Offload
 from planner.errors import PlanError
-from planner.executor.build import example_batch, loaded_model
+from planner.executor.build import example_batch, in_training, loaded_model
 from planner.executor.cuda_kernels import cuda_kernels
 from planner.executor.executable import check_executable
 from planner.executor.live_memory import LiveMemory
@@ -126,7 +126,7 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
 
 def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
     inputs, training = example_batch(loaded, plan), plan.training
-    model = parallelize(_in_float32(loaded.build()).train(), inputs, loaded.training_loss, plan, mesh)
+    model = parallelize(in_training(_in_float32(loaded.build())), inputs, loaded.training_loss, plan, mesh)
     optimizer = build_optimizer(model.parameters(), training.optimizer, None)
     if model.schedule is not None:
         model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,6 +17,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import DataParallel, ShardingUnits, keeps_whole
+from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
@@ -25,7 +26,7 @@ from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, se
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
 from planner.executor.recording import UnrecordableError
-from planner.executor.requirements import check_buffers, check_names
+from planner.executor.requirements import check_buffers, check_names, check_parameters
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
@@ -40,6 +41,7 @@ from planner.executor.stage_split import (
 from planner.executor.stage_trace import (
     ReadsValuesError,
     TensorMeta,
+    Trace,
     trace_as_compiled,
     trace_forward,
     trace_real_forward,
@@ -74,6 +76,7 @@ class ParallelModel:
     input_name: str  # of the token ids
     context: Context | None  # where ranks share sequences
     experts: Experts | None  # where they divide experts
+    evaluates: bool  # what is between the modules of a pipeline is known for evaluation too
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank's stages."""
@@ -189,7 +192,7 @@ def parallelize(
     chosen = parameter_placements(module, plan.placements.tp)
     register_sharding_rules()
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
-    programs, ties = _programs(module, inputs, plan)
+    programs, ties, evaluates = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
     roots = {index: stage_root(module, programs[index], device_of(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
@@ -198,14 +201,9 @@ def parallelize(
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
+    around, names = (plan, mesh, surroundings), tuple(inputs)
     stages = [
-        _stage_module(
-            data,
-            programs[index] if programs else None,
-            (plan, mesh, surroundings),
-            tuple(inputs),
-            loss if index == last else None,
-        )
+        _stage_module(data, programs[index] if programs else None, around, names, loss if index == last else None)
         for index, data in divided.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
@@ -222,6 +220,7 @@ def parallelize(
         input_name=next(iter(inputs)),
         context=context,
         experts=experts,
+        evaluates=evaluates,
     )
 
 
@@ -257,6 +256,7 @@ def _check(
     check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).num_parts)
     check_names(module, plan)
     check_buffers(module, inputs, plan)
+    check_parameters(module, plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     if context is not None:
         check_model(module, inputs, training_loss, context)
@@ -264,23 +264,14 @@ def _check(
 
 def _programs(
     module: nn.Module, inputs: Tensors, plan: Plan
-) -> tuple[tuple[StageProgram, ...], tuple[TiedParameter, ...]]:
-    """What each stage does and shares; nothing without a pipeline."""
+) -> tuple[tuple[StageProgram, ...], tuple[TiedParameter, ...], bool]:
+    """What each stage does and shares, and whether that is known for evaluation too; nothing without a pipeline."""
     if plan.mesh.pp == 1:
-        return (), ()
+        return (), (), True
     stages = [stage.modules for stage in plan.pipeline.stages]
     check_stage_modules(module, stages)
     listed = frozenset(fqn for modules in stages for fqn in modules)
-    try:
-        trace = trace_forward(module, listed, inputs, call_model, compute_dtype(plan))
-    except ReadsValuesError:
-        trace = trace_as_compiled(module, listed, inputs, call_model, compute_dtype(plan))
-    except PlanError:
-        raise
-    except Exception as error:  # whatever the user's code raises without values
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise UnrecordableError("it is cut into stages by a forward pass with values") from error
-        trace = trace_real_forward(module, listed, inputs, call_model, compute_dtype(plan))
+    trace, evaluates = _recorded(module, listed, inputs, compute_dtype(plan))
     if trace.unrecorded:
         raise PlanError(
             f"between its pipelined modules the model {' and '.join(trace.unrecorded)}: stages replay a recording of "
@@ -288,7 +279,31 @@ def _programs(
             hint="do it inside a block, or plan with pp = 1",
         )
     programs = keep_unused(module, split_trace(module, trace, stages))
-    return programs, tied_parameters(module, programs)
+    return programs, tied_parameters(module, programs), evaluates
+
+
+def _recorded(module: nn.Module, listed: frozenset[str], inputs: Tensors, dtype: torch.dtype) -> tuple[Trace, bool]:
+    """One forward pass, in both modes where that is possible, and whether it is."""
+    way = trace_forward
+    try:
+        trace = way(module, listed, inputs, call_model, dtype)
+    except ReadsValuesError:
+        way = trace_as_compiled
+        trace = way(module, listed, inputs, call_model, dtype)
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the user's code raises without values
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnrecordableError("it is cut into stages by a forward pass with values") from error
+        way = trace_real_forward
+        trace = way(module, listed, inputs, call_model, dtype)
+    if not module.training:
+        return trace, True
+    try:
+        both = in_both_modes(trace, way(module, listed, inputs, call_evaluated, dtype))
+    except Exception:  # the same: it is trained, but not evaluated
+        both = None
+    return both or trace, both is not None
 
 
 def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Sequence[StageProgram]) -> frozenset[str]:

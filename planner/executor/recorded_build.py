@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.executor.recording import BEGINNING, Operation, Recording, UnrecordableError, View, storages_in
+from planner.executor.requirements import hooked_parameters
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
@@ -67,6 +68,8 @@ def recorded_model(build: Callable[[], nn.Module]) -> RecordedModel:
             raise UnrecordableError(text) from None
         if recorder.problem is not None:
             raise UnrecordableError(recorder.problem)
+        if hooked_parameters(module):
+            raise UnrecordableError("it hooks the gradients of parameters")
         parameters = {fqn: recorder.view_of(p) for fqn, p in module.named_parameters(remove_duplicate=False)}
         _empty(module)
         _fill_buffers(module, recorder)

@@ -1,5 +1,8 @@
 """What a model must be for a plan to be executed, looked at before anything is split."""
 
+# pyright: reportPrivateUsage=false
+# torch has no public way to ask a parameter for its hooks.
+
 from __future__ import annotations
 
 import contextlib
@@ -11,6 +14,7 @@ from torch import nn
 
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
+from planner.executor.data_parallel import keeps_whole
 from planner.executor.stage_trace import META, Inputs, twin
 from planner.models.inputs import call_model
 from planner.plan.schema import Plan
@@ -30,6 +34,32 @@ def check_names(module: nn.Module, plan: Plan) -> None:
         raise PlanError(
             "the model has no such modules: " + "; ".join(problems),
             hint="search again for this model, or correct the names",
+        )
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """FQNs of parameters whose gradients go through hooks of the user's."""
+    return [
+        fqn
+        for fqn, parameter in module.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+
+
+def check_parameters(module: nn.Module, plan: Plan) -> None:
+    """PlanError where what is tied to parameters as they are would be lost as they are divided or copied."""
+    hooked = hooked_parameters(module)
+    if hooked and not (keeps_whole(plan) and plan.mesh.tp == 1):
+        raise PlanError(
+            f"hooks on the gradients of {', '.join(hooked[:NUM_NAMED])}: they are lost where parameters are divided",
+            hint="plan with --zero 0 --tp 1 in fp32, or leave the hooks out",
+        )
+    renormed = [fqn for fqn, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
+    if renormed and (_keeps_copies(plan) or not keeps_whole(plan) or plan.mesh.tp > 1):
+        raise PlanError(
+            f"{', '.join(renormed[:NUM_NAMED])}: an embedding with max_norm changes its weights in the forward pass, "
+            "and several ranks would each change their own",
+            hint="leave max_norm out, or plan with --dp 1 --tp 1 --zero 0 in fp32",
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.data_parallel import DataParallel
 from planner.executor.stage_split import StageProgram, inside
-from planner.executor.stage_trace import Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
+from planner.executor.stage_trace import ByMode, Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
 from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
 
 Tensors = dict[str, torch.Tensor]
@@ -62,18 +62,9 @@ def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> C
         values: dict[Slot, torch.Tensor] = dict(zip(program.inputs, received, strict=True))
 
         def decode(leaf: object) -> object:
-            match leaf:
-                case Slot():
-                    return values[leaf]
-                case InputSlot(key):
-                    return inputs[key]
-                case StateSlot(fqn):
-                    owner, _, name = fqn.rpartition(".")
-                    return getattr(root.get_submodule(owner), name)
-                case torch.device(type="meta"):
-                    return device
-                case _:
-                    return leaf
+            if isinstance(leaf, ByMode):
+                leaf = leaf.training if root.training else leaf.evaluated
+            return values[leaf] if isinstance(leaf, Slot) else _known(leaf, inputs, root, device)
 
         with device:
             for call, released in zip(program.calls, program.released, strict=True):
@@ -86,6 +77,20 @@ def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> C
         return tuple(values[slot] for slot in program.outputs)
 
     return forward
+
+
+def _known(leaf: object, inputs: Tensors, root: nn.Module, device: torch.device) -> object:
+    """What a leaf that no call computed stands for."""
+    match leaf:
+        case InputSlot(key):
+            return inputs[key]
+        case StateSlot(fqn):
+            owner, _, name = fqn.rpartition(".")
+            return getattr(root.get_submodule(owner), name)
+        case torch.device(type="meta"):
+            return device
+        case _:
+            return leaf
 
 
 def _run(root: nn.Module, call: Call, args: object, kwargs: object) -> object:

@@ -62,6 +62,14 @@ class StateSlot:
 
 
 @dataclass(frozen=True)
+class ByMode:
+    """An argument that is another one under evaluation than in training."""
+
+    training: object
+    evaluated: object
+
+
+@dataclass(frozen=True)
 class Call:
     """One recorded call; ``results`` are the tensors of its output in order."""
 
@@ -136,7 +144,7 @@ def map_leaves(function: Callable[[object], object], value: object) -> object:
     """``value`` with ``function`` applied to every leaf; dataclasses count as containers."""
 
     def visit(leaf: object) -> object:
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Slot | InputSlot | StateSlot):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Slot | InputSlot | StateSlot | ByMode):
             changed = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 object.__setattr__(changed, field.name, map_leaves(function, getattr(leaf, field.name)))

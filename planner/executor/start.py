@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from planner.executor.build import build_model, example_batch, named_inputs
+from planner.executor.build import build_model, example_batch, in_training, named_inputs
 from planner.executor.loss_probe import recognised
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.ranks import say
@@ -59,7 +59,8 @@ def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: 
         raise UnrecordableError("context parallelism tries the model on a few tokens first")
     torch.manual_seed(start.seed)
     built = _on_all_ranks(lambda: recorded_model(loaded.build))
-    built.module.float().train(not start.is_evaluated)
+    module = built.module.float()
+    in_training(module) if not start.is_evaluated else module.eval()
     stored = None if start.weights is None or start.is_resumed else matched_weights(built.module, start.weights)
     if stored is not None:
         for fqn, buffer in built.module.named_buffers():

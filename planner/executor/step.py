@@ -37,6 +37,7 @@ def evaluate(model: ParallelModel, data: TokenData, num_batches: int, mesh: Devi
 
     Gradients are dropped. Modules are in their evaluation mode meanwhile.
     """
+    is_trained = {module: module.training for root in model.roots for module in root.modules()}
     for root in model.roots:
         root.eval()
         root.zero_grad(set_to_none=True)
@@ -44,8 +45,8 @@ def evaluate(model: ParallelModel, data: TokenData, num_batches: int, mesh: Devi
     for index in range(num_batches):
         loss = model.loss_alone(local_batch(model, data, index, mesh))
         total += float(_of_all_ranks(loss, model, mesh))
-    for root in model.roots:
-        root.train()
+    for module, was_trained in is_trained.items():
+        module.training = was_trained
     return float(total) / num_batches
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from costmodels.vocabulary.choices import Offload
-from planner.errors import DivergedError, InputError
+from planner.errors import DivergedError, InputError, PlanError
 from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
 from planner.executor.compiled import INDUCTOR
@@ -107,6 +107,12 @@ def prepare(
         eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
     backend = INDUCTOR if options.is_compiled else None
     model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed, backend=backend))
+    if eval_data is not None and not model.evaluates:
+        raise PlanError(
+            "between its pipelined modules the model does something else in evaluation than in training: stages replay "
+            "a recording, which has the one alone",
+            hint="do it inside a block, leave out --eval-every, or plan with pp = 1",
+        )
     named = [pair for root in model.roots for pair in root.named_parameters()]
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
