@@ -3,7 +3,8 @@
 The model runs once on the meta device for the kinds of its outputs; these are filled with random numbers, and the loss
 is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
 up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
-the other, so that ignoring any of them shows; then some of one half's labels are -100.
+the other, so that ignoring any of them shows; then some of one half's labels are -100. Other labels and inputs that may
+be special to the loss, such as that of padding, are the numbers that it hands to torch: each stands in one half alone.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from planner.executor.data import NUM_BYTE_TOKENS
-from planner.executor.stage_trace import CPU, META, Inputs, map_leaves, twin
+from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, twin
 from planner.models.inputs import LABELS, call_model
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
+MOST_SPECIAL = 64  # of the numbers that a loss hands to torch
 NUM_SAMPLES = 8  # of models without tokens: their labels, where they have any, are the caller's
 
 
@@ -55,29 +59,78 @@ def recognised(
         batch = inputs(size, length)
         output = _made_up(_output_of(module, batch), size)
         labels = batch.get(LABELS, _labels(size, length))
-        plain = loss.function(output, {**batch, "labels": labels})
+        with _Numbers() as numbers:
+            plain = loss.function(output, {**batch, "labels": labels})
         if isinstance(plain, tuple):
             return dataclasses.replace(loss, reduction=Reduction.COUNTED)
         trials = [_trial(loss, output, batch, labels)]
+        special = [number for number in numbers.found if 0 <= number < _num_classes(output)][:MOST_SPECIAL]
+        if special:
+            trials.append(
+                _trial(loss, output, _with(special, batch, size), _with(special, {LABELS: labels}, size)[LABELS])
+            )
     except Exception:  # whatever a user's model and loss raise at what is made up
         return loss
     masked = labels.clone()
     masked.view(size, -1)[: size // 2 : 2, : max(1, length // 4)] = IGNORED
+    ignoring: list[_Trial] = []
     with contextlib.suppress(Exception):  # a loss that does not know -100 will not be given any
-        trials.append(_trial(loss, output, batch, masked))
-    return _read(loss, [trial for trial in trials if math.isfinite(trial.whole)])
+        ignoring = [trial for trial in (_trial(loss, output, batch, masked),) if math.isfinite(trial.whole)]
+    return _read(loss, [trial for trial in trials if math.isfinite(trial.whole)], ignoring)
 
 
-def _read(loss: TrainingLoss, trials: list[_Trial]) -> TrainingLoss:
+def _read(loss: TrainingLoss, plain: list[_Trial], ignoring: list[_Trial]) -> TrainingLoss:
+    trials = [*plain, *ignoring]
     if not trials or any(trial.whole == 0.0 for trial in trials):
         return loss
     if all(trial.is_sum() for trial in trials):
         return dataclasses.replace(loss, reduction=Reduction.SUM)
     if all(trial.is_mean((1, 1)) for trial in trials):
         return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=_num_sequences)
-    if len(trials) == 2 and all(trial.is_mean(trial.counts) for trial in trials):
+    if plain and ignoring and all(trial.is_mean(trial.counts) for trial in trials):
         return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=num_targets)
     return loss
+
+
+class _Numbers(TorchFunctionMode):
+    """Integers that code hands to torch's functions: those among them that labels are compared with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Any = None
+    ) -> object:
+        leaves = leaves_of((tuple(args), kwargs or {}))
+        self.found.update({leaf: None for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)})
+        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and _is_integer(leaf)]
+        result = func(*args, **(kwargs or {}))
+        self.found.update({int(leaf): None for leaf in held})
+        return result
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _num_classes(output: object) -> int:
+    """How many labels there may be: of logits, the last axis."""
+    sizes = [leaf.shape[-1] for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
+    return min(sizes, default=NUM_BYTE_TOKENS)
+
+
+def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
+    """``batch`` with the special numbers in the first half of what is made of integers, and none in the second."""
+    plain = next(number for number in range(len(special) + 1) if number not in special)
+    found = dict(batch)
+    for name, tensor in batch.items():
+        if _is_integer(tensor) and len(tensor) == size:
+            changed = torch.full_like(tensor, plain)
+            first = changed[: size // 2].view(-1)
+            first[: len(special)] = torch.tensor(special)[: len(first)]
+            found[name] = changed
+    return found
 
 
 def _trial(loss: TrainingLoss, output: object, batch: Inputs, labels: torch.Tensor) -> _Trial:
