@@ -38,7 +38,7 @@ class TokenData:
     @property
     def num_samples(self) -> int:
         """Samples in one epoch; the last token of each is only a label."""
-        return (len(self.tokens) - 1) // self.seq_len
+        return max(0, len(self.tokens) - 1) // self.seq_len
 
     def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 (size, seq_len), of the whole batch of ``step``."""

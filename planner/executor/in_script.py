@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
@@ -25,6 +25,8 @@ LossFunction = Callable[[object, Batch], torch.Tensor]
 def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: object) -> ParallelModel:
     """This rank's part of ``model``; PlanError where torch.distributed is not initialised with the plan's ranks.
 
+    InputError where ranks hold other values.
+
     ``inputs``: one micro-batch of what forward takes, nested as it takes it, and where ``labels`` are no tokens those
     too; None: token ids, int64 (micro-batch, sequence), under the name of forward's first parameter.
     """
@@ -37,6 +39,7 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
         raise PlanError("the model's parameters are on the meta device: they have no values to train",
                         hint="build it on the CPU, with the same seed on every rank")  # fmt: skip
     check_world_size(plan)
+    _check_equal(model)
     name = next(iter(inspect.signature(model.forward).parameters))
 
     def tokens(batch_size: int, seq_len: int) -> Tensors:
@@ -57,3 +60,18 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
     example = {key: value for key, value in example.items() if key != LABELS}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return parallelize(model, example, loss, plan, build_mesh(plan, device))
+
+
+def _check_equal(model: Module) -> None:
+    """InputError where ranks hold other values, by the sum and the first number of each tensor. Collective."""
+    with torch.no_grad():
+        tensors = [tensor.detach() for tensor in model.state_dict().values() if tensor.numel()]
+        mine = [(float(tensor.double().sum()), float(tensor.flatten()[0])) for tensor in tensors]
+    every: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, repr(mine))
+    others = [rank for rank, values in enumerate(every) if values != every[0]]
+    if others:
+        raise InputError(
+            f"the model has other values on rank {others[0]} than on rank 0",
+            hint="build it from the same seed on every rank, torch.manual_seed(0) before it, or load the same weights",
+        )

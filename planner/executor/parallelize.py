@@ -55,7 +55,7 @@ from planner.executor.tensor_parallel import (
 )
 from planner.executor.whole_parameters import WholeParameters
 from planner.models.inputs import by_name, call_model
-from planner.models.loss import TrainingLoss
+from planner.models.loss import Reduction, TrainingLoss
 from planner.plan.schema import Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -85,10 +85,10 @@ class ParallelModel:
     def forward_backward(self, batch: object) -> torch.Tensor:
         """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
 
-        Returns this rank's share: the mean over ranks of data and context parallelism is that loss. 0 on ranks
-        without it.
+        They are added to those that are there. Returns this rank's share: the mean over ranks of data and context
+        parallelism is that loss. 0 on ranks without it. InputError for a part of another size than the plan's.
         """
-        whole = self._scaled(batch)
+        whole, before = self._scaled(batch), self._set_aside()
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
             for stage in self.stages:
@@ -98,7 +98,18 @@ class ParallelModel:
             self.experts.average(self.parameters())
         for tie in self.ties:
             tie.reduce()
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return share
+
+    def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients from before, where those of a step are scaled or summed up once all of them are there."""
+        if not self.ties and self.experts is None and self.loss.loss.reduction is not Reduction.COUNTED:
+            return []
+        before = [(parameter, parameter.grad) for parameter in self.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        return [(parameter, gradient) for parameter, gradient in before if gradient is not None]
 
     def loss_alone(self, batch: object) -> torch.Tensor:
         """The loss as ``forward_backward`` gives it; no gradients are left, and none may be there from before.
@@ -126,18 +137,18 @@ class ParallelModel:
         return {**named, SCALE_KEY: self.loss.scales(named)}
 
     def _check_share(self, batch: Tensors) -> None:
-        """InputError where ``batch`` is not what the plan gives to this rank, if it gives unlike shares."""
+        """InputError where ``batch`` is not as large as the plan's part for this rank."""
         pipeline = self.plan.pipeline
-        if not pipeline.batch_shares:
-            return
-        share = pipeline.batch_shares[place_of(self.loss.mesh).row(pipeline.batch_shares)]
-        wanted, found = pipeline.num_microbatches * share.micro_batch_size, {len(value) for value in batch.values()}
+        size, whose = pipeline.micro_batch_size, "this rank"
+        if pipeline.batch_shares:
+            share = pipeline.batch_shares[place_of(self.loss.mesh).row(pipeline.batch_shares)]
+            size, whose = share.micro_batch_size, f"this rank, one of the replicas on {share.device_group},"
+        wanted, found = pipeline.num_microbatches * size, {len(value) for value in batch.values()}
         if found != {wanted}:
             raise InputError(
-                f"this rank, one of the replicas on {share.device_group}, was given a batch of "
-                f"{', '.join(map(str, sorted(found)))} sequences: its share is {pipeline.num_microbatches} "
-                f"micro-batches of {share.micro_batch_size} = {wanted}",
-                hint="deal the batch as pipeline.batch_shares of the plan say",
+                f"{whose} was given a batch of {', '.join(map(str, sorted(found)))} sequences: its part is "
+                f"{pipeline.num_microbatches} micro-batches of {size} = {wanted}",
+                hint="give every data-parallel rank its part of the plan's global batch; leave out a last smaller one",
             )
 
     def _parts(self, batch: Tensors) -> list[Tensors]:
