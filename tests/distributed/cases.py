@@ -313,6 +313,14 @@ COUNTED_CASES = {
     ),
     "count-sp-full": Case("llama", _TP4, sequence_parallel=True, recompute=Recompute.FULL, micro_batch_size=16),
 }
+# Two calls before an update: tied parameters and divided experts, whose gradients are worked on once they are there.
+TWICE_CASES = {
+    "twice-zero0": Case("gpt", MeshSection(dp_replicate=4)),
+    "twice-zero3": Case("gpt-tied", _DP4, 3),
+    "twice-pp-tied": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2),
+    "twice-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
+}
+
 DROPOUT_CASES = {
     "dropout-dp4": Case("gpt-dropout", _DP4, 1, micro_batch_size=2),
     "dropout-pp4": Case("gpt-dropout", MeshSection(pp=4), micro_batch_size=4),

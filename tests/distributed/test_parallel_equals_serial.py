@@ -7,7 +7,7 @@ from math import log
 import pytest
 
 from costmodels.vocabulary.choices import Precision
-from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS
+from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS, TWICE_CASES
 from tests.distributed.conftest import Outcome
 from tests.distributed.toy_models import VOCAB
 
@@ -61,3 +61,12 @@ def test_mixed_precision_learns(name: str, outcomes: dict[str, Outcome]) -> None
     assert isinstance(losses, list)
     assert losses[0] == pytest.approx(log(VOCAB), abs=0.05)  # as good as guessing before the first step
     assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("loss", ["weighed", "counted"])
+@pytest.mark.parametrize("name", TWICE_CASES)
+def test_gradients_of_two_calls_add_up(name: str, loss: str, outcomes: dict[str, Outcome]) -> None:
+    """Tied parameters were summed up again, and gradients of counted losses scaled again."""
+    error = outcomes[name][loss]
+    assert isinstance(error, float)
+    assert error < 1e-5

@@ -42,7 +42,7 @@ from planner.executor.states_on_disk import put_on_disk
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.verify import measured
 from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
-from planner.models.loss import NEXT_TOKEN, next_token_loss
+from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss, next_token_loss, num_targets
 from planner.plan.manifest import Progress
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
@@ -58,6 +58,7 @@ from tests.distributed.cases import (
     MEASUREMENTS,
     NUM_HALF_PRECISION_STEPS,
     NUM_LEARNING_STEPS,
+    TWICE_CASES,
     Case,
     coupled_plan,
     shares_plan,
@@ -66,6 +67,16 @@ from tests.distributed.counter import CollectiveCounter
 from tests.distributed.toy_models import MODELS, SEQ_LEN, VOCAB
 
 LEARNING_RATE = 0.5
+
+
+def _counted(output: object, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The default loss as a sum and how many terms it has."""
+    found = NEXT_TOKEN.function(output, batch)
+    assert isinstance(found, torch.Tensor)
+    return found, num_targets(batch)
+
+
+LOSSES = {"weighed": NEXT_TOKEN, "counted": TrainingLoss(_counted, Reduction.COUNTED)}
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
 Parameters = dict[str, torch.Tensor]
 
@@ -80,6 +91,7 @@ def main(out: Path, plans: Path, names: list[str]) -> None:
             *CASES,
             *LEARNING_CASES,
             *COUNTED_CASES,
+            *TWICE_CASES,
             *DROPOUT_CASES,
             *JOURNEYS,
             *MEASUREMENTS,
@@ -129,6 +141,8 @@ def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
             return _travel(JOURNEYS[name])
         if name in COUNTED_CASES:
             return _count(COUNTED_CASES[name])
+        if name in TWICE_CASES:
+            return {loss: _twice(TWICE_CASES[name], LOSSES[loss]) for loss in LOSSES}
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
     except Exception:
         sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
@@ -143,6 +157,31 @@ def _count(case: Case) -> dict[str, object]:
     with CollectiveCounter() as counter:
         model.forward_backward({"input_ids": tokens, "labels": labels})
     return {"counts": dict(counter.counts)}
+
+
+def _twice(case: Case, loss: TrainingLoss) -> float:
+    """How far the gradients of two calls are from twice those of one, as a share of the largest; of all ranks."""
+    plan = case.plan()
+    mesh = _mesh_of(plan)
+    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
+    model = parallelize(_build(case), inputs, loss, plan, mesh)
+    tokens, labels = _data().local_batch(0, GLOBAL_BATCH_SIZE, place_of(mesh))
+    once: list[torch.Tensor] = []
+    for _ in range(2):
+        model.forward_backward({"input_ids": tokens, "labels": labels})
+        once = once or [_local_gradient(parameter).clone() for parameter in model.parameters()]
+    both = [_local_gradient(parameter) for parameter in model.parameters()]
+    pairs = zip(once, both, strict=True)
+    error = max(float((2 * one - two).abs().max() / one.abs().max().clamp(min=1e-9)) for one, two in pairs if len(one))
+    largest = torch.tensor(error)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _learn(case: Case) -> dict[str, object]:

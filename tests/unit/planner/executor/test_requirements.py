@@ -1,6 +1,12 @@
 """What a plan asks of a model that the model does not have is refused by name, before anything is split."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +14,19 @@ from torch import nn
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.errors import ModelError, PlanError
-from planner.executor.requirements import buffers_unchanged, check_buffers, check_names
+from planner.errors import InputError, ModelError, PlanError
+from planner.executor import in_script
+from planner.executor.build import in_training
+from planner.executor.parallelize import ParallelModel
+from planner.executor.recorded_build import recorded_model
+from planner.executor.recording import UnrecordableError
+from planner.executor.requirements import (
+    buffers_unchanged,
+    check_buffers,
+    check_names,
+    check_parameters,
+    hooked_parameters,
+)
 from planner.plan.schema import (
     MeshSection,
     ModelSection,
@@ -134,3 +151,71 @@ def test_a_step_that_changes_no_buffer_is_accepted() -> None:
     model.average = torch.tensor(float("nan"))
     with buffers_unchanged([model], plan, enabled=True):
         model(**IDS)
+
+
+def whole(mesh: MeshSection) -> Plan:
+    """A plan that leaves parameters as they are, but for its mesh."""
+    return plan_of(mesh).model_copy(update={"zero_stage": 0})
+
+
+def test_hooks_on_gradients_need_whole_parameters() -> None:
+    """They were lost without a word where parameters were made anew or divided."""
+    model = Toy()
+    model.embedding.weight.register_hook(lambda gradient: gradient * 0)
+    assert hooked_parameters(model) == ["embedding.weight"]
+    check_parameters(model, whole(MeshSection(dp_replicate=2)))
+    for plan in (plan_of(MeshSection(dp_shard=2)), whole(MeshSection(tp=2))):
+        with pytest.raises(PlanError, match=r"hooks on the gradients of embedding\.weight"):
+            check_parameters(model, plan)
+    with pytest.raises(UnrecordableError, match="hooks the gradients"):
+        recorded_model(hooked)
+
+
+def hooked() -> nn.Module:
+    model = Toy()
+    model.embedding.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def test_an_embedding_that_cuts_its_own_weights_needs_one_rank() -> None:
+    model = nn.Sequential(nn.Embedding(16, 8, max_norm=1.0))
+    check_parameters(model, whole(MeshSection()))
+    check_parameters(nn.Sequential(nn.Embedding(16, 8)), whole(MeshSection(dp_replicate=2)))
+    for plan in (plan_of(MeshSection()), whole(MeshSection(dp_replicate=2)), whole(MeshSection(tp=2))):
+        with pytest.raises(PlanError, match="0: an embedding with max_norm"):
+            check_parameters(model, plan)
+
+
+def test_parts_that_are_put_into_evaluation_mode_stay_there() -> None:
+    model = Toy()
+    model.norm.eval()
+    assert (in_training(model).training, model.norm.training) == (True, False)
+    loaded = Toy().eval()  # as libraries hand out what they have loaded
+    in_training(loaded)
+    assert loaded.norm.training
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5])
+def test_a_part_of_another_size_is_refused(size: int) -> None:
+    pipeline = SimpleNamespace(batch_shares=(), micro_batch_size=2, num_microbatches=2)
+    model: Any = SimpleNamespace(plan=SimpleNamespace(pipeline=pipeline))
+    expected = pytest.raises(InputError, match="2 micro-batches of 2 = 4") if size != 4 else contextlib.nullcontext()
+    with expected:
+        ParallelModel._check_share(model, {"input_ids": torch.zeros(size, 8)})
+
+
+def test_other_values_on_another_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank trained its own replica, with its own seed, to the end."""
+    others = [repr([(float(t.sum()), float(t.flatten()[0])) for t in Toy().state_dict().values()])]
+
+    def gather(found: list[object], own: object) -> None:
+        found[:] = [own, *others]
+
+    monkeypatch.setattr(in_script.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(in_script.dist, "all_gather_object", gather)
+    with pytest.raises(InputError, match="other values on rank 1"):
+        in_script._check_equal(Toy())
+    monkeypatch.setattr(
+        in_script.dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), [own, own])
+    )
+    in_script._check_equal(Toy())

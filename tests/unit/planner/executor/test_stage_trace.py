@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from planner.errors import PlanError
+from planner.executor.evaluated import call_evaluated, in_both_modes
+from planner.executor.stage_module import stage_root
 from planner.executor.stage_split import split_trace
 from planner.executor.stage_trace import (
     CPU,
     META,
+    ByMode,
     ReadsValuesError,
     Trace,
+    leaves_of,
     trace_as_compiled,
     trace_forward,
     trace_real_forward,
@@ -194,3 +199,41 @@ def test_random_numbers_are_drawn_on_one_stage() -> None:
     first, second = split_trace(module, trace, STAGES)
     assert [sum(call.is_random for call in program.calls) for program in (first, second)] == [1, 0]
     assert {second.metas[slot].dtype for slot in second.inputs} == {torch.float32, torch.bool}
+
+
+class Dropping(Between):
+    """Dropout outside of a module of its own, and what evaluation leaves out."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.first(self.embedding(input_ids)), 0.5, self.training)
+        if self.kind == "more" and self.training:
+            x = x + 1
+        return self.second(x)
+
+
+def in_both(module: nn.Module) -> Trace | None:
+    arguments = (module, frozenset({"embedding", "first", "second"}), IDS)
+    one, other = (trace_forward(*arguments, call, torch.float32) for call in (call_model, call_evaluated))
+    return in_both_modes(one, other)
+
+
+def test_what_differs_in_evaluation_is_recorded_in_both_modes() -> None:
+    """Dropout stayed on while a pipeline was evaluated."""
+    module = Dropping("")
+    trace = in_both(module)
+    assert trace is not None
+    assert [
+        leaf for call in trace.calls for leaf in leaves_of((call.args, call.kwargs)) if isinstance(leaf, ByMode)
+    ] == [ByMode(training=True, evaluated=False)]
+    (program,) = split_trace(module, trace, [("embedding", "first", "second")])
+    root = stage_root(module, program, CPU)
+    for model, way in ((root, lambda: root((), IDS)), (module, lambda: module(**IDS))):
+        model.eval()
+        assert torch.equal(way(), way())
+        model.train()
+        assert not torch.equal(way(), way())
+    assert torch.equal(root.eval()((), IDS), module.eval()(**IDS))
+
+
+def test_other_calls_in_evaluation_are_told() -> None:
+    assert in_both(Dropping("more")) is None
