@@ -43,6 +43,7 @@ from planner.plan.schema import Plan
 
 Function = Callable[..., object]
 
+_KeyValue = tuple[torch.Tensor, torch.Tensor]
 LONGEST_PROBE = 13  # tokens: prime, so seldom another size of a model, and enough for any two of them to change places
 NUM_PROBE_TOKENS = 8  # different ones
 _NOISE = 0.05  # added to parameters of the probe: what starts at zero must show
@@ -199,8 +200,8 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
     """ModelError where ``module`` or ``loss`` depend on positions in ways that a shard of a sequence would change.
 
     Found out with a copy on the CPU, whose parameters are moved a little: what it makes of a few tokens in order must
-    be what it makes of them shuffled, where it is told their positions. The loss of all must be that of their parts.
-    A module without values is not looked at.
+    be what it makes of them shuffled, where it is told their positions, and of half of them, where attention has the
+    keys and values of all. The loss of all must be that of their parts. A module without values is not looked at.
     """
     strange = [name for name, value in inputs.items() if value.ndim != 2 or value.is_floating_point()]
     if strange:
@@ -220,15 +221,11 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
         watched = _Watched(context.length, length)
         with watched:
             expected = call_model(copied, tokens)
-        with Sharded(_masked_attention(shuffled), shuffled), _NoDropout():
-            found = call_model(copied, {key: value[:, shuffled] for key, value in tokens.items()})
+        parts = [shuffled] if watched.counts((length + 1) // 2) else [shuffled, shuffled[: (length + 1) // 2]]
+        kept: list[_KeyValue] = []  # of all positions in each call of attention, for the part that has some of them
+        found = [_on_some(copied, tokens, (part, shuffled), kept) for part in parts]
     watched.refuse()
-    pairs = [
-        (one, other[:, shuffled])
-        for one, other in zip(tensors_in(found), tensors_in(expected), strict=True)
-        if other.ndim > 1 and other.shape[1] == length and other.is_floating_point()
-    ]
-    if not pairs or any(float((one - other).norm()) > _REL * float(other.norm()) for one, other in pairs):
+    if not all(_are_those(one, expected, part, length) for one, part in zip(found, parts, strict=True)):
         raise ModelError(
             "under context parallelism the model cannot be run: it reads positions otherwise than by torch.arange over "
             "the sequence, or mixes them otherwise than by scaled_dot_product_attention",
@@ -244,16 +241,40 @@ def _moved(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _masked_attention(positions: torch.Tensor) -> _Attention:
-    """Attention of all positions at once, in any order."""
-    past = positions[:, None] >= positions[None, :]
+def _on_some(
+    module: nn.Module, tokens: Inputs, positions: tuple[torch.Tensor, torch.Tensor], kept: list[_KeyValue]
+) -> object:
+    """What ``module`` makes of some ``positions``, of which attention has the keys and values of all, the second.
+
+    ``kept`` takes these where the two are alike, and gives them where they are not.
+    """
+    some, every = positions
+    past, calls = some[:, None] >= every[None, :], iter(kept if len(some) < len(every) else ())
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        if len(some) == len(every):
+            kept.append((key, value))
+        else:
+            key, value = next(calls)
         mask = past if blocks.is_causal else None
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=blocks.scale, enable_gqa=grouped)
 
-    return attention
+    with Sharded(attention, some), _NoDropout():
+        return call_model(module, {key: value[:, some] for key, value in tokens.items()})
+
+
+def _are_those(found: object, expected: object, positions: torch.Tensor, length: int) -> bool:
+    """Whether ``found`` is what is ``expected`` of all positions, at some of them."""
+    pairs = [
+        (one, other[:, positions])
+        for one, other in zip(tensors_in(found), tensors_in(expected), strict=True)
+        if other.ndim > 1 and other.shape[1] == length and other.is_floating_point()
+    ]
+    alike = [
+        one.shape == other.shape and float((one - other).norm()) <= _REL * float(other.norm()) for one, other in pairs
+    ]
+    return bool(alike) and all(alike)
 
 
 class _NoDropout(TorchFunctionMode):
@@ -266,23 +287,27 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _Watched(_NoDropout):
-    """Notes an ``arange`` as long as a rank's shard in a pass over a sequence of another length."""
+    """Notes how far ``arange`` counts in a pass: as far as a rank's shard is long, where the sequence is not?"""
 
     def __init__(self, length: int, probed: int) -> None:
         super().__init__()
-        self._length = length
-        self._is_ambiguous, self._can_tell = False, length != probed
+        self._length, self._can_tell = length, length != probed
+        self._ends: set[int | None] = set()
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        if func is torch.arange and self._can_tell and _end_of(args, kwargs or {}) == self._length:
-            self._is_ambiguous = True
+        if func is torch.arange:
+            self._ends.add(_end_of(args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def counts(self, number: int) -> bool:
+        """Whether the model counts so many of something."""
+        return number in self._ends
 
     def refuse(self) -> None:
         """ModelError where positions could not be told from something else."""
-        if self._is_ambiguous:
+        if self._can_tell and self.counts(self._length):
             raise ModelError(
                 f"under context parallelism the model cannot be run: it counts {self._length} of something else with "
                 f"torch.arange, and a rank has {self._length} positions: which is which is not known",

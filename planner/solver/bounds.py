@@ -23,8 +23,9 @@ up, that some rank must hold.
 
 The other bounds of time stand with their methods in ``time_bounds``: rounds of micro-batches in flight (``_rounds_s``),
 unlike devices, where w_r is counted on rank r's own (``_weighted_s``), several stages a rank (``_any_cut_s``,
-``_several_s``) and their micro-batches in flight (``round_trips``). ``memory_bounds`` has those of memory, of which the fullest rank needs no less than a weighted mean
-(``_weighted_bytes``), and of what must be recomputed where each block chooses (``recomputed_s``).
+``_several_s``) and their micro-batches in flight (``round_trips``). ``memory_bounds`` has those of memory, of which the
+fullest rank needs no less than a weighted mean (``_weighted_bytes``), and of what must be recomputed where each block
+chooses (``recomputed_s``).
 
 Beside the bounds stands an estimate (``estimates``). It says which layouts are worth a look first, and proves nothing.
 """

@@ -48,7 +48,11 @@ class Toy(nn.Module):
         heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
         mask = torch.ones(length, length).tril().bool() if self.kind == "mask" else None
         drop = 0.1 if self.kind == "dropout" else 0.0
-        if self.kind == "by hand":
+        if self.kind == "mean":
+            x = x + x.mean(1, keepdim=True)
+        if self.kind == "both ways":
+            y = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
+        elif self.kind == "by hand":
             scores = (heads @ heads.transpose(-1, -2)).masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
             y = scores.softmax(-1) @ heads
         else:
@@ -68,6 +72,8 @@ def check(kind: str, loss: TrainingLoss = NEXT_TOKEN, num_ranks: int = 4) -> Non
         ("slice", "it reads positions otherwise than by torch.arange"),  # of a table that is all zeros when new
         ("convolution", "mixes them otherwise than by scaled_dot_product_attention"),
         ("by hand", "mixes them otherwise"),
+        ("both ways", "mixes them otherwise"),  # any order of all positions is as good as any other
+        ("mean", "mixes them otherwise"),
         ("mask", "it gives attention a mask of its own"),
         ("dropout", "it drops 0.1 of attention's weights"),
     ],
