@@ -214,8 +214,7 @@ def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s
     best: Evaluated | None = None
 
     def limit_s() -> float:
-        known = np.inf if cutoff_s is None else cutoff_s
-        return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
+        return _limit_s(cutoff_s, best)
 
     problem = stage_problem(pricer.evaluator)
     for _ in range(MOST_CUTS):  # the cut of least bound, as long as its stages turn out to need more than was known
@@ -235,6 +234,12 @@ def _proved(pricer: Pricer, solver: StageSolver, cutoff_s: float | None, bound_s
     return Cut(best, np.inf)
 
 
+def _limit_s(cutoff_s: float | None, best: Evaluated | None) -> float:
+    """What takes so long or longer is no better by more than the tolerance."""
+    known = np.inf if cutoff_s is None else cutoff_s
+    return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
+
+
 def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None, bound_s: float) -> Cut:
     """``best``, or what is faster of all cuts, where these are few.
 
@@ -243,18 +248,15 @@ def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None,
     cuts = pricer.few_cuts()
     if cuts is None:
         return Cut(best, bound_s)
-
-    def limit_s() -> float:
-        known = np.inf if cutoff_s is None else cutoff_s
-        return min(known, np.inf if best is None else best.step_time_s) * (1 - TOLERANCE)
-
-    cuts = cuts[pricer.may_take_less(cuts, limit_s())]
+    limit_s = _limit_s(cutoff_s, best)
+    cuts = cuts[pricer.may_take_less(cuts, limit_s)]
     if not len(cuts):
         return Cut(best, np.inf)
     least_s = pricer.least_s(cuts)
-    left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s()]
-    best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s())))
-    open_s = [each for starts, each in left if each < limit_s() and pricer.recomputes(starts)]
+    left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s]
+    best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s)))
+    limit_s = _limit_s(cutoff_s, best)
+    open_s = [each for starts, each in left if each < limit_s and pricer.recomputes(starts)]
     return Cut(best, max(bound_s, min(open_s, default=np.inf)))
 
 
