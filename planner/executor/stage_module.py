@@ -22,8 +22,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.data_parallel import DataParallel
-from planner.executor.stage_split import StageProgram, inside
-from planner.executor.stage_trace import ByMode, Call, InputSlot, Slot, StateSlot, TensorMeta, map_leaves, tensors_in
+from planner.executor.stage_split import StageProgram
+from planner.executor.stage_trace import (
+    ByMode,
+    Call,
+    InputSlot,
+    Slot,
+    StateSlot,
+    TensorMeta,
+    inside,
+    map_leaves,
+    tensors_in,
+)
 from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
 
 Tensors = dict[str, torch.Tensor]

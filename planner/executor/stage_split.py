@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from planner.errors import PlanError
-from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, leaves_of, slots_in
+from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, inside, leaves_of, slots_in
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,6 @@ def _holders(module: nn.Module, programs: Sequence[StageProgram]) -> dict[nn.Par
         for stage in stages:
             holders.setdefault(parameter, {}).setdefault(stage, fqn)
     return holders
-
-
-def inside(fqn: str, module: str) -> bool:
-    """Whether ``fqn`` names ``module`` or something in it."""
-    return not module or fqn == module or fqn.startswith(module + ".")
 
 
 def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> None:

@@ -118,6 +118,11 @@ class Trace:
     unrecorded: tuple[str, ...] = ()
 
 
+def inside(fqn: str, module: str) -> bool:
+    """Whether ``fqn`` names ``module`` or something in it."""
+    return not module or fqn == module or fqn.startswith(module + ".")
+
+
 def leaves_of(value: object) -> list[object]:
     """All leaves of a nest of containers and dataclasses, in a fixed order."""
     found: list[object] = []
@@ -221,7 +226,7 @@ def _trace(
 ) -> Trace:
     moved = {key: value.to(device) for key, value in inputs.items()}
     modules = dict(twin.named_modules())
-    watch = Watch(target for fqn, target in modules.items() if not any(_is_inside(fqn, outer) for outer in opaque))
+    watch = Watch(target for fqn, target in modules.items() if not any(inside(fqn, outer) for outer in opaque))
     recorder = _Recorder(twin, moved, device, watch)
     for fqn, target in modules.items():
         if fqn in opaque:
@@ -384,10 +389,6 @@ class _Applied:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function.apply(*args, **kwargs)
-
-
-def _is_inside(fqn: str, outer: str) -> bool:
-    return fqn == outer or fqn.startswith(outer + ".")
 
 
 def _opaque_call(recorder: _Recorder, fqn: str, forward: Function) -> Function:

@@ -243,7 +243,8 @@ def _limit_s(cutoff_s: float | None, best: Evaluated | None) -> float:
 def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None, bound_s: float) -> Cut:
     """``best``, or what is faster of all cuts, where these are few.
 
-    What takes less where nothing is recomputed, and has to recompute something, may do so in another way.
+    What takes less where nothing is recomputed, and has to recompute something, may do so in another way. Where no cut
+    does, what is left is better by no more than the tolerance.
     """
     cuts = pricer.few_cuts()
     if cuts is None:
@@ -251,13 +252,13 @@ def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None,
     limit_s = _limit_s(cutoff_s, best)
     cuts = cuts[pricer.may_take_less(cuts, limit_s)]
     if not len(cuts):
-        return Cut(best, np.inf)
+        return Cut(best, max(bound_s, limit_s))
     least_s = pricer.least_s(cuts)
     left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s]
     best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s)))
     limit_s = _limit_s(cutoff_s, best)
     open_s = [each for starts, each in left if each < limit_s and pricer.recomputes(starts)]
-    return Cut(best, max(bound_s, min(open_s, default=np.inf)))
+    return Cut(best, max(bound_s, min(open_s, default=limit_s)))
 
 
 def improved(pricer: Pricer, cutoff_s: float | None, like: Evaluated | None = None) -> Evaluated | None:

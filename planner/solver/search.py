@@ -85,7 +85,7 @@ class Outcome:
 
     best: Evaluated | None
     ranking: tuple[Evaluated, ...]  # the visited layouts that fit, fastest first
-    bound_s: float  # no layout is faster by more than the tolerance
+    bound_s: float  # no layout is faster
     # No layout, cut or recomputation is faster than ``best`` by more than the tolerance; or all were visited in vain.
     is_exhausted: bool
     interrupted: bool
