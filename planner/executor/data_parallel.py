@@ -9,8 +9,9 @@
 |       | micro-batch                   |                                          |                  |
 
 Ranks of context parallelism hold the same parameters as those of data parallelism, and count among them. Gradients are
-averaged over all of these ranks, in float32. A parameter that nothing used (an expert without tokens) has a gradient of
-zero, not none, so that all ranks reduce the same.
+averaged over all of these ranks, in float32. What nothing used on a rank (an expert without tokens) counts as zero
+there, so that all ranks reduce the same. What nothing used on any rank has no gradient in the end, as in one process:
+an optimiser leaves it alone (``drop_unreached``).
 
 Where what is computed with is what the optimiser updates, whole and in float32 on the device, parameters are left as
 they are (``whole_parameters.py``). Everything else is FSDP2's (``sharded_parameters.py``).
@@ -19,11 +20,15 @@ they are (``whole_parameters.py``). Everything else is FSDP2's (``sharded_parame
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from costmodels.vocabulary.choices import Offload
 from planner.executor.mesh import compute_dtype
@@ -46,8 +51,10 @@ class ShardingUnits:
 class DataParallel(ABC):
     """One stage's part of the model, ``root``, or the whole of it."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.root, self.device = root, device
+        # to which no backward pass of the step that was finished last came on this rank
+        self.unreached: frozenset[nn.Parameter] = frozenset()
 
     @abstractmethod
     def prepare_backward(self, *, last: bool) -> None:
@@ -68,6 +75,29 @@ class DataParallel(ABC):
     @abstractmethod
     def share_reductions(self, reductions: list[Any]) -> None:
         """Takes ``reductions`` for the list of what is being reduced, which the stages of a rank have in common."""
+
+
+@torch.no_grad()
+def drop_unreached(
+    parts: Sequence[DataParallel], kept: AbstractSet[nn.Parameter], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Takes zeros for what they are: parameters that no rank reached, but for ``kept``, have no gradient.
+
+    ``groups``: of the ranks that hold the same parameters, one for each axis. Collective over them; only a rank that
+    lacks something waits.
+    """
+    parameters = [(p, data) for data in parts for p in data.root.parameters() if p.requires_grad and p not in kept]
+    if not parameters:
+        return
+    reached = [parameter not in data.unreached for parameter, data in parameters]
+    flags = torch.tensor(reached, dtype=torch.uint8, device=parts[0].device)
+    for group in groups:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    if all(reached) or isinstance(flags, FakeTensor):
+        return
+    for (parameter, _), is_reached in zip(parameters, flags.tolist(), strict=True):
+        if not is_reached:
+            parameter.grad = None
 
 
 def keeps_whole(plan: Plan) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -16,12 +17,12 @@ from costmodels.vocabulary.mesh import MeshAxis
 from planner.errors import InputError, PlanError
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
-from planner.executor.data_parallel import DataParallel, ShardingUnits, keeps_whole
+from planner.executor.data_parallel import DataParallel, ShardingUnits, drop_unreached, keeps_whole
 from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
-from planner.executor.mesh import compute_dtype, device_of, place_of, replicas
+from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.recompute import Surroundings, apply_recompute
@@ -76,6 +77,7 @@ class ParallelModel:
     input_name: str  # of the token ids
     context: Context | None  # where ranks share sequences
     experts: Experts | None  # where they divide experts
+    replicas: tuple[dist.ProcessGroup, ...]  # of the ranks that hold this rank's stages, one for each axis
     evaluates: bool  # what is between the modules of a pipeline is known for evaluation too
 
     def parameters(self) -> list[nn.Parameter]:
@@ -89,11 +91,14 @@ class ParallelModel:
         parallelism is that loss. 0 on ranks without it. InputError for a part of another size than the plan's.
         """
         whole, before = self._scaled(batch), self._set_aside()
+        kept = {parameter for tie in self.ties for parameter in tie.parameters}  # of which other stages hold copies
+        kept |= {parameter for parameter in self.parameters() if parameter.grad is not None}
         with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
             for stage in self.stages:
                 stage.data.finish_step()
         share = self.loss.finish(losses, self.parameters())
+        drop_unreached([stage.data for stage in self.stages], kept, self.replicas)
         if self.experts is not None:
             self.experts.average(self.parameters())
         for tie in self.ties:
@@ -231,6 +236,7 @@ def parallelize(
         input_name=next(iter(inputs)),
         context=context,
         experts=experts,
+        replicas=tuple(group for group in data_mesh(mesh, plan.zero_stage).get_all_groups() if group.size() > 1),
         evaluates=evaluates,
     )
 

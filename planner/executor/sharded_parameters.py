@@ -15,6 +15,7 @@ optimiser runs. A shard goes up whenever its unit is gathered, and its gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class ShardedParameters(DataParallel):
         plan: Plan,
         placements: Placements | None = None,
     ) -> None:
-        super().__init__(root)
+        super().__init__(root, device_of(mesh))
         self._zero_stage, self._is_pipelined = plan.zero_stage, plan.mesh.pp > 1
         options = _options(mesh, plan, placements)
         targets = {fqn: unit for fqn, unit in root.named_modules() if fqn in set(units.fqns)}
@@ -57,7 +58,9 @@ class ShardedParameters(DataParallel):
         self._fsdp = fully_shard(root, **options)
         # An expert may have tokens on one rank and none on another.
         self._fsdp.set_reduce_scatter_unused_params(True)
-        _leave_meta(root, device_of(mesh) if plan.offload is Offload.NONE else torch.device("cpu"))
+        self._watched: set[Any] = set()
+        self._reached: set[Any] = set()
+        _leave_meta(root, self.device if plan.offload is Offload.NONE else torch.device("cpu"))
 
     def prepare_backward(self, *, last: bool) -> None:
         """Sets FSDP's switches.
@@ -65,6 +68,7 @@ class ShardedParameters(DataParallel):
         FSDP forgets in which order units ran forward after what it holds to be the last backward. In a pipeline other
         micro-batches are still under way then; without one, a stale order would make it gather a unit too many.
         """
+        self._watch()
         self._fsdp.set_requires_gradient_sync(last or self._zero_stage >= 2)
         self._fsdp.set_requires_all_reduce(last)  # over the replicas, of what is already reduced over the shards
         self._fsdp.set_reshard_after_backward(last or self._zero_stage == 3)
@@ -76,21 +80,38 @@ class ShardedParameters(DataParallel):
         torch's own pipelines do it so, once a step (``perform_reduce_grad`` in torch/distributed/pipelining/stage.py).
         """
         self.prepare_backward(last=last)
-        root = self._fsdp._get_fsdp_state()
-        for state in root._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
-                group.post_backward()
+        self._reached |= {each for each in self._watched if each._unsharded_param.grad is not None}
+        for group in self._groups():
+            group.post_backward()
         if last:
-            root._root_post_backward_final_callback()
+            self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish_step(self) -> None:
-        """Nothing: FSDP's last hook has waited."""
+        """FSDP's last hook has waited."""
+        every = {each.sharded_param: each for group in self._groups() for each in group.fsdp_params}
+        self.unreached = frozenset(parameter for parameter, each in every.items() if each not in self._reached)
+        self._reached.clear()
 
     def finish_forward(self) -> None:
         """Frees what is still gathered."""
         for unit in self.root.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+    def _groups(self) -> list[Any]:
+        """What FSDP gathers and reduces as one each; there from the first forward pass on."""
+        states = self._fsdp._get_fsdp_state()._state_ctx.all_states
+        return [group for state in states for group in state._fsdp_param_groups]
+
+    def _watch(self) -> None:
+        """Notes which parameters get a gradient. What is gathered is the same tensor from its first time on."""
+        for each in [each for group in self._groups() for each in group.fsdp_params if each not in self._watched]:
+            if hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad:
+                self._watched.add(each)
+                each._unsharded_param.register_post_accumulate_grad_hook(partial(self._arrived, each))
+
+    def _arrived(self, each: Any, gathered: torch.Tensor) -> None:
+        self._reached.add(each)
 
     def share_reductions(self, reductions: list[Any]) -> None:
         """Lets the stage wait for what is being reduced in ``reductions``, as for what it reduced itself.

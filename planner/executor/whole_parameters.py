@@ -47,11 +47,12 @@ class WholeParameters(DataParallel):
     """
 
     def __init__(self, root: nn.Module, units: Sequence[str], device: torch.device, group_of: GroupOf) -> None:
-        super().__init__(root)
+        super().__init__(root, device)
         _move(root, device)
         self._buckets = _buckets(root, units, group_of)
         self._is_last, self._next = False, 0
         self._under_way: list[torch.Tensor] = []
+        self._zeros: list[nn.Parameter] = []  # which have some in place of a gradient
         for bucket in self._buckets:
             bucket.start_over()
             for parameter in bucket.parameters if bucket.group.size() > 1 else ():
@@ -72,6 +73,7 @@ class WholeParameters(DataParallel):
         for gradient in self._under_way:
             _collectives.wait_tensor(gradient)
         self._under_way.clear()
+        self.unreached, self._zeros = frozenset(self._zeros), []
         self._is_last, self._next = False, 0
         for bucket in self._buckets:
             bucket.start_over()
@@ -103,6 +105,7 @@ class WholeParameters(DataParallel):
         while self._next < number:
             bucket = self._buckets[self._next]
             bucket.is_reduced, self._next = True, self._next + 1
+            self._zeros += [parameter for parameter in bucket.parameters if parameter.grad is None]
             gradients = [_settled(parameter) for parameter in bucket.parameters]
             if bucket.group.size() > 1:
                 for gradient in gradients:

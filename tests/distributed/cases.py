@@ -320,6 +320,15 @@ TWICE_CASES = {
     "twice-pp-tied": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2),
     "twice-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
 }
+# Experts that no token reaches on any rank, and others that some reach on some ranks.
+STARVED_CASES = {
+    "starved-zero0": Case("routed-starved", MeshSection(dp_replicate=4)),
+    **{f"starved-zero{stage}": Case("routed-starved", _DP4, stage) for stage in (1, 2, 3)},
+    "starved-hsdp": Case("routed-starved", MeshSection(dp_replicate=2, dp_shard=2), 2, micro_batch_size=2),
+    "starved-full": Case("routed-starved", _DP4, 3, recompute=Recompute.FULL),
+    "starved-pp-zbv": Case("routed-starved", _PP2_DP2, 1, _ZBV, 2, micro_batch_size=2),
+    "starved-pp-zbv-whole": Case("routed-starved", MeshSection(pp=2, dp_replicate=2), 0, _ZBV, 2, micro_batch_size=2),
+}
 
 DROPOUT_CASES = {
     "dropout-dp4": Case("gpt-dropout", _DP4, 1, micro_batch_size=2),

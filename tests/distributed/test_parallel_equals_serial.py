@@ -7,7 +7,7 @@ from math import log
 import pytest
 
 from costmodels.vocabulary.choices import Precision
-from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS, TWICE_CASES
+from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS, STARVED_CASES, TWICE_CASES
 from tests.distributed.conftest import Outcome
 from tests.distributed.toy_models import VOCAB
 
@@ -68,5 +68,14 @@ def test_mixed_precision_learns(name: str, outcomes: dict[str, Outcome]) -> None
 def test_gradients_of_two_calls_add_up(name: str, loss: str, outcomes: dict[str, Outcome]) -> None:
     """Tied parameters were summed up again, and gradients of counted losses scaled again."""
     error = outcomes[name][loss]
+    assert isinstance(error, float)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", STARVED_CASES)
+def test_what_no_rank_uses_is_left_alone(name: str, outcomes: dict[str, Outcome]) -> None:
+    """It got a gradient of zero, of which an optimiser makes weight decay and moments."""
+    assert outcomes[name]["untouched"] == 4 * 4 * 2  # of every block four experts of two parameters
+    error = outcomes[name]["error"]
     assert isinstance(error, float)
     assert error < 1e-5

@@ -122,10 +122,14 @@ EXPERTS = tuple(f"layers.*.mlp.experts.{name}" for name in ("gate", "up", "down"
 
 
 def _starved() -> nn.Module:
-    """A mixture of 16 narrow experts, the last eight without tokens: of each two others one has a positive score."""
-    model = build_family(MIXTURE.model_copy(update={"experts": 16, "expert_ffn": 16}))
+    """A mixture of 16 narrow experts, the last eight without tokens."""
+    return _without_tokens(build_family(MIXTURE.model_copy(update={"experts": 16, "expert_ffn": 16})))
+
+
+def _without_tokens(model: nn.Module) -> nn.Module:
+    """``model``, whose experts from the ninth on get none: of each two others one has a positive score."""
     for name, parameter in model.named_parameters():
-        if name.endswith("router.gate.weight"):
+        if name.endswith(".gate.weight"):
             with torch.no_grad():
                 parameter[4:8] = -parameter[:4]
                 parameter[8:] = 0.0
@@ -285,6 +289,13 @@ MODELS = {
     ),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
+    ),
+    "routed-starved": ToyModel(
+        lambda: _without_tokens(Routed(NUM_LAYERS, NUM_EXPERTS)),
+        ("embedding",),
+        _layers(""),
+        ("head",),
+        _routed_placements,
     ),
     "unusual": ToyModel(Unusual, ("backbone.embed",), _layers("backbone."), ("backbone.norm",), _unusual_placements),
 }

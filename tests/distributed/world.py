@@ -58,6 +58,7 @@ from tests.distributed.cases import (
     MEASUREMENTS,
     NUM_HALF_PRECISION_STEPS,
     NUM_LEARNING_STEPS,
+    STARVED_CASES,
     TWICE_CASES,
     Case,
     coupled_plan,
@@ -92,6 +93,7 @@ def main(out: Path, plans: Path, names: list[str]) -> None:
             *LEARNING_CASES,
             *COUNTED_CASES,
             *TWICE_CASES,
+            *STARVED_CASES,
             *DROPOUT_CASES,
             *JOURNEYS,
             *MEASUREMENTS,
@@ -143,6 +145,8 @@ def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
             return _count(COUNTED_CASES[name])
         if name in TWICE_CASES:
             return {loss: _twice(TWICE_CASES[name], LOSSES[loss]) for loss in LOSSES}
+        if name in STARVED_CASES:
+            return _decay(STARVED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
     except Exception:
         sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
@@ -176,6 +180,32 @@ def _twice(case: Case, loss: TrainingLoss) -> float:
     largest = torch.tensor(error)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
+
+
+def _decay(case: Case) -> dict[str, object]:
+    """Two steps of an optimiser that decays all it updates, beside one process: what has no gradient stays as it is."""
+
+    def optimizer_of(module: nn.Module | ParallelModel) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(module.parameters()), lr=LEARNING_RATE, weight_decay=0.5)
+
+    plan = case.plan()
+    mesh = _mesh_of(plan)
+    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
+    model, alone = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh), _seeded(case.model)
+    optimizer, reference, before = optimizer_of(model), optimizer_of(alone), _seeded(case.model).state_dict()
+    own = list(place_of(mesh).sequences(GLOBAL_BATCH_SIZE))
+    for step in range(2):
+        tokens, labels = _global_batch(_data(), step)
+        train_step(model, optimizer, {"input_ids": tokens[own], "labels": labels[own]}, mesh)
+        reference.zero_grad()
+        next_token_loss(alone(tokens), {"input_ids": tokens, "labels": labels}).backward()
+        reference.step()
+    gathered = _gather(model)
+    expected = {fqn: parameter.detach() for fqn, parameter in alone.named_parameters()}
+    return {
+        "untouched": sum(bool(torch.equal(value, before[fqn])) for fqn, value in expected.items()),
+        "error": max((_distance(copy, expected[fqn]) for fqn in gathered for copy in gathered[fqn]), default=0.0),
+    }
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -290,11 +290,12 @@ def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path
 
 def test_ranks_lie_in_whole_groups() -> None:
     problem = mixed_problem(f"{A100}:8,{H100}:24")
-    for choice in problem.space.layouts:
-        if choice.groups:
-            cluster = problem.table.cluster
-            names = [cluster.devices[place].name for place in device_places(problem.table, choice)]
-            assert len(names) == choice.mesh.pp
-            assert names.count(H100) == 3 * names.count(A100)
-            assert len(Evaluator(problem.table, choice).send_s) == choice.mesh.pp * choice.virtual_stages - 1
-            assert replace(choice.mesh, pp=1).world_size == 32 // choice.mesh.pp
+    of_each = {(c.mesh, c.virtual_stages): c for c in problem.space.layouts if c.groups}
+    assert len(of_each) > 20
+    for choice in of_each.values():
+        cluster = problem.table.cluster
+        names = [cluster.devices[place].name for place in device_places(problem.table, choice)]
+        assert len(names) == choice.mesh.pp
+        assert names.count(H100) == 3 * names.count(A100)
+        assert len(Evaluator(problem.table, choice).send_s) == choice.mesh.pp * choice.virtual_stages - 1
+        assert replace(choice.mesh, pp=1).world_size == 32 // choice.mesh.pp
