@@ -101,7 +101,13 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
                 hint="give the number once, or the same number twice",
             )
         text = name
-    return ClusterSpec(profile=calibrated(load_profile(text)), num_devices=num_devices)
+    profile = load_profile(text)
+    if profile.most_devices is not None and num_devices > profile.most_devices:
+        raise HardwareProfileError(
+            f"the network of {profile.name!r} joins {profile.most_devices} devices, the run is for {num_devices}",
+            hint="plan for fewer, or give the profile the tier that joins its nodes, as planner hardware shows others",
+        )
+    return ClusterSpec(profile=calibrated(profile), num_devices=num_devices)
 
 
 def count_of(text: str) -> int | None:

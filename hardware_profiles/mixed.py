@@ -61,7 +61,7 @@ def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec
             counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
             raise HardwareProfileError(
                 f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
-                hint=f"drop --gpus, or give --gpus {mixed.num_devices}",
+                hint=f"drop --gpus or give {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
             )
         try:
             profile = slowest_profile(mixed)

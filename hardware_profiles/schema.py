@@ -287,6 +287,11 @@ class ClusterProfile(_Value):
         return self.backend == "gloo"
 
     @property
+    def most_devices(self) -> int | None:
+        """How many devices its network joins; None: any number."""
+        return self.tiers[-1].num_devices if self.tiers else 1
+
+    @property
     def is_launched_on(self) -> bool:
         """Whether a driver launches kernels on its devices; otherwise the host runs them itself, or a whole program."""
         return self.device.sm_count is not None

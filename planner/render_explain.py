@@ -58,6 +58,8 @@ def binding_lines(found: Explanation) -> list[str]:
         )
     room = f"of the {size(memory.room_bytes)} that a plan may take of its {size(memory.device_bytes)}"
     full = " Memory is nearly full." if memory.is_nearly_full else ""
+    if memory.peak_bytes > memory.room_bytes:
+        full = " The plan does not fit."
     lines.append(f"The fullest GPU, of {_rank(found)}, takes {size(memory.peak_bytes)} {room}.{full}")
     return lines
 

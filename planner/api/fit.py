@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -136,11 +137,24 @@ def _least_devices(question: Question, *, fits: bool) -> int | None:
     if cluster.mixed is not None:
         return None
     there_are, node = cluster.num_devices, cluster.profile.node.num_devices
-    if fits:
-        counts = counts_between(1, there_are, node)
-        return _first_that([*counts[:-1]], lambda count: _fits(question, count)) or there_are
-    counts = counts_between(there_are, min(MOST_DEVICES, there_are * MOST_TIMES_THE_DEVICES), node)
-    return _first_that([*counts[1:]], lambda count: _fits(question, count))
+    first, last = 1, there_are
+    if not fits:
+        first, most = there_are, cluster.profile.most_devices or MOST_DEVICES
+        last = max(first, min(most, MOST_DEVICES, first * MOST_TIMES_THE_DEVICES))
+    pins = question.request.pins
+    unit = math.prod(degree or 1 for degree in (pins.tp, pins.pp, pins.cp, pins.dp))  # no other number can have them
+    counts = sorted({-(-count // unit) * unit for count in counts_between(first, last, node)} | {first, last})
+    found = _first_that([*counts[:-1]] if fits else [*counts[1:]], lambda count: _fits(question, count))
+    if found is None:
+        if not fits:
+            return None
+        found = there_are
+    too_few = max((count for count in counts if count < found), default=0)
+    nodes = [count for count in range((too_few // node + 1) * node, found, node) if count % unit == 0]
+    found = _first_that(nodes, lambda count: _fits(question, count)) or found
+    # of numbers that do not fill their nodes some have few layouts: one that fits may follow one that does not
+    others = [count for count in range(max(too_few + 1, found - node + 1), found) if count % unit == 0]
+    return next((count for count in others if _fits(question, count)), found)
 
 
 def _first_that(values: Sequence[int], holds: Callable[[int], bool]) -> int | None:

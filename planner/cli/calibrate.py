@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import Precision, Recompute
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name, load_profile
 from hardware_profiles.mixed import is_mixed
 from hardware_profiles.sanity import NAME_PATTERN
@@ -75,7 +75,7 @@ def calibrate(  # over 6 arguments: one for each option of the command line
     from planner.formats.completion import Given
 
     notes = [] if hardware is not None else [f"no --hardware given: calibrating {named}"]
-    given = Given(gpus, seq_len, global_batch, micro_batch, precision, Optimizer.ADAMW, recompute)
+    given = Given(gpus, seq_len, global_batch, micro_batch, precision, None, recompute)
     reader = _Reader(named, given, from_format, model, trust, notes)
     measured = [run for text in runs for run in reader.read(text)]
     talk = talk_console()
@@ -149,8 +149,8 @@ class _Reader:
         if _is_plan(path):
             plan = read_plan(path, trust=self.trust)
             training = plan.training
-            found = _measurement(measured, (training.global_batch_size, training.seq_len, plan.num_devices))
-            return measured_plan(path.name, plan, self.hardware, found)
+            found, logged = _measurement(measured, (training.global_batch_size, training.seq_len, plan.num_devices))
+            return self._as_logged(measured_plan(path.name, plan, self.hardware, found), logged)
         from planner.cli.import_ import default_seq_len
         from planner.formats.completion import completed
         from planner.formats.registry import read_config
@@ -160,8 +160,16 @@ class _Reader:
             source, said = model_of(read, self.model, Path(folder) / "config.json")
             layout, assumed = completed(read.settings, self.given, default_seq_len(source))
             self.notes.extend(f"{path.name}: {note}" for note in (*said, *read.notes, *assumed))
-            found = _measurement(measured, (layout.global_batch_size, layout.seq_len, layout.num_devices))
-            return measured_config(path.name, source, target.software(read), layout, self.hardware, found)
+            found, logged = _measurement(measured, (layout.global_batch_size, layout.seq_len, layout.num_devices))
+            run = measured_config(path.name, source, target.software(read), layout, self.hardware, found)
+            return self._as_logged(run, logged)
+
+    def _as_logged(self, run: Measured, logged: str | None) -> Measured:
+        """``run``, with a note where its log is another framework's than the one that it is priced as."""
+        known = {"megatron-lm": "megatron", "nemo": ("nemo", "megatron")}
+        if logged is not None and not run.framework.startswith(known.get(logged, logged)):
+            self.notes.append(f"{run.name}: the log is of {logged}, and the plan is priced as {run.framework} runs it")
+        return run
 
     def _verified(self, path: Path) -> Measured:
         """What ``planner verify -o`` wrote of a plan beside it."""
@@ -186,8 +194,8 @@ def _is_plan(path: Path) -> bool:
     return "mesh" in content and "model" in content
 
 
-def _measurement(text: str, job: tuple[int, int, int]) -> Measurement:
-    """``SECONDS``, ``SECONDS:GIB`` or the name of a log."""
+def _measurement(text: str, job: tuple[int, int, int]) -> tuple[Measurement, str | None]:
+    """Of ``SECONDS``, ``SECONDS:GIB`` or the name of a log, and whose log it is."""
     from planner.api.measured import Measurement
     from planner.formats.run_log import Job, read_log
 
@@ -196,10 +204,10 @@ def _measurement(text: str, job: tuple[int, int, int]) -> Measurement:
     except ValueError:
         content = read_content(Path(text), InputError, MAX_LOG_BYTES).decode("utf-8", errors="replace")
         found = read_log(content, Job(*job), text)
-        return Measurement(found.step_time_s, found.peak_memory_bytes, found.memory_kind)
+        return Measurement(found.step_time_s, found.peak_memory_bytes, found.memory_kind), found.framework
     if len(numbers) > 2 or not all(0 < number < 1e9 for number in numbers):
         raise InputError(f"{text!r} is not SECONDS or SECONDS:GIB, each above 0", hint="as in plan.json:12.3:61.5")
-    return Measurement(numbers[0], numbers[1] * GIB if len(numbers) == 2 else None)
+    return Measurement(numbers[0], numbers[1] * GIB if len(numbers) == 2 else None), None
 
 
 def _as_calibrated(run: Measured) -> MeasuredRun:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,6 +16,7 @@ Value = TypeVar("Value")
 
 # Of what is read, so that no number makes a loop or a list endless: far above any model or cluster.
 MAX_NUMBER, MAX_LAYERS = 2**40, 2**16
+MOST_NAMED = 20  # options that are not read
 MOST_DOTS = 200  # in a line of TOML: tomllib takes a minute for a key of 65,000 parts, the square of their number
 MOST_NESTED = 64  # sections of YAML inside one another
 # Both read plain data alone; libyaml's makes reading a config 13 times quicker, and a few installations lack it.
@@ -59,7 +60,44 @@ def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
     )
 
 
-def read_yaml(text: str) -> dict[str, object]:
+class Document(dict[str, object]):
+    """A section of a config that knows which of its keys were asked for."""
+
+    def __init__(self, values: Mapping[Any, object]) -> None:
+        super().__init__((str(key), Document(v) if isinstance(v, dict) else v) for key, v in values.items())
+        self._asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any mapping."""
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> object:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+    def unread(self) -> Generator[str]:
+        """Names of what nobody asked for, sections by themselves or key by key; not of what is switched off."""
+        for key, value in self.items():
+            if key not in self._asked:
+                if value is not None and value is not False and value != {}:
+                    yield key
+            elif isinstance(value, Document):
+                yield from (f"{key}.{name}" for name in value.unread())
+
+
+def unread_note(document: Document) -> tuple[str, ...]:
+    """A note on what of ``document`` does not count in its price; none where all of it does."""
+    names = list(document.unread())
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (f"not read: {', '.join(name[:80] for name in names[:MOST_NAMED])}{more}",) if names else ()
+
+
+def read_yaml(text: str) -> Document:
     """The mapping in ``text``: plain data, with no object of any class and no alias; InputError where it is none."""
     try:
         _check_yaml(text)
@@ -79,7 +117,7 @@ def _check_yaml(text: str) -> None:
             raise yaml.YAMLError(f"more than {MOST_NESTED} sections lie inside one another")
 
 
-def read_json(text: str) -> dict[str, object]:
+def read_json(text: str) -> Document:
     """The object in ``text``; InputError where it is none."""
     try:
         return _mapping(json.loads(text), "JSON")
@@ -87,24 +125,24 @@ def read_json(text: str) -> dict[str, object]:
         raise _broken("JSON", error) from error
 
 
-def read_toml(text: str) -> dict[str, object]:
+def read_toml(text: str) -> Document:
     """The tables in ``text``; InputError where it is no TOML."""
     if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
         raise InputError(f"a line of the file has more than {MOST_DOTS} dots", hint="is it the right file?")
     try:
-        return dict(tomllib.loads(text))
+        return Document(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise _broken("TOML", error) from error
 
 
-def section(document: Mapping[str, object], name: str) -> dict[str, object]:
+def section(document: Mapping[str, object], name: str) -> Document:
     """The mapping under ``name``, empty where there is none; InputError where it is something else."""
     value = document.get(name)
     if value is None:
-        return {}
-    if not isinstance(value, dict):
+        return Document({})
+    if not isinstance(value, Document):
         raise InputError(f"{name} must be a section, not {value!r:.60}", hint="correct the file")
-    return {str(key): each for key, each in value.items()}
+    return value
 
 
 def number(document: Mapping[str, object], name: str, default: int | None = None) -> int | None:
@@ -135,10 +173,10 @@ def flag(document: Mapping[str, object], name: str, default: bool = False) -> bo
     return value
 
 
-def _mapping(value: object, kind: str) -> dict[str, object]:
+def _mapping(value: object, kind: str) -> Document:
     if not isinstance(value, dict):
         raise InputError(f"the file holds a {kind} {type(value).__name__}, not a mapping", hint="is it the right file?")
-    return {str(key): each for key, each in value.items()}
+    return Document(value)
 
 
 def _broken(kind: str, error: Exception) -> InputError:

@@ -67,6 +67,7 @@ class LogFormat:
     memory: re.Pattern[str] | None = None
     memory_unit: float = 1.0
     memory_kind: Literal["allocated", "reserved"] = "allocated"
+    batch: re.Pattern[str] | None = None  # sequences of a step, where it says them
 
 
 def read_log(text: str, job: Job, name: str = "the log") -> Logged:
@@ -75,6 +76,7 @@ def read_log(text: str, job: Job, name: str = "the log") -> Logged:
     for of in FORMATS:
         times = [of.seconds(match, job) for match in of.step.finditer(text)]
         if times:
+            _check_batch(of, text, job, name)
             return _logged(of, times, text, name)
     times = _between_deepspeed_steps(text)
     if times:
@@ -83,6 +85,17 @@ def read_log(text: str, job: Job, name: str = "the log") -> Logged:
         f"{name} has no line of a step that is known",
         hint="logs of Megatron-LM, torchtitan, DeepSpeed, nanotron and NeMo are; else give the seconds: PLAN:SECONDS",
     )
+
+
+def _check_batch(of: LogFormat, text: str, job: Job, name: str) -> None:
+    """InputError where steps are of another batch than the job's, or of several as while a batch ramps up."""
+    said = {int(found.replace(",", "")) for found in of.batch.findall(text)} if of.batch else set[int]()
+    if said - {job.global_batch_size}:
+        shown = ", ".join(map(str, sorted(said)[:4]))
+        raise InputError(
+            f"the steps in {name} are of {shown} sequences, the plan's of {job.global_batch_size}",
+            hint="give the log of a run of this plan, and of its steps after any ramp of the batch size",
+        )
 
 
 def _logged(of: LogFormat, times: Sequence[float], text: str, name: str) -> Logged:
@@ -148,6 +161,7 @@ FORMATS: tuple[LogFormat, ...] = (
         lambda match, _job: _number(match[1]) / 1e3,
         re.compile(rf"max allocated: {NUMBER}"),  # in MB of 2**20 bytes, --log-memory-interval and after the first step
         MIB,
+        batch=re.compile(r"global batch size: +([\d,]{1,12})"),
     ),
     LogFormat(
         "nemo",

@@ -104,6 +104,8 @@ def _stages(plan: Plan) -> list[str]:
         found.append(f"pipeline.stages: stage i must run {rule}, as {pipeline.schedule.value} assumes")
     counts = Counter(module for stage in pipeline.stages for module in stage.modules)
     found += [f"pipeline.stages: module {m} stands in {n} stages" for m, n in counts.items() if n > 1]
+    counts = Counter(module for rule in plan.recompute for module in set(rule.modules))
+    found += [f"recompute: module {m} stands in {n} rules" for m, n in counts.items() if n > 1]
     if pp == 1:
         if pipeline.virtual_stages > 1:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")

@@ -4,7 +4,8 @@ All devices must share the work evenly, so a number with few divisors leaves few
 of 126 perhaps 120 or 112. And more devices than a batch has work for only wait for each other. So two kinds of numbers
 are worth a search:
 
-- the largest that allow more meshes than every number above them;
+- the largest that allow more meshes than every number above them, of those that fill their nodes; and where the last
+  node is not filled, the number with most meshes of those that fill it less;
 - half of the devices, where they are even, with what is worth a search below that. So what is found for twice the
   devices is never slower than what is found for the devices.
 """
@@ -50,6 +51,14 @@ def _richer(training: Training, pins: Pins, limits: Limits, count: int) -> list[
             found.append(number)
         if len(found) == MOST_RICHER:
             break
+    node = limits.devices_per_node
+    if limits.num_devices % node and count > node:  # the last node is not filled, and may be filled less
+        meshes = {
+            number: _num_meshes(training, pins, limits, number) for number in range(count // node * node + 1, count)
+        }
+        richest = max(meshes, key=lambda number: (meshes[number], number), default=0)
+        if meshes.get(richest, 0) > _num_meshes(training, pins, limits, count) and richest not in found:
+            found.append(richest)
     return found
 
 
@@ -62,12 +71,7 @@ def _examined(training: Training, limits: Limits, count: int) -> Iterator[int]:
         unit = 1 << (count.bit_length() - SIGNIFICANT_BITS)
         numbers = {n for n in range(unit, count, unit) if n > count // 2}
         numbers.update(n for n in divisors(training.global_batch_size) if count // 2 < n < count)
-    return (number for number in numbers if _is_whole(number, node))
-
-
-def _is_whole(number: int, devices_per_node: int) -> bool:
-    """Whether they are on one node or fill theirs."""
-    return number <= devices_per_node or number % devices_per_node == 0
+    return (number for number in numbers if number <= node or number % node == 0)
 
 
 def _num_meshes(training: Training, pins: Pins, limits: Limits, count: int) -> int:

@@ -8,7 +8,7 @@ from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Pre
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.software import named
 from planner.errors import InputError
-from planner.formats.documents import choice, commented, flag, number, read_yaml, section, yaml_text
+from planner.formats.documents import choice, commented, flag, number, read_yaml, section, unread_note, yaml_text
 from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
@@ -119,6 +119,12 @@ def read(text: str) -> Read:
     tp, cp = number(parallel, f"{PREFIX}tp_size", 1) or 1, number(parallel, f"{PREFIX}cp_size", 1) or 1
     strategy = parallel.get(f"{PREFIX}cp_comm_strategy", "allgather")
     replicate, shard, zero = _data(kind, fsdp, parallel, devices)
+    made = (replicate or 1) * (shard or 1) * cp * tp
+    if kind == "FSDP" and parallel and devices and made != devices:
+        raise InputError(
+            f"the degrees of parallelism_config make {made} processes, num_processes is {devices}",
+            hint="correct the file: accelerate takes no other product",
+        )
     settings = Settings(
         num_devices=devices, pp=1, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=1, zero_stage=zero,
         precision=choice("mixed_precision", document.get("mixed_precision", "no"), PRECISIONS),
@@ -127,7 +133,8 @@ def read(text: str) -> Read:
         cp_method=choice("cp_comm_strategy", strategy, ROTATE),
     )  # fmt: skip
     backend = str(section(document, "dynamo_config").get("dynamo_backend", NOT_COMPILED))
-    return Read(settings, kernels=() if backend.upper() == NOT_COMPILED else ("compile",))
+    kernels = () if backend.upper() == NOT_COMPILED else ("compile",)
+    return Read(settings, notes=unread_note(document), kernels=kernels)
 
 
 def _data(

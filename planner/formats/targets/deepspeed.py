@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.formats.documents import choice, flag, json_text, number, read_json, section
+from planner.formats.documents import choice, flag, json_text, number, read_json, section, unread_note
 from planner.formats.settings import Asked, Job, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
@@ -122,7 +122,7 @@ def read(text: str) -> Read:
     notes: list[str] = []
     if "activation_checkpointing" in document:
         notes.append("activation_checkpointing is there, so the model is taken to recompute every block")
-    return Read(settings, notes=tuple(notes))
+    return Read(settings, notes=(*notes, *unread_note(document)))
 
 
 def _check_priced(zero: dict[str, object], document: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from functools import cache
+from itertools import takewhile
 from typing import NoReturn, TypeVar
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
@@ -248,11 +249,13 @@ def _zero_stage(given: Mapping[str, object]) -> int:
 
 def _cp_method(given: Mapping[str, object]) -> ContextMethod:
     kinds = given["cp_comm_type"]
-    named = {str(each) for each in kinds} if isinstance(kinds, list) else {"p2p"}
-    if len(named) > 1:
-        raise InputError("layers that differ in --cp-comm-type are not priced", hint="name one for all layers")
     by_type = {name: method for method, name in megatron_core.CP_TYPES.items()}
-    found = _one_of("--cp-comm-type", named.pop(), by_type)
+    first, *others = [str(each) for each in kinds] if isinstance(kinds, list) else ["p2p"]
+    # in a script the words behind it may belong to another command; a+b is a type that is not priced
+    others = takewhile(lambda word: word.split("+")[0] in by_type, others)
+    if {first, *others} != {first}:
+        raise InputError("layers that differ in --cp-comm-type are not priced", hint="name one for all layers")
+    found = _one_of("--cp-comm-type", first, by_type)
     return found if given["context_parallel_size"] not in (None, 1) else ContextMethod.ALL_GATHER
 
 

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.formats.documents import MAX_LAYERS, choice, commented, flag, number, read_yaml, section, yaml_text
+from planner.formats.documents import (
+    MAX_LAYERS,
+    choice,
+    commented,
+    flag,
+    number,
+    read_yaml,
+    section,
+    unread_note,
+    yaml_text,
+)
 from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 from planner.models.config import FamilyConfig, MlpType
@@ -207,7 +217,7 @@ def read(text: str) -> Read:
         cp_method=ContextMethod.RING if cp > 1 else ContextMethod.ALL_GATHER,
     )  # fmt: skip
     wider = "ZeRO is priced as sharding over the ranks of context parallelism too, which nanotron's does not"
-    return Read(settings, shape, notes=(wider,) if cp > 1 and zero else ())
+    return Read(settings, shape, notes=(*((wider,) if cp > 1 and zero else ()), *unread_note(document)))
 
 
 def _shape(config: dict[str, object], model: dict[str, object], tokens: dict[str, object]) -> dict[str, object] | None:

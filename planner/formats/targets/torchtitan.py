@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.software import named
 from planner.errors import InputError
-from planner.formats.documents import choice, commented, flag, number, read_toml, section, toml_text
+from planner.formats.documents import choice, commented, flag, number, read_toml, section, toml_text, unread_note
 from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
@@ -157,7 +158,7 @@ def read(text: str) -> Read:
         raise InputError("offload of parameters (training.enable_cpu_offload) is not priced", hint="leave it out")
     degrees = _degrees(parallelism)
     pp, tp = max(1, degrees.pp or 1), degrees.tp or 1
-    batches, notes = _batches(training, parallelism, pp)
+    batches, notes = _batches(training, parallelism, degrees)
     rotate = parallelism.get("context_parallel_rotate_method", "allgather")
     settings = Settings(
         zero_stage=_zero_stage(parallelism, degrees),
@@ -173,7 +174,7 @@ def read(text: str) -> Read:
     presets = {flavor: preset for preset, flavor in FLAVORS.items()}
     preset = presets.get((str(model.get("name", "llama3")), str(model.get("flavor", "debugmodel"))))
     kernels = ("compile",) if flag(section(document, "compile"), "enable") else ()
-    return Read(settings, preset=preset, notes=tuple(notes), kernels=kernels)
+    return Read(settings, preset=preset, notes=(*notes, *unread_note(document)), kernels=kernels)
 
 
 def _degrees(parallelism: dict[str, object]) -> Settings:
@@ -207,13 +208,27 @@ def _zero_stage(parallelism: dict[str, object], degrees: Settings) -> int:
     return stages[word]
 
 
-def _batches(training: dict[str, object], parallelism: dict[str, object], pp: int) -> tuple[Settings, list[str]]:
+def _batches(
+    training: dict[str, object], parallelism: dict[str, object], degrees: Settings
+) -> tuple[Settings, list[str]]:
     local = number(training, "local_batch_size", 8) or 1
     whole = number(training, "global_batch_size", -1)
     seq_len = number(training, "seq_len", 2048)
-    if pp > 1:
+    if (degrees.pp or 1) > 1:
         micro = max(1, number(parallelism, "pipeline_parallel_microbatch_size", 1) or 1)
-        return Settings(seq_len=seq_len, micro_batch_size=micro, num_microbatches=local // micro), []
+        if local % micro:
+            raise InputError(
+                f"pipeline_parallel_microbatch_size {micro} does not divide local_batch_size {local}",
+                hint="correct the file: torchtitan refuses it",
+            )
+        found = Settings(seq_len=seq_len, micro_batch_size=micro, num_microbatches=local // micro)
+        if whole == -1:
+            return found, []
+        note = "training.global_batch_size is of several local batches, or may be: torchtitan empties the pipeline " \
+               "after each, and is priced as if it did not"  # fmt: skip
+        return replace(found, global_batch_size=whole), [] if whole == (degrees.dp_replicate or 1) * (
+            degrees.dp_shard or 0
+        ) * local else [note]
     if whole == -1:
         found = Settings(seq_len=seq_len, micro_batch_size=local, num_microbatches=1)
         return found, ["no training.global_batch_size: one local batch a step"]

@@ -191,6 +191,17 @@ def test_profile_for_gives_as_many_devices_as_asked_for():
     assert profile_for(16, "dgx-a100-80gb:16").profile.name == "dgx-a100-80gb"
 
 
+def test_a_network_that_ends_joins_no_more_devices(tmp_path: Path):
+    """More were priced up to a collective between nodes, which ended in a ValueError."""
+    profile = load_profile("dgx-h100-80gb")
+    alone = profile.model_copy(update={"tiers": profile.tiers[:1], "name": "one-server"})
+    path = tmp_path / "one.json"
+    path.write_text(alone.model_dump_json())
+    assert profile_for(8, str(path)).num_devices == 8
+    with pytest.raises(HardwareProfileError, match="joins 8 devices, the run is for 16"):
+        profile_for(16, str(path))
+
+
 @pytest.mark.parametrize(("num_devices", "spec"), [(0, None), (-8, "h100"), (8, "h100:16"), (8, "h100:4,a100:4")])
 def test_profile_for_refuses_counts_that_contradict(num_devices: int, spec: str | None):
     with pytest.raises(HardwareProfileError) as caught:

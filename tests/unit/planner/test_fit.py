@@ -77,6 +77,16 @@ def test_what_does_not_fit_says_what_binds_and_what_helps(large_graph: str, smal
     assert not searched(replace(request, num_devices=fit.least_devices - 1))
 
 
+def test_the_fewest_devices_need_not_fill_their_nodes(large_graph: str, small_memory: str) -> None:
+    """Above one node only whole nodes were looked at."""
+    pins = Pins(tp=1, cp=1, dp=3, zero=0, micro_batch=1)
+    request = Request(large_graph, 24, small_memory, global_batch_size=48, memory_risk=0.5, pins=pins)
+    least = next(n for n in range(1, 33) if searched(replace(request, num_devices=n)))
+    assert least > 8
+    assert least % 8
+    assert find_fit(request).least_devices == least
+
+
 def test_without_a_number_it_is_one_node(graph: str) -> None:
     fit: Fit = find_fit(Request(graph, None, "dgx-a100-80gb", global_batch_size=16))
     assert fit.num_devices == 8

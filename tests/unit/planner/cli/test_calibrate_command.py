@@ -104,3 +104,30 @@ def test_a_calibrated_profile_is_not_calibrated_twice(plan: Path, tmp_path: Path
 def test_what_says_no_step_time_is_refused(plan: Path, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         run("calibrate", f"{plan}{said}", "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))
+
+
+def test_a_config_keeps_its_own_optimizer(tmp_path: Path) -> None:
+    """AdamW was taken for every config: its states went into the fit of memory."""
+    script = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 "
+        "--seq-length 512 --micro-batch-size 1 --global-batch-size 64 --vocab-size 32000 --bf16 --optimizer {}\n"
+    )
+    found: list[float] = []
+    for optimizer in ("sgd", "adam"):
+        config = tmp_path / f"{optimizer}.sh"
+        config.write_text(script.format(optimizer))
+        run("calibrate", f"{config}:1", "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))
+        overlay = load_profile(str(tmp_path / "profile.json")).calibration
+        assert overlay is not None
+        found.append(overlay.runs[0].predicted_step_time_s)
+    assert found[0] < found[1]
+
+
+def test_the_log_of_another_framework_is_said(plan: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "".join(f"step: {step:2d} loss: 1.0 memory: 1.00GiB(1%) tps: 5,000 tflops: 9\n" for step in range(9))
+    )
+    command = ["calibrate", f"{plan}:{log}", "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json")]
+    result = CliRunner().invoke(app, command)
+    assert "the log is of torchtitan" in " ".join(result.output.split())

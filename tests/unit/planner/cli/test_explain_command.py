@@ -64,6 +64,17 @@ def test_everything_is_said_in_eighty_columns(run: Run, plan_file: Path) -> None
     assert "…" not in out
 
 
+def test_a_plan_that_does_not_fit_is_not_nearly_full(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    content = json.loads(plan_file.read_text())
+    large = {**content["training"], "global_batch_size": 8 * 2**18}
+    pipeline = {**content["pipeline"], "micro_batch_size": content["pipeline"]["micro_batch_size"] * 2**18}
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps({**content, "training": large, "pipeline": pipeline, "prediction": None}))
+    _, out, _ = run("explain", path, *QUICK)
+    assert "The plan does not fit." in " ".join(out.split())
+    assert "nearly full" not in out
+
+
 def test_names_are_no_markup(plan_file: Path) -> None:
     found = explain(read_plan(plan_file), wishes=Wishes(searches=Searches.NONE))
     rows = tuple(replace(row, module="[red]m") for row in found.compute.operators)

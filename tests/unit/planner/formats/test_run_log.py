@@ -128,3 +128,11 @@ def test_a_moment_that_the_calendar_has_not_is_told() -> None:
     lines = [f"[2023-02-3{day} 01:55:23,711] [Rank 0] step={day}0, skipped=0" for day in (0, 1)]
     with pytest.raises(InputError, match="2023-02-30 01:55:23,711"):
         read_log("\n".join(lines), JOB)
+
+
+def test_a_log_of_another_batch_is_refused() -> None:
+    """As of a run whose batch ramps up, or of another job."""
+    lines = megatron([900.0] + [400.0] * 10).replace("batch size:   512", "batch size:    16")
+    assert read_log(lines, Job(16, 2048, 8)).step_time_s == pytest.approx(0.4)
+    with pytest.raises(InputError, match="of 16 sequences, the plan's of 256"):
+        read_log(lines, Job(256, 2048, 8))

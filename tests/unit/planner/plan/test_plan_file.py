@@ -300,6 +300,10 @@ CONTRADICTIONS = [
         put("placements", "sequence_parallel", value=True),
         "sequence_parallel: needs tp > 1, but mesh.tp is 1",
     ),
+    (
+        put("recompute", value=[{"mode": mode, "modules": ["layers.0"]} for mode in ("full", "selective")]),
+        "recompute: module layers.0 stands in 2 rules",
+    ),
     (put("mesh", "ep", value=3), "mesh: ep 3 does not divide dp_shard * cp = 4"),
 ]
 
