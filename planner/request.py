@@ -352,6 +352,11 @@ def target_of(
         reason = borrowed(framework)
         why = f"; {reason}" if reason else ""
         notes.append(f"priced as {framework} runs a layout (recipe {target.recipe.name}{why})")
+        if target.attention is not None and not target.attention.is_fused and not named(framework).kernels:
+            notes.append(
+                f"its attention is priced with the scores in memory; where the model's is fused, as SDPA is, say "
+                f"{framework}+flash"
+            )
     return target
 
 

@@ -73,7 +73,7 @@ def search(  # over 6 arguments: one for each option of the command line
         Objective, typer.Option(help="What to minimise: time, or dollars a step, for which GPUs may stay idle.")
     ] = Objective.TIME,
     prefer: Annotated[
-        Preference, typer.Option(help="Of plans that are predicted alike (within 1 %): the simplest, or the fastest.")
+        Preference, typer.Option(help="Of plans that are predicted alike (within 0.1 %): the simplest, or the fastest.")
     ] = Preference.SIMPLE,
     framework: Framework = None,
     idle: Annotated[

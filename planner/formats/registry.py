@@ -41,7 +41,8 @@ def read_config(file_name: str, text: str, name: str | None = None) -> tuple[Tar
         if found is None:
             raise InputError(f"{file_name} is no config that is recognised", hint=f"name its format: --from {known}")
     else:
-        found = target_called(name)
-    if found.read is None:
-        raise InputError(f"configs of {found.name} cannot be read back", hint=f"formats that can are {known}")
+        found = next((target for target in readable if target.name == name.lower()), None)
+        if found is None:
+            raise InputError(f"configs of {name!r:.40} are not read", hint=f"formats that are: {known}")
+    assert found.read is not None
     return found, found.read(text)

@@ -201,7 +201,7 @@ def test_a_model_that_is_no_preset_is_written_beside_the_plan(run: Run, tmp_path
     [
         (b"\xff\xfe--tensor-model-parallel-size", (), "is no text"),
         (b"hello", (), "--from"),
-        (b"hello", ("--from", "slurm"), "cannot be read back"),
+        (b"hello", ("--from", "slurm"), "are not read"),
         (b"x --tensor-model-parallel-size 3 --micro-batch-size 1 --global-batch-size 8", ("--gpus", 8), "no multiple"),
         (b"x --tensor-model-parallel-size 1 --expert-model-parallel-size 2", ("--gpus", 8), "ep 2 does not divide"),
     ],

@@ -386,6 +386,13 @@ PINS = ("--tp", "2", "--pp", "2", "--zero", "1", "--micro-batch", "2", "--recomp
 PINNED = (*TINY, *PINS, "--no-sequence-parallel", "--json")
 
 
+def test_attention_that_is_not_fused_is_said(run: Run) -> None:
+    """DeepSpeed does not choose the model's attention: with SDPA the same config takes a quarter of the memory."""
+    assert "say deepspeed+flash" in run(*TINY, "--framework", "deepspeed", "--json")[2]
+    for name in ("deepspeed+flash", "deepspeed+eager", "torchtitan"):
+        assert "scores in memory" not in run(*TINY, "--framework", name, "--json")[2]
+
+
 def test_a_framework_prices_by_its_own_recipe(run: Run, tmp_path: Path) -> None:
     """Which estimate then keeps, until another is named."""
     path = tmp_path / "plan.json"
