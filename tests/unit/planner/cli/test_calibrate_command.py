@@ -119,7 +119,7 @@ def test_a_config_keeps_its_own_optimizer(tmp_path: Path) -> None:
         run("calibrate", f"{config}:1", "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json"))
         overlay = load_profile(str(tmp_path / "profile.json")).calibration
         assert overlay is not None
-        found.append(overlay.runs[0].predicted_step_time_s)
+        found.append(overlay.runs[0].predicted_step_time_s or 0.0)
     assert found[0] < found[1]
 
 
