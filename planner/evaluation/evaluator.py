@@ -260,7 +260,24 @@ class Evaluator(LayoutUnits):
 
     def once_a_step_of(self, rank: int, units: list[int]) -> tuple[float, float]:
         """The same of one rank that holds these units."""
-        return self._once_a_step_s(self._ranks[rank], units)
+        of_rank = self._ranks[rank]
+        forward_s, backward_s = of_rank.times.compute_forward_s, of_rank.times.compute_backward_s
+        passes = sum(self._of_units(forward_s, units)), sum(self._of_units(backward_s, units))
+        return self._once_a_step_s(of_rank, units, passes)
+
+    def least_once_a_step(self, starts: tuple[int, ...]) -> float:
+        """What a step takes at least after the last action of its ranks, whatever these recompute.
+
+        Communication hides behind as much compute as any mode makes.
+        """
+        found: list[tuple[float, float]] = []
+        for rank, units in zip(self._ranks, self._units_of_ranks(starts), strict=True):
+            kinds = [self._kinds[unit] for unit in units]
+            passes = (rank.times.compute_forward_s, rank.times.compute_backward_s)
+            forward_s, backward_s = (float(seconds.max(axis=0)[kinds].sum()) for seconds in passes)
+            found.append(self._once_a_step_s(rank, units, (forward_s, backward_s)))
+        data_s, update_s = (max(each) for each in zip(*found, strict=True))
+        return (data_s + update_s) * (1 - 1e-12)
 
     def _stage_times(self, starts: tuple[int, ...]) -> StageTimes:
         """Seconds of each stage on one micro-batch."""
@@ -309,19 +326,18 @@ class Evaluator(LayoutUnits):
             work[self._rank_of(stage)] += sum(seconds)
         return work
 
-    def _once_a_step_s(self, rank: OnDevice, units: list[int]) -> tuple[float, float]:
-        """Exposed data-parallel communication that happens once a step, and the optimiser step."""
+    def _once_a_step_s(self, rank: OnDevice, units: list[int], passes_s: tuple[float, float]) -> tuple[float, float]:
+        """Exposed data-parallel communication that happens once a step, and the optimiser step.
+
+        ``passes_s``: what the rank computes forward and backward on one micro-batch.
+        """
         if not units:
             return 0.0, 0.0
         kinds = [self._kinds[unit] for unit in units]
         counts = self.table.elements[self._rows.split[0]][kinds].sum(axis=0)
         data = rank.data_s[kinds]
         whole = data.sum(axis=0)
-        passes = Passes(
-            sum(self._of_units(rank.times.compute_forward_s, units)),
-            sum(self._of_units(rank.times.compute_backward_s, units)),
-            rank.facts.overlap,
-        )
+        passes = Passes(*passes_s, rank.facts.overlap)
         collected = Collected(whole[_REDUCE], data[0, _REDUCE], whole[_GATHER], data[0, _GATHER])
         held = num_updated(self.layout, float(counts[_TRAINABLE]), float(counts[_EXPERT]))
         exposed = float(once_a_step_s(self.layout, collected, passes, self.table.framework))

@@ -68,7 +68,7 @@ def best_cut(
         priced = pricer.price(only)
         if priced is None:
             return Cut(None, np.inf)
-        return Cut(priced, max(bound_s, priced.step_time_s - pricer.least.slack_s(only)))
+        return Cut(priced, max(bound_s, pricer.bound_s(priced)))
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
     return _best_of_all(pricer, improved(pricer, cutoff_s, like), cutoff_s, bound_s)
@@ -127,13 +127,24 @@ class Pricer:
         return cuts[are_allowed(cuts, units.is_block, are_alike=not evaluator.layout.groups)]
 
     def least_s(self, cuts: Positions) -> Array:
-        """What a step takes at least under each of ``cuts``, whatever is recomputed."""
+        """What the schedule takes at least under each of ``cuts``, whatever is recomputed."""
         return self._many.least_s(cuts)
 
-    def recomputes(self, starts: tuple[int, ...]) -> bool:
-        """Whether this cut fits, and only where more is recomputed than the layout says."""
-        modes = self.least.modes(starts)
-        return modes is not None and modes != self.evaluator.modes
+    def is_open(self, starts: tuple[int, ...]) -> bool:
+        """Whether this cut fits, and what is recomputed is a choice."""
+        return len(self.evaluator.free_modes) > 1 and self.least.modes(starts) is not None
+
+    def bound_s(self, priced: Evaluated) -> float:
+        """What a step takes at least under this cut, whatever is recomputed.
+
+        Where ranks wait for each other, more recomputation may cost nothing and hide what happens once a step. A rank
+        alone works as much longer as it hides.
+        """
+        found_s = priced.step_time_s - self.least.slack_s(priced.starts)
+        if priced.layout.mesh.pp == 1 or len(self.evaluator.free_modes) == 1:
+            return found_s
+        once_s = map(max, zip(*self.evaluator.with_modes(priced.modes).once_a_step(priced.starts), strict=True))
+        return found_s - max(0.0, sum(once_s) - self.evaluator.least_once_a_step(priced.starts))
 
     def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
         """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
@@ -243,8 +254,8 @@ def _limit_s(cutoff_s: float | None, best: Evaluated | None) -> float:
 def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None, bound_s: float) -> Cut:
     """``best``, or what is faster of all cuts, where these are few.
 
-    What takes less where nothing is recomputed, and has to recompute something, may do so in another way. Where no cut
-    does, what is left is better by no more than the tolerance.
+    What takes less where nothing is recomputed may take less in another way of recomputing: to fit, or because that
+    hides more of what happens once a step. Where no cut does, what is left is better by no more than the tolerance.
     """
     cuts = pricer.few_cuts()
     if cuts is None:
@@ -257,7 +268,8 @@ def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None,
     left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s]
     best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s)))
     limit_s = _limit_s(cutoff_s, best)
-    open_s = [each for starts, each in left if each < limit_s and pricer.recomputes(starts)]
+    least = {starts: each + pricer.evaluator.least_once_a_step(starts) for starts, each in left if each < limit_s}
+    open_s = [each for starts, each in least.items() if each < limit_s and pricer.is_open(starts)]
     return Cut(best, max(bound_s, min(open_s, default=limit_s)))
 
 
