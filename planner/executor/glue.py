@@ -4,10 +4,14 @@ A recording is replayed at every step, on the stages that it was cut into. So it
 hooks on tensors, autocast, Python's random numbers and what the code keeps in its modules are seen here, and refused.
 """
 
+# pyright: reportPrivateUsage=false
+# torch has no public name for what tells whether two tensors lie in the same memory.
+
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -119,3 +123,49 @@ def _drawn() -> tuple[object, ...]:
     """Where Python's and NumPy's own generators are."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
+
+
+class Aliases:
+    """Which recorded tensors lie in the same memory: what is written into one is in the others too.
+
+    On stages they may travel by themselves, so ``reasons`` says where one is read that another was written into.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, None] = {}
+        self._known: dict[int, torch.Tensor] = {}
+        self._outdated: set[int] = set()
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """It is a result, also again."""
+        self._known[id(tensor)] = tensor
+        self._outdated.discard(id(tensor))
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """It is an argument."""
+        if id(tensor) in self._outdated:
+            self.reasons["writes into a tensor and then reads another one that lies in the same memory"] = None
+
+    def written(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of ``tensors``, which a call wrote into, those that it does not return. The others there are outdated."""
+        now = {id(tensor) for tensor in (*tensors, *results)}
+        places = {tensor.untyped_storage()._cdata for tensor in tensors}
+        same = {key for key, tensor in self._known.items() if tensor.untyped_storage()._cdata in places}
+        self._outdated |= same - now
+        returned = {id(tensor) for tensor in results}
+        return list({id(tensor): tensor for tensor in tensors if id(tensor) not in returned}.values())
+
+
+@dataclass(frozen=True)
+class Writing:
+    """``function``, which writes into arguments. ``number`` that it does not return come first, and last in its result.
+
+    What is written into is another tensor from then on.
+    """
+
+    function: Function
+    number: int
+
+    def __call__(self, *args: object, **kwargs: object) -> tuple[object, ...]:
+        """Its result, and what it has written into."""
+        return self.function(*args[self.number :], **kwargs), *args[: self.number]

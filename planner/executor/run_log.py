@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError
+from planner.executor.ranks import say
 from planner.plan.schema import Plan
 
 _PREDICTED = "predicted_"  # before what the plan predicts, and behind it the name of what is measured
@@ -89,8 +90,12 @@ class RunLog:
         numbers = asdict(report) | measured_mfu(self._plan, report.step_time_s) | {"peak_memory_bytes": int(peak)}
         expected = predicted(self._plan)
         if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(json.dumps(numbers | {"memory_kind": kind} | expected) + "\n")
+            try:
+                with self._file.open("a") as file:
+                    file.write(json.dumps(numbers | {"memory_kind": kind} | expected) + "\n")
+            except OSError as error:  # training goes on, as where a checkpoint cannot be written
+                say(f"warning: {self._file} cannot be written any more: {error.strerror}")
+                self._file = None
         if self._board is not None:
             for name, value in (numbers | expected).items():
                 if value is not None and name != "step":

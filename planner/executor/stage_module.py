@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.data_parallel import DataParallel
+from planner.executor.glue import Writing
 from planner.executor.stage_split import StageProgram
 from planner.executor.stage_trace import (
     ByMode,
@@ -68,8 +69,12 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
 
 
 def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> Callable[..., object]:
+    written = {slot for call in program.calls if isinstance(call.function, Writing) for slot in call.operands}
+
     def forward(received: Sequence[torch.Tensor], inputs: Tensors) -> object:
         values: dict[Slot, torch.Tensor] = dict(zip(program.inputs, received, strict=True))
+        for slot in written & set(program.inputs):  # autograd lets no leaf be written into
+            values[slot] = values[slot].clone()
 
         def decode(leaf: object) -> object:
             if isinstance(leaf, ByMode):

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from planner.errors import PlanError
-from planner.executor.glue import Draws, Watch
+from planner.executor.glue import Aliases, Draws, Watch, Writing
 
 Function = Callable[..., object]
 
@@ -239,7 +239,7 @@ def _trace(
             )
         found = Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
         watch.ended(lambda: call(twin, moved))
-    return replace(found, unrecorded=watch.reasons)
+    return replace(found, unrecorded=(*watch.reasons, *recorder.aliases.reasons))
 
 
 def twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -265,7 +265,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor], device: torch.device, watch: Watch) -> None:
         super().__init__()
-        self._device, self._watch, self.draws = device, watch, Draws()
+        self._device, self._watch, self.draws, self.aliases = device, watch, Draws(), Aliases()
         self.calls: list[Call] = []
         self.metas: dict[Slot, TensorMeta] = {}
         self._paused = False
@@ -288,9 +288,14 @@ class _Recorder(TorchFunctionMode):
         if self._paused:
             return func(*args, **(kwargs or {}))
         self.draws.taken()
+        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs or {}))]
         result = func(*args, **(kwargs or {}))
         self._watch.called(func)
-        if tensors_in(result):
+        written = [tensor for tensor, before in given if tensor._version != before]
+        if written:
+            apart = self.aliases.written(written, tensors_in(result))
+            self.record(Writing(func, len(apart)), "", (*apart, *args), kwargs or {}, (result, *apart))
+        elif tensors_in(result):
             self.record(func, "", args, kwargs or {}, result)
         return result
 
@@ -352,10 +357,12 @@ class _Recorder(TorchFunctionMode):
                 "neither a parameter nor a buffer",
                 hint="register it with register_buffer, or plan with pp = 1",
             )
+        self.aliases.read(leaf)
         return known
 
     def _know(self, tensor: torch.Tensor, slot: Slot | InputSlot | StateSlot) -> None:
         self._kept.append(tensor)
+        self.aliases.made(tensor)
         self._known[id(tensor)] = slot
 
 

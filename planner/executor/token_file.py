@@ -27,6 +27,17 @@ class TokenDtype(StrEnum):
     UINT32 = "uint32"
 
 
+_OTHER_KINDS = {
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ": "compressed by xz",
+    b"PK\x03\x04": "a zip archive",
+    b"\x93NUMPY": "NumPy's, though not named .npy",
+}
+
+
 def map_tokens(path: Path, dtype: TokenDtype) -> torch.Tensor:
     """The tokens of ``path`` (num_tokens,), read when they are used. InputError where the file is not one of tokens.
 
@@ -38,9 +49,20 @@ def map_tokens(path: Path, dtype: TokenDtype) -> torch.Tensor:
         index = path.with_suffix(".idx")
         if path.suffix == ".bin" and index.exists():
             return _megatron(path, index)
+        _check_plain(path)
         return _mapped(path, 0, getattr(torch, dtype.value))
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="check the path given to --data") from error
+
+
+def _check_plain(path: Path) -> None:
+    """InputError for a file of another kind than tokens or text, by how it begins."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    found = next((kind for magic, kind in _OTHER_KINDS.items() if start.startswith(magic)), None)
+    if found is not None:
+        raise InputError(f"{path} is {found}, not a file of tokens or text",
+                         hint="write its tokens as .npy of uint16 or uint32, or as text")  # fmt: skip
 
 
 def _mapped(path: Path, start: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Offload
 from planner.errors import DivergedError, InputError, PlanError
@@ -41,6 +42,8 @@ from planner.model_file import LoadedModel
 from planner.plan.checks import degrees_text
 from planner.plan.manifest import Progress
 from planner.plan.schema import Plan
+
+_DIVERGED = "try a smaller --learning-rate, or look for what overflows in the model or the data"
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,10 @@ def prepare(
     eval_data = None
     if files.eval_every is not None:
         eval_data = open_data(plan, files.eval_file, loaded.vocab_size, seed, files.dtype)
+        wanted = files.eval_batches * plan.training.global_batch_size
+        if wanted > eval_data.num_samples:
+            say(f"warning: the held-back data hold {eval_data.num_samples} samples, and {wanted} are evaluated: some "
+                "count more than once; give fewer --eval-batches")  # fmt: skip
     backend = INDUCTOR if options.is_compiled else None
     model = started(loaded, plan, mesh, Start(seed, options.weights, is_resumed, backend=backend))
     if eval_data is not None and not model.evaluates:
@@ -152,7 +159,9 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
                 _save(run, step)
         if log is not None:
             log.close()
-        if run.checkpointer is not None and step > first:
+        if run.checkpointer is None:
+            _check_parameters(run.model, step)
+        elif step > first:
             _save(run, step)
             run.checkpointer.close()
             if step < options.steps:
@@ -185,6 +194,7 @@ def timed_step(run: Run, step: int) -> StepReport:
 
 def _save(run: Run, step: int) -> None:
     assert run.checkpointer is not None
+    _check_parameters(run.model, step)
     training = run.model.plan.training
     run.checkpointer.save(
         run.model,
@@ -238,9 +248,21 @@ def _profiled(options: RunOptions, step: int) -> Generator[None]:
 
 
 def _check_finite(outcome: StepReport) -> None:
-    """DivergedError on every rank, all of which know the same loss."""
-    if not math.isfinite(outcome.loss):
+    """DivergedError on every rank, all of which know the same loss and the same norm."""
+    for name, value in (("loss", outcome.loss), ("norm of the gradients", outcome.gradient_norm or 0.0)):
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the {name} is {value} in step {outcome.step}: nothing can be learned from it any more", hint=_DIVERGED
+            )
+
+
+@torch.no_grad()
+def _check_parameters(model: ParallelModel, step: int) -> None:
+    """DivergedError where some are not finite, as gradients under a finite loss may have made them. Collective."""
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    are_finite = torch.stack([torch.isfinite(parameter).all() for parameter in parameters]).all().to(torch.uint8)
+    dist.all_reduce(are_finite, dist.ReduceOp.MIN)
+    if not are_finite:
         raise DivergedError(
-            f"the loss is {outcome.loss} in step {outcome.step}: nothing can be learned from it any more",
-            hint="try a smaller --learning-rate, or look for what overflows in the model or the data",
+            f"parameters are infinite or no numbers after step {step}: they are not saved", hint=_DIVERGED
         )

@@ -37,8 +37,13 @@ class _Bucket:
     missing: set[nn.Parameter] = field(default_factory=set)  # those without a gradient in the last backward pass
     is_reduced: bool = False
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that are trained now: a loop of one's own may freeze some midway, on all ranks."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
     def start_over(self) -> None:
-        self.missing, self.is_reduced = set(self.parameters), False
+        self.missing, self.is_reduced = set(self.trained), False
 
 
 class WholeParameters(DataParallel):
@@ -105,9 +110,9 @@ class WholeParameters(DataParallel):
         while self._next < number:
             bucket = self._buckets[self._next]
             bucket.is_reduced, self._next = True, self._next + 1
-            self._zeros += [parameter for parameter in bucket.parameters if parameter.grad is None]
-            gradients = [_settled(parameter) for parameter in bucket.parameters]
-            if bucket.group.size() > 1:
+            self._zeros += [parameter for parameter in bucket.trained if parameter.grad is None]
+            gradients = [_settled(parameter) for parameter in bucket.trained]
+            if bucket.group.size() > 1 and gradients:
                 for gradient in gradients:
                     gradient.div_(bucket.group.size())
                 _collectives.all_reduce_coalesced_(gradients, "sum", bucket.group.group_name)

@@ -238,6 +238,21 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert "does not answer since 10 s" in words
 
 
+def test_parameters_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    """Gradients of a finite loss may be infinite: the last step was saved, and the run ended well."""
+    model = NO_NUMBER_MODEL.replace('output * float("nan") if self.calls > 8 else output', "Ruin.apply(output)")
+    model = model.replace(
+        "class Model(",
+        "import torch\n\nclass Ruin(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return x * 1\n"
+        "    @staticmethod\n    def backward(ctx, g):\n        return g / 0\n\nclass Model(",
+    )
+    folder = tmp_path / "kept"
+    result = run(str(two_rank_plan(tmp_path, model)), "--steps", "1", "--checkpoint-dir", str(folder))
+    assert result.returncode == 1, result.stderr
+    assert "after step 1: they are not saved" in result.stderr
+    assert not list(folder.glob("step-*"))
+
+
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     result = run(str(two_rank_plan(tmp_path, NO_NUMBER_MODEL)), "--steps", "50")
     assert result.returncode == 1

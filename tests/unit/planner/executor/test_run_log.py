@@ -6,9 +6,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.errors import InputError
-from planner.executor.run_log import LogOptions
+from planner.executor.run_log import LogOptions, RunLog, StepReport
+from planner.plan.plan_file import read_plan
+from tests.fake_world import fake_world
 
 
 def test_a_log_needs_its_folder(tmp_path: Path) -> None:
@@ -28,3 +31,14 @@ def test_nothing_is_wanted_unless_it_is_named(tmp_path: Path) -> None:
     assert [LogOptions().is_wanted, LogOptions(tmp_path).is_wanted, LogOptions(board=tmp_path).is_wanted] == [
         False, True, True,
     ]  # fmt: skip
+
+
+def test_training_goes_on_where_the_log_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A full disk under the log ended the run, and with it what was being saved elsewhere."""
+    plan, device = read_plan(Path("examples/plans/gpt-tiny-pp2-dp2.json")), torch.device("cpu")
+    with fake_world(4):
+        log = RunLog(LogOptions(tmp_path / "gone" / "log.jsonl"), plan, device, 0)
+        for number in (1, 2):
+            log.write(StepReport(number, 1.0, 1.0, 1.0, 0.1))
+        log.close()
+    assert capfd.readouterr().err.count("cannot be written any more") == 1

@@ -147,6 +147,14 @@ class Doing(Between):
                     return self.second(x)
             case "longest":
                 self.longest = max(self.longest, input_ids.shape[1])
+            case "view":
+                y = torch.zeros_like(x)
+                y[:, 1:].copy_(x[:, :-1])
+                x = y
+            case "items":
+                y = torch.zeros_like(x)
+                y[:, 1:] = x[:, :-1]
+                x = y
             case "function":
                 x = Reversed.apply(x)
                 assert isinstance(x, torch.Tensor)
@@ -164,6 +172,7 @@ class Doing(Between):
         ("hook", "hooks gradients of tensors"),
         ("count", "changes Doing.count of its modules"),
         ("autocast", "changes autocast"),
+        ("view", "writes into a tensor and then reads another one that lies in the same memory"),
     ],
 )
 @pytest.mark.parametrize("real", [False, True])
@@ -175,6 +184,19 @@ def test_what_a_list_of_calls_does_not_have_is_seen(kind: str, reason: str, *, r
 
 def test_what_is_kept_from_the_first_pass_on_is_no_harm() -> None:
     assert traced(Doing("longest"), STAGES, real=False).unrecorded == ()
+
+
+def test_what_is_written_into_a_tensor_is_replayed() -> None:
+    """Item assignment returns nothing: it was left out, and stages trained another model without a word."""
+    module = Doing("items")
+    trace = traced(module, (("embedding", "first"), ("second",)), real=False)
+    assert trace.unrecorded == ()
+    programs = split_trace(module, trace, (("embedding", "first"), ("second",)))
+    tokens = torch.arange(8).view(2, 4)
+    first, second = (stage_root(module, program, torch.device("cpu")) for program in programs)
+    sent = first((), {"input_ids": tokens})
+    found = second(sent, {"input_ids": tokens})
+    torch.testing.assert_close(found, module(tokens))
 
 
 def test_an_own_autograd_function_is_one_call() -> None:

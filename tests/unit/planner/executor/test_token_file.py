@@ -84,3 +84,11 @@ def test_samples_go_on_where_another_batch_size_left_off() -> None:
     tokens, _ = other.global_batch(3, 2)
     expected, _ = whole.global_batch(6, 2)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize(("start", "kind"), [(b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip")])
+def test_files_of_other_kinds_are_no_bytes_to_learn(start: bytes, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.bin"
+    path.write_bytes(start + bytes(1000))
+    with pytest.raises(InputError, match=kind):
+        map_tokens(path, TokenDtype.BYTES)

@@ -87,6 +87,20 @@ def test_gradients_are_the_mean_of_what_all_ranks_sum_and_of_what_nothing_used_z
         assert torch.equal(parameter.grad, torch.zeros_like(parameter) if gradient is None else gradient / 4)
 
 
+def test_what_is_frozen_midway_has_no_gradient() -> None:
+    """It got zeros, which an optimiser moves by its momentum."""
+    with fake_world(4):
+        data = whole(module := Chain())
+        step(data)
+        frozen = module.layers[1]
+        frozen.requires_grad_(False)
+        module.zero_grad()
+        step(data)
+    assert all(parameter.grad is None for parameter in frozen.parameters())
+    assert module.layers[2].weight.grad is not None
+    assert module.end.weight.grad is not None
+
+
 def test_a_unit_is_reduced_as_soon_as_its_gradients_are_there() -> None:
     with fake_world(4):
         data = whole(Chain())
