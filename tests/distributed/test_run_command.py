@@ -243,8 +243,8 @@ def test_parameters_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     model = NO_NUMBER_MODEL.replace('output * float("nan") if self.calls > 8 else output', "Ruin.apply(output)")
     model = model.replace(
         "class Model(",
-        "import torch\n\nclass Ruin(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return x * 1\n"
-        "    @staticmethod\n    def backward(ctx, g):\n        return g / 0\n\nclass Model(",
+        "import torch\n\nclass Ruin(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x * 1\n    @staticmethod\n    def backward(ctx, g):\n        return g / 0\n\nclass Model(",
     )
     folder = tmp_path / "kept"
     result = run(str(two_rank_plan(tmp_path, model)), "--steps", "1", "--checkpoint-dir", str(folder))
