@@ -166,7 +166,7 @@ class ManyCuts:
                 passed = np.concatenate(([0.0], np.cumsum(seconds)))[borders.T]
                 found[stages] = np.diff(passed, axis=0)[stages]
         whole_s = stages_s[0] + stages_s[1]
-        work_s = whole_s[self._by_rank].reshape(pp, -1, len(cuts)).sum(axis=1)
+        work_s = whole_s[self._by_rank].reshape(pp, len(self._by_rank) // pp, len(cuts)).sum(axis=1)
         return _OfCuts(borders, stages_s, work_s, (stages_s[0] if self._splits_backward else whole_s)[:pp])
 
     def _of_ranks(

@@ -125,8 +125,8 @@ def _refuse(changed: Sequence[str], plan: Plan) -> None:
     raise ModelError(
         f"the model's forward changes its buffers {', '.join(changed[:NUM_NAMED])}{more}: under {why} they would not "
         "be what one process keeps",
-        hint="use a layer without running statistics (GroupNorm, LayerNorm, track_running_stats=False), or plan for "
-        "pipeline ranks alone without recomputation",
+        hint="use a layer that looks at one sample at a time (GroupNorm, LayerNorm), or plan for pipeline ranks alone "
+        "without recomputation: statistics of a part of the batch are not those of all of it",
     )
 
 

@@ -73,11 +73,13 @@ class HuggingFaceModel:
         config.use_cache = False
         construct = self._constructor()
         kinds = _attention_kinds(config)
+        drawn = torch.get_rng_state()
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 for kind in kinds[:-1]:
                     with contextlib.suppress(ValueError, KeyError):  # what a model without such an attention raises
                         return construct(_with_attention(config, kind))
+                    torch.set_rng_state(drawn)  # so that initial values are those of the first try
                 return construct(_with_attention(config, kinds[-1]))
         except Exception as error:
             raise ModelError(

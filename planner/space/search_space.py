@@ -69,8 +69,10 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
 def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
     """A small part of the space that most often has a fair plan: micro-batches of one sequence, 1F1B, no replicas of
     shards and no context parallelism, but where ``pins`` say otherwise. Where that leaves none, for there are many
-    devices for the sequences of a batch, with context parallelism. It may be empty.
+    devices for the sequences of a batch, with context parallelism. It may be empty, as where a rule is violated.
     """
+    if violations(Asked(training, pins, limits)):
+        return SearchSpace(training, pins, limits, Columns.of(Layout, ()))
     usual = replace(
         pins,
         cp=1 if pins.cp is None else pins.cp,

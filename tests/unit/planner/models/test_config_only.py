@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.errors import ModelError
 from planner.graph.tracer import trace_model
 from planner.model_file import family_config_of, load_model, resolve_model
 from planner.models.catalog import find_preset
 from planner.models.config_only import family_of
+from planner.models.huggingface import HuggingFaceModel
 
 HF = Path(__file__).resolve().parents[3] / "fixtures" / "hf"
 
@@ -88,3 +90,18 @@ def test_a_shape_is_told_where_the_family_is_the_model(name: str, layers: int) -
 def test_no_shape_is_told_of_models_that_have_more(name: str) -> None:
     """Qwen3 has norms of queries and keys, which its config does not name."""
     assert family_config_of(str(HF / name)) is None
+
+
+def test_initial_values_are_one_process_s_where_an_attention_is_not_there(tmp_path: Path) -> None:
+    """Falcon refuses the first that is tried, after it has drawn random numbers."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    config.architectures = ["FalconForCausalLM"]
+    config.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    expected = FalconForCausalLM(config).state_dict()
+    torch.manual_seed(0)
+    found = HuggingFaceModel.from_file(tmp_path / "config.json").build().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())

@@ -118,6 +118,14 @@ def test_what_a_cut_takes_at_least_is_its_step_where_nothing_recomputes(two_stag
         assert pricer.least_s(cuts) + once == pytest.approx(every.min(axis=1), rel=1e-9), layout
 
 
+def test_a_layout_without_any_cut_is_closed(two_stages: Problem) -> None:
+    """As that of a model with as many units as stages, whose embedding may not stand alone."""
+    layout = next(each for each in two_stages.space.layouts if each.virtual_stages == 2)
+    pricer = Pricer(two_stages.table, layout)
+    none = np.empty((0, pricer.evaluator.num_stages), dtype=np.intp)
+    assert len(pricer.may_take_less(none, 1.0)) == 0
+
+
 def test_more_recomputation_may_hide_what_comes_once_a_step(tmp_path: Path) -> None:
     """Instance 380 of the oracle: nothing must be recomputed, and two blocks that do make the step 2 % shorter.
 

@@ -371,3 +371,11 @@ def test_typical_layouts_are_there_though_a_batch_has_few_sequences() -> None:
     assert not typical_space(training, Pins(cp=1), limits).layouts
     # Where there are enough sequences, none are shared.
     assert {c.mesh.cp for c in typical_space(training, Pins(), replace(limits, num_devices=16)).layouts} == {1}
+
+
+@pytest.mark.parametrize(("pins", "message"), CONTRADICTIONS)
+def test_a_contradiction_has_no_usual_layouts(pins: Pins, message: str) -> None:
+    """These were priced before the rule was looked at: a degree that splits nothing ended in a KeyError."""
+    limits = replace(LIMITS, num_heads=12, cp_methods=(ContextMethod.ALL_GATHER, ContextMethod.ALL_TO_ALL))
+    assert violations(Asked(TRAINING, pins, limits)), message
+    assert not typical_space(TRAINING, pins, limits).layouts
