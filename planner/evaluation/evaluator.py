@@ -265,7 +265,7 @@ class Evaluator(LayoutUnits):
         passes = sum(self._of_units(forward_s, units)), sum(self._of_units(backward_s, units))
         return self._once_a_step_s(of_rank, units, passes)
 
-    def least_once_a_step(self, starts: tuple[int, ...]) -> float:
+    def least_once_of_cut_s(self, starts: tuple[int, ...]) -> float:
         """What a step takes at least after the last action of its ranks, whatever these recompute.
 
         Communication hides behind as much compute as any mode makes.

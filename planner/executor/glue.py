@@ -133,7 +133,7 @@ class Aliases:
 
     def __init__(self) -> None:
         self.reasons: dict[str, None] = {}
-        self._known: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}  # kept, so that no id is used twice
         self._outdated: set[int] = set()
 
     def made(self, tensor: torch.Tensor) -> None:

@@ -70,10 +70,11 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
 
 def _replayed(root: nn.Module, program: StageProgram, device: torch.device) -> Callable[..., object]:
     written = {slot for call in program.calls if isinstance(call.function, Writing) for slot in call.operands}
+    written &= set(program.inputs)
 
     def forward(received: Sequence[torch.Tensor], inputs: Tensors) -> object:
         values: dict[Slot, torch.Tensor] = dict(zip(program.inputs, received, strict=True))
-        for slot in written & set(program.inputs):  # autograd lets no leaf be written into
+        for slot in written:  # autograd lets no leaf be written into
             values[slot] = values[slot].clone()
 
         def decode(leaf: object) -> object:

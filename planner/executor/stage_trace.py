@@ -269,7 +269,6 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.metas: dict[Slot, TensorMeta] = {}
         self._paused = False
-        self._kept: list[torch.Tensor] = []  # so that no id is used twice
         self._known: dict[int, Slot | InputSlot | StateSlot] = {}
         for fqn, state in [*twin.named_buffers(), *twin.named_parameters()]:
             self._know(state, StateSlot(fqn))
@@ -361,7 +360,6 @@ class _Recorder(TorchFunctionMode):
         return known
 
     def _know(self, tensor: torch.Tensor, slot: Slot | InputSlot | StateSlot) -> None:
-        self._kept.append(tensor)
         self.aliases.made(tensor)
         self._known[id(tensor)] = slot
 

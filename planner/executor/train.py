@@ -20,7 +20,7 @@ from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found
 from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
-from planner.executor.mesh import build_mesh, check_world_size
+from planner.executor.mesh import build_mesh, check_world_size, device_of
 from planner.executor.optimizer import (
     build_optimizer,
     clip,
@@ -160,7 +160,7 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
         if log is not None:
             log.close()
         if run.checkpointer is None:
-            _check_parameters(run.model, step)
+            _check_parameters(run, step)
         elif step > first:
             _save(run, step)
             run.checkpointer.close()
@@ -194,7 +194,7 @@ def timed_step(run: Run, step: int) -> StepReport:
 
 def _save(run: Run, step: int) -> None:
     assert run.checkpointer is not None
-    _check_parameters(run.model, step)
+    _check_parameters(run, step)
     training = run.model.plan.training
     run.checkpointer.save(
         run.model,
@@ -257,10 +257,11 @@ def _check_finite(outcome: StepReport) -> None:
 
 
 @torch.no_grad()
-def _check_parameters(model: ParallelModel, step: int) -> None:
+def _check_parameters(run: Run, step: int) -> None:
     """DivergedError where some are not finite, as gradients under a finite loss may have made them. Collective."""
-    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    are_finite = torch.stack([torch.isfinite(parameter).all() for parameter in parameters]).all().to(torch.uint8)
+    are_finite = torch.ones((), dtype=torch.uint8, device=device_of(run.mesh))  # a stage of the loss alone has none
+    for parameter in run.model.parameters():
+        are_finite *= torch.isfinite(parameter.to_local() if isinstance(parameter, DTensor) else parameter).all()
     dist.all_reduce(are_finite, dist.ReduceOp.MIN)
     if not are_finite:
         raise DivergedError(

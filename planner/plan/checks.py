@@ -15,7 +15,7 @@ MOST_SHOWN = 20  # of a list
 
 def contradictions(plan: Plan) -> list[str]:
     """Every rule that ``plan`` breaks, with its values; empty where it is sound."""
-    return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_prediction(plan)]
+    return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_recomputation(plan), *_prediction(plan)]
 
 
 def degrees_text(plan: Plan) -> str:
@@ -104,8 +104,6 @@ def _stages(plan: Plan) -> list[str]:
         found.append(f"pipeline.stages: stage i must run {rule}, as {pipeline.schedule.value} assumes")
     counts = Counter(module for stage in pipeline.stages for module in stage.modules)
     found += [f"pipeline.stages: module {m} stands in {n} stages" for m, n in counts.items() if n > 1]
-    counts = Counter(module for rule in plan.recompute for module in set(rule.modules))
-    found += [f"recompute: module {m} stands in {n} rules" for m, n in counts.items() if n > 1]
     if pp == 1:
         if pipeline.virtual_stages > 1:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} stages a rank need pp > 1")
@@ -118,6 +116,11 @@ def _stages(plan: Plan) -> list[str]:
         *rules.conflicts(zero_stage=plan.zero_stage, recomputation=sorted(modes)),
     ]
     return [*found, *(f"pipeline.schedule: {problem}" for problem in problems)]
+
+
+def _recomputation(plan: Plan) -> list[str]:
+    counts = Counter(module for rule in plan.recompute for module in set(rule.modules))
+    return [f"recompute: module {m} stands in {n} rules" for m, n in counts.items() if n > 1]
 
 
 def _prediction(plan: Plan) -> list[str]:

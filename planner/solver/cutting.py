@@ -144,7 +144,7 @@ class Pricer:
         if priced.layout.mesh.pp == 1 or len(self.evaluator.free_modes) == 1:
             return found_s
         once_s = map(max, zip(*self.evaluator.with_modes(priced.modes).once_a_step(priced.starts), strict=True))
-        return found_s - max(0.0, sum(once_s) - self.evaluator.least_once_a_step(priced.starts))
+        return found_s - max(0.0, sum(once_s) - self.evaluator.least_once_of_cut_s(priced.starts))
 
     def fastest(self, cuts: Sequence[tuple[int, ...]], limit_s: float = np.inf) -> Evaluated | None:
         """The cut that takes least, of those that fit and take less than ``limit_s``; None where there is none."""
@@ -268,7 +268,7 @@ def _best_of_all(pricer: Pricer, best: Evaluated | None, cutoff_s: float | None,
     left = [(tuple(cut), each) for cut, each in zip(cuts.tolist(), least_s.tolist(), strict=True) if each < limit_s]
     best = _fastest((best, pricer.fastest([starts for starts, _ in left], limit_s)))
     limit_s = _limit_s(cutoff_s, best)
-    least = {starts: each + pricer.evaluator.least_once_a_step(starts) for starts, each in left if each < limit_s}
+    least = {starts: each + pricer.evaluator.least_once_of_cut_s(starts) for starts, each in left if each < limit_s}
     open_s = [each for starts, each in least.items() if each < limit_s and pricer.is_open(starts)]
     return Cut(best, max(bound_s, min(open_s, default=limit_s)))
 

@@ -224,11 +224,11 @@ def _batches(
         found = Settings(seq_len=seq_len, micro_batch_size=micro, num_microbatches=local // micro)
         if whole == -1:
             return found, []
-        note = "training.global_batch_size is of several local batches, or may be: torchtitan empties the pipeline " \
-               "after each, and is priced as if it did not"  # fmt: skip
-        return replace(found, global_batch_size=whole), [] if whole == (degrees.dp_replicate or 1) * (
-            degrees.dp_shard or 0
-        ) * local else [note]
+        found = replace(found, global_batch_size=whole)
+        if whole == (degrees.dp_replicate or 1) * (degrees.dp_shard or 0) * local:
+            return found, []
+        return found, ["training.global_batch_size is of several local batches, or may be: torchtitan empties the "
+                       "pipeline after each, and is priced as if it did not"]  # fmt: skip
     if whole == -1:
         found = Settings(seq_len=seq_len, micro_batch_size=local, num_microbatches=1)
         return found, ["no training.global_batch_size: one local batch a step"]

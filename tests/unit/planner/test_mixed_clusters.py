@@ -290,7 +290,7 @@ def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path
 
 def test_ranks_lie_in_whole_groups() -> None:
     problem = mixed_problem(f"{A100}:8,{H100}:24")
-    of_each = {(c.mesh, c.virtual_stages): c for c in problem.space.layouts if c.groups}
+    of_each = {(c.mesh, c.groups, c.virtual_stages): c for c in problem.space.layouts if c.groups}
     assert len(of_each) > 20
     for choice in of_each.values():
         cluster = problem.table.cluster

@@ -192,10 +192,7 @@ def test_the_whole_schedule_is_in_the_ledger_however_long_it_is() -> None:
     few_and_many = [c for c in problem.space.layouts if c.num_microbatches in (4, 8, 16, 64) and c.mesh.pp == 4]
     long = {c.schedule for c in few_and_many if c.num_microbatches == 64}
     assert long == set(ScheduleName) - {ScheduleName.ZB_2P}
-    # one of all that the memory of a schedule depends on: every mesh, or every kind of recomputation, is the same again
-    of_each = {(c.schedule, c.virtual_stages, c.num_microbatches, c.zero_stage): c for c in few_and_many}
-    assert len(of_each) > 100
-    for choice in of_each.values():
+    for choice in few_and_many:
         point = Evaluator(problem.table, choice)
         starts = point.even_starts()
         stages = dict(enumerate(_stages(starts)))
