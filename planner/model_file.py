@@ -80,6 +80,7 @@ class LoadedModel:
     loss_fn: Callable[[object, Batch], torch.Tensor]
     training_loss: TrainingLoss
     left_out: str | None = None  # what the published model has and this one has not
+    training_notes: tuple[str, ...] = ()  # why what it learns under ``training_loss`` is not what it is made for
     stands_for: str | None = None  # set where this is not the model itself but one of the same sizes: why
 
 
@@ -375,6 +376,7 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         example_inputs=model.example_inputs,
         loss_fn=next_token_loss,
         training_loss=NEXT_TOKEN,
+        training_notes=model.training_notes,
     )
 
 

@@ -5,6 +5,8 @@ is computed of the whole and of each half, with outputs of unlike size in the tw
 up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
 the other, so that ignoring any of them shows; then some of one half's labels are -100. Other labels and inputs that may
 be special to the loss, such as that of padding, are the numbers that it hands to torch: each stands in one half alone.
+What a model returns of a batch as a whole, such as a balance loss, is another number in each half: nobody knows how it
+adds up.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.executor.data import NUM_BYTE_TOKENS
-from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, twin
+from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, tensors_in, twin
 from planner.models.inputs import LABELS, call_model
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
 MOST_SPECIAL = 64  # of the numbers that a loss hands to torch
+_UNLIKE = 64  # between what a model returns of a part and of the whole: it shows behind a coefficient of 1e-4
 NUM_SAMPLES = 8  # of models without tokens: their labels, where they have any, are the caller's
 
 
@@ -57,14 +60,16 @@ def recognised(
     size = 2 * math.ceil(NUM_BYTE_TOKENS / length) if length > 1 else NUM_SAMPLES
     try:
         batch = inputs(size, length)
-        output = _made_up(_output_of(module, batch), size)
+        output = _output_of(module, batch)
+        other = _output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
+        output = _Output.made_up(output, size, other)
         labels = batch.get(LABELS, _labels(size, length))
         with _Numbers() as numbers:
-            plain = loss.function(output, {**batch, "labels": labels})
+            plain = loss.function(output.value, {**batch, "labels": labels})
         if isinstance(plain, tuple):
             return dataclasses.replace(loss, reduction=Reduction.COUNTED)
         trials = [_trial(loss, output, batch, labels)]
-        special = [number for number in numbers.found if 0 <= number < _num_classes(output)][:MOST_SPECIAL]
+        special = [number for number in numbers.found if 0 <= number < _num_classes(output.value)][:MOST_SPECIAL]
         if special:
             trials.append(
                 _trial(loss, output, _with(special, batch, size), _with(special, {LABELS: labels}, size)[LABELS])
@@ -133,18 +138,12 @@ def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
     return found
 
 
-def _trial(loss: TrainingLoss, output: object, batch: Inputs, labels: torch.Tensor) -> _Trial:
+def _trial(loss: TrainingLoss, output: _Output, batch: Inputs, labels: torch.Tensor) -> _Trial:
     size = len(labels)
 
     def value(part: slice) -> float:
-        def cut(leaf: object) -> object:
-            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or len(leaf) % size:
-                return leaf
-            rows = len(leaf) // size
-            return leaf[(part.start or 0) * rows : (part.stop or size) * rows]
-
         inputs = {key: tensor[part] for key, tensor in batch.items()}
-        found = loss.function(map_leaves(cut, output), {**inputs, "labels": labels[part]})
+        found = loss.function(output.part(part, size), {**inputs, "labels": labels[part]})
         assert isinstance(found, torch.Tensor)
         return float(found)
 
@@ -165,21 +164,54 @@ def _output_of(module: nn.Module, batch: Inputs) -> object:
         return call_model(twin(module, torch.float32, META), {key: value.to(META) for key, value in batch.items()})
 
 
-def _made_up(output: object, size: int) -> object:
-    """``output`` with random numbers, three times as large in the second half of the batch."""
-    generator = torch.Generator().manual_seed(0)
+@dataclass(frozen=True)
+class _Output:
+    """What a model may return of a batch, and which of its tensors have rows for each sample."""
 
-    def filled(leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if not leaf.is_floating_point():
-            return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        values = torch.randn(leaf.shape, generator=generator, device=CPU)
-        if leaf.ndim and len(leaf) % size == 0:
-            values[len(leaf) // 2 :] *= 3
-        return values
+    value: object
+    rows: dict[int, int]  # how many a sample has, by the tensor's id
 
-    return map_leaves(filled, output)
+    @staticmethod
+    def made_up(output: object, size: int, other: object) -> _Output:
+        """``output`` with random numbers, three times as large in the second half; ``other``: of another batch size."""
+        generator = torch.Generator().manual_seed(0)
+        lengths = iter([_length(leaf) for leaf in leaves_of(other)])
+        rows: dict[int, int] = {}
+
+        def filled(leaf: object) -> object:
+            other_length = next(lengths)
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            values = torch.zeros(leaf.shape, dtype=leaf.dtype)
+            if leaf.is_floating_point():
+                values = torch.randn(leaf.shape, generator=generator, device=CPU)
+            length = _length(leaf)
+            if length and length % size == 0 and (other is output or other_length != length):
+                rows[id(values)] = length // size
+                if leaf.is_floating_point():
+                    values[length // 2 :] *= 3
+            return values
+
+        return _Output(map_leaves(filled, output), rows)
+
+    def part(self, part: slice, size: int) -> object:
+        """That of these samples of ``size``; what has no rows for each is another number than that of the whole."""
+
+        def cut(leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in self.rows:
+                is_whole, is_flag = part.stop - part.start == size, leaf.dtype == torch.bool
+                return leaf if is_whole or is_flag else leaf + (part.start + 1) * _UNLIKE
+            rows = self.rows[id(leaf)]
+            return leaf[part.start * rows : part.stop * rows]
+
+        return map_leaves(cut, self.value)
+
+
+def _length(leaf: object) -> int:
+    """The size of a tensor's first dimension; 0 where there is none."""
+    return len(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else 0
 
 
 def _num_sequences(batch: Batch) -> float:

@@ -75,6 +75,8 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
         loaded = loaded_model(plan)
         if loaded.digest != plan.model.digest:
             say(f"warning: {plan.model.source} has changed since the plan was made for it")
+        for note in loaded.training_notes:
+            say(f"warning: {plan.model.source}: {note}")
         run = prepare(plan, loaded, options, device, checkpointer, found is not None)
         first = 0
         if checkpointer is not None and found is not None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 UNMASKED_ATTENTION = "planner_sdpa"
+# Makes a mask of its own out of the causal one: without that, positions see what follows. Doge is the only one of the
+# 110 kinds of transformers 5.23 that were held against their own attention.
+_ADDS_TO_ITS_MASK = ("doge",)
 DEFAULT_IMAGE_SIZE = 224  # as in ImageNet training
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -100,6 +103,23 @@ class HuggingFaceModel:
             _put_image_tokens(tokens, self.config)
         return inputs
 
+    @property
+    def training_notes(self) -> tuple[str, ...]:
+        """What the planner's loss, the cross entropy of next tokens, is not for this model."""
+        notes: list[str] = []
+        name = getattr(self._constructor(), "__name__", "")
+        if name.endswith("ForMaskedLM"):
+            notes.append(f"{name} sees what is on both sides of a token, and is trained here to name the next one: "
+                         "step time and memory come true, but it learns to copy")  # fmt: skip
+        if name.endswith("Model") and not name.endswith("LMHeadModel"):
+            notes.append(f"{name} has no head: what it returns is taken for logits, and what it learns is of no use")
+        text = self.config.get_text_config()
+        balance = getattr(text, "router_aux_loss_coef", None)
+        if balance and getattr(text, "output_router_logits", False):
+            notes.append(f"its config adds a balance loss of the routers (router_aux_loss_coef = {balance:g}), which "
+                         "is not added here")  # fmt: skip
+        return tuple(notes)
+
     def _constructor(self) -> Callable[[PretrainedConfig], nn.Module]:
         """The class that the config names, or else the causal language model of its type."""
         import transformers
@@ -163,6 +183,8 @@ def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:
     ``is_causal`` does not; transformers finds that out by reading the mask, which a trace cannot.
     An attention function that is registered without a mask function is given no mask.
     """
+    if config.model_type in _ADDS_TO_ITS_MASK:
+        return "sdpa", "eager"
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ())
     has_windows = bool(layer_types - {"full_attention"}) or (

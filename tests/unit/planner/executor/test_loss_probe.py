@@ -118,6 +118,31 @@ def test_what_is_none_of_these_is_not_known(function: Callable[..., object]) -> 
     assert "loss_weight(batch)" in error.value.hint
 
 
+class Routed(Toy):
+    """Also returns a number of its batch as a whole, and numbers of each of 32 rows that are no samples."""
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(input_ids)["logits"]
+        load = logits.mean((0, 1))[:32]
+        return {"logits": logits, "balance": load.square().sum(), "load": load}
+
+
+@pytest.mark.parametrize("name", ["balance", "load"])
+@pytest.mark.parametrize("coefficient", [1e-4, 1.0])
+def test_a_number_of_the_whole_batch_is_no_mean_of_those_of_its_parts(name: str, coefficient: float) -> None:
+    """A balance loss was taken for a mean: two parts trained otherwise than one process, without a word."""
+
+    def balanced(output: Batch, batch: Batch) -> torch.Tensor:
+        return cross_entropy(output, batch) + coefficient * output[name].mean()
+
+    def found(function: Callable[..., torch.Tensor]) -> Reduction:
+        return recognised(TrainingLoss(function), Routed(), tokens, SEQ_LEN).reduction
+
+    assert SEQ_LEN * 32 == 2 * 256  # the batch of the trial has as many samples as ``load`` has rows
+    assert found(balanced) is Reduction.UNKNOWN
+    assert found(cross_entropy) is Reduction.MEAN
+
+
 MODEL = """
 import torch
 from torch import nn
