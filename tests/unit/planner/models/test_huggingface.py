@@ -1,0 +1,61 @@
+"""Hugging Face configs are built as transformers means them; where training here is not what they are for is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.model_file import LoadedModel, load_model, resolve_model
+
+SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+
+
+def loaded(folder: Path, model_type: str, name: str | None = None, **others: object) -> LoadedModel:
+    config: dict[str, object] = {"model_type": model_type, **SIZES, **others}
+    if name is not None:
+        config["architectures"] = [name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model(resolve_model(str(folder / "config.json")))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "others"),
+    [("doge", {"keep_window_size": 8}), ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 8})],
+)
+def test_no_position_sees_what_follows(tmp_path: Path, model_type: str, others: dict[str, object]) -> None:
+    """Doge makes its mask out of the causal one: without that, it saw everything."""
+    torch.manual_seed(0)
+    module = loaded(tmp_path, model_type, **others).build().eval()
+    tokens = torch.randint(0, 256, (2, 32))
+    other = tokens.clone()
+    other[:, 20:] = 255 - tokens[:, 20:]
+    with torch.no_grad():
+        before, after = module(tokens).logits, module(other).logits
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+
+
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "others", "said"),
+    [
+        ("bert", "BertForMaskedLM", {}, "sees what is on both sides"),
+        ("bert", "BertModel", {}, "has no head"),
+        ("mixtral", "MixtralForCausalLM", {**MIXTRAL, "output_router_logits": True}, "router_aux_loss_coef = 0.02"),
+        ("mixtral", "MixtralForCausalLM", MIXTRAL, None),  # transformers does not add it either
+        ("gpt2", "GPT2LMHeadModel", {}, None),
+        ("llama", None, {}, None),
+    ],
+)
+def test_what_it_does_not_learn_here_is_said(
+    tmp_path: Path, model_type: str, name: str | None, others: dict[str, object], said: str | None
+) -> None:
+    notes = loaded(tmp_path, model_type, name, **others).training_notes
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
