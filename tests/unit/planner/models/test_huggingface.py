@@ -14,7 +14,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hid
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 
 
-def loaded(folder: Path, model_type: str, name: str | None = None, **others: object) -> LoadedModel:
+def loaded(folder: Path, model_type: str, others: dict[str, object], name: str | None = None) -> LoadedModel:
     config: dict[str, object] = {"model_type": model_type, **SIZES, **others}
     if name is not None:
         config["architectures"] = [name]
@@ -29,7 +29,7 @@ def loaded(folder: Path, model_type: str, name: str | None = None, **others: obj
 def test_no_position_sees_what_follows(tmp_path: Path, model_type: str, others: dict[str, object]) -> None:
     """Doge makes its mask out of the causal one: without that, it saw everything."""
     torch.manual_seed(0)
-    module = loaded(tmp_path, model_type, **others).build().eval()
+    module = loaded(tmp_path, model_type, others).build().eval()
     tokens = torch.randint(0, 256, (2, 32))
     other = tokens.clone()
     other[:, 20:] = 255 - tokens[:, 20:]
@@ -56,6 +56,6 @@ MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_co
 def test_what_it_does_not_learn_here_is_said(
     tmp_path: Path, model_type: str, name: str | None, others: dict[str, object], said: str | None
 ) -> None:
-    notes = loaded(tmp_path, model_type, name, **others).training_notes
+    notes = loaded(tmp_path, model_type, others, name).training_notes
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
