@@ -35,6 +35,7 @@ LAUNCHER_PID = "PLANNER_LAUNCHER_PID"  # set for ranks that are to die with thei
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 RANK_COMMAND = "from planner.__main__ import rank; rank()"
 STOPPED = 128 + signal.SIGTERM  # exit code of a rank that was told to stop, and saved
+DIVERGED = 5  # exit code of a rank of ours whose training cannot go on; the command's is that of DivergedError
 _KILLERS = {
     "SIGKILL": "by somebody, or by the kernel where memory ran out: `dmesg` says so",
     "SIGBUS": "a file that it had mapped, such as --data, became shorter, or its disk failed",
@@ -49,8 +50,11 @@ class RankError(PlannerError):
         if exit_code < 0:
             name = signal.Signals(-exit_code).name
             how, hint = f"was killed by {name}", _KILLERS.get(name, "what it said last is above")
+        if exit_code == DIVERGED:
+            how = "cannot go on training"
         super().__init__(f"rank {rank} {how}; all ranks were stopped", hint=hint)
-        self.exit_code = exit_code if exit_code > 0 else 1
+        self.comes_again = exit_code in (InputError.exit_code, DIVERGED)  # however often it is tried
+        self.exit_code = 1 if exit_code < 0 or exit_code == DIVERGED else exit_code
 
 
 def is_rank() -> bool:
@@ -89,8 +93,8 @@ def launch(
     """Runs ``planner ARGUMENTS`` once a rank and waits. RankError with the code of the first rank that failed.
 
     Ranks have the files ``kept_open``. All are started again up to ``max_restarts`` times when one fails, unless what
-    it was given is wrong. On SIGTERM the ranks are told, and get ``grace_s`` to save what they have; StoppedError
-    follows.
+    it was given is wrong or its training diverged: from the same checkpoint it would again. On SIGTERM the ranks are
+    told, and get ``grace_s`` to save what they have; StoppedError follows.
     """
     planned_source(plan.model)  # or it is refused before a rank starts
     told = threading.Event()
@@ -100,7 +104,7 @@ def launch(
                 _run_ranks(plan.mesh.shape().world_size, arguments, kept_open, told, grace_s)
                 return
             except RankError as error:
-                if restart > max_restarts or told.is_set() or error.exit_code == InputError.exit_code:
+                if restart > max_restarts or told.is_set() or error.comes_again:
                     raise
                 said = f"warning: {error.message}; restart {restart} of {max_restarts} from the last checkpoint"
                 print(said, file=sys.stderr, flush=True)
@@ -226,6 +230,8 @@ def only_the_cause() -> Generator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, DivergedError) and LAUNCHER_PID in os.environ:
+            error.exit_code = DIVERGED
         lost_peers = isinstance(error.__cause__ or error, dist.DistError) or "gloo/transport" in str(error)
         if lost_peers or (isinstance(error, InputError | DivergedError) and os.environ.get("RANK") != "0"):
             time.sleep(GRACE_S)

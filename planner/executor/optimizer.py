@@ -1,4 +1,4 @@
-"""The optimiser of a run: its parameter groups, its learning rate at every step, and the norm of all gradients."""
+"""The optimiser of a run: its parameter groups, and its learning rate at every step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from costmodels.vocabulary.choices import Optimizer
-from costmodels.vocabulary.mesh import MeshAxis
 from planner.executor.options import DEFAULT_LEARNING_RATE, Decay, LearningRate, Optimization
-from planner.executor.parallelize import ParallelModel
 
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
@@ -24,7 +19,6 @@ _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.ADAM: functools.partial(torch.optim.Adam, fused=True),
     Optimizer.SGD: torch.optim.SGD,
 }
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 WSD_DECAY_SHARE = 0.1  # of all steps; Hu et al., "MiniCPM", 2024, found about a tenth to be enough
 
 
@@ -65,46 +59,3 @@ def build_optimizer(
     rate = DEFAULT_LEARNING_RATE[name] if learning_rate is None else learning_rate
     given = [p for p in parameters if isinstance(p, dict) or p.requires_grad]
     return _OPTIMIZERS[name](given, lr=rate)
-
-
-def gradient_norm(model: ParallelModel, mesh: DeviceMesh) -> torch.Tensor:
-    """The Euclidean norm of all gradients of the whole model, float64 (): what one process would have. Collective.
-
-    Each number counts once: ranks that hold the same one each add their share of its square. Gradients may lie on
-    different meshes, which torch's own ``clip_grad_norm_`` refuses.
-    """
-    copies = {id(p): tie.num_copies for tie in model.ties for p in tie.parameters}
-    total = torch.zeros((), dtype=torch.float64, device=model.parameters()[0].device)
-    ranks = mesh.size() // mesh[MeshAxis.PP.value].size()  # that hold the same stages
-    for root in model.roots:
-        for parameter in root.parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            local, parts = _local(gradient)
-            square = torch.linalg.vector_norm(local, dtype=torch.float64).square()
-            total += square * parts / (ranks * copies.get(id(parameter), 1))
-    dist.all_reduce(total)
-    return total.sqrt()
-
-
-def clip(model: ParallelModel, norm: torch.Tensor, max_norm: float) -> None:
-    """Scales all gradients so that their norm is at most ``max_norm``, as torch's ``clip_grad_norm_`` does."""
-    share = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(share.to(local.dtype))
-
-
-def _local(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What of ``gradient`` lies on this rank, and in how many parts its ranks hold it."""
-    if not isinstance(gradient, DTensor):
-        return gradient, 1
-    if any(placement.is_partial() for placement in gradient.placements):
-        placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
-        gradient = gradient.redistribute(placements=placements)
-    mesh = gradient.device_mesh
-    sizes = [mesh.size(dim) for dim, p in enumerate(gradient.placements) if not isinstance(p, Replicate)]
-    return gradient.to_local(), math.prod(sizes)

@@ -21,6 +21,7 @@ from planner.executor.data_parallel import DataParallel, ShardingUnits, drop_unr
 from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
+from planner.executor.gradients import norm_of_all, scale_down
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
@@ -106,6 +107,19 @@ class ParallelModel:
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return share
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The Euclidean norm of all gradients, as one process would have it: float64 (). Collective."""
+        return norm_of_all(self.parameters(), self.ties, self.loss.mesh)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; the norm before. Collective.
+
+        In place of ``torch.nn.utils.clip_grad_norm_``, which sees the parameters of one rank's pipeline stages alone.
+        """
+        norm = self.gradient_norm()
+        scale_down(self.parameters(), norm, max_norm)
+        return norm
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients from before, where those of a step are scaled or summed up once all of them are there."""

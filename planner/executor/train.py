@@ -23,8 +23,6 @@ from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, device_of
 from planner.executor.optimizer import (
     build_optimizer,
-    clip,
-    gradient_norm,
     parameter_groups,
     rate_at,
 )
@@ -180,9 +178,7 @@ def timed_step(run: Run, step: int) -> StepReport:
     max_norm, norms = options.optimization.clip_norm, list[torch.Tensor]()
 
     def look_at_gradients() -> None:
-        norms.append(gradient_norm(model, run.mesh))
-        if max_norm is not None:
-            clip(model, norms[0], max_norm)
+        norms.append(model.gradient_norm() if max_norm is None else model.clip_gradients(max_norm))
 
     wanted = max_norm is not None or options.log.is_wanted
     start_s = time.perf_counter()

@@ -32,7 +32,7 @@ from planner.errors import InputError
 from planner.executor.checkpoint import Checkpointer
 from planner.executor.data import TokenData, load_tokens
 from planner.executor.mesh import build_mesh, place_of
-from planner.executor.optimizer import build_optimizer, clip, gradient_norm
+from planner.executor.optimizer import build_optimizer
 from planner.executor.options import ParityOptions, RunOptions
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.parity import compared
@@ -289,7 +289,7 @@ def _travel(cases: tuple[Case, ...]) -> dict[str, object]:
             checkpointer.load(checkpoint, model, optimizer, case.optimizer)
         found["evaluated"].append(evaluate(model, data, 1, mesh))
         norms: list[float] = []
-        update = functools.partial(_clipped, model, mesh, norms)
+        update = functools.partial(_clipped, model, norms)
         loss = train_step(model, optimizer, local_batch(model, data, step, mesh), mesh, update)
         found["losses"].append(float(loss))
         found["norms"] += norms
@@ -303,10 +303,8 @@ def _travel(cases: tuple[Case, ...]) -> dict[str, object]:
     return outcome
 
 
-def _clipped(model: ParallelModel, mesh: DeviceMesh, norms: list[float]) -> None:
-    norm = gradient_norm(model, mesh)
-    norms.append(float(norm))
-    clip(model, norm, CLIP_NORM)
+def _clipped(model: ParallelModel, norms: list[float]) -> None:
+    norms.append(float(model.clip_gradients(CLIP_NORM)))
 
 
 def _refusals(cases: tuple[Case, ...], folder: Path) -> dict[str, object]:

@@ -73,6 +73,12 @@ def test_restarts_come_to_an_end_and_wrong_input_is_not_tried_again(starts: Path
     assert (error.value.exit_code, starts.read_text()) == (2, "x")
 
 
+def test_training_that_diverged_would_again(starts: Path) -> None:
+    with pytest.raises(RankError, match="rank 3 cannot go on training") as error:
+        launch(PLAN, [str(starts), "5", "0"], max_restarts=1)
+    assert (error.value.exit_code, starts.read_text()) == (1, "x")
+
+
 def test_a_rank_that_was_told_to_stop_has_not_failed(starts: Path) -> None:
     with pytest.raises(StoppedError, match="stopped by SIGTERM, after a checkpoint") as error:
         launch(PLAN, [str(starts), "143"], max_restarts=1)
