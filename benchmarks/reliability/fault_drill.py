@@ -90,7 +90,7 @@ def played(fault: Fault, scene: Scene) -> Outcome:
         if newest:
             resumed = scene.resumed(newest + EVERY)
             names = (path.name for path in scene.checkpoints.iterdir())
-            left = sorted(name for name in names if not re.fullmatch(r"step-\d+(\.damaged)?", name))
+            left = sorted(name for name in names if not re.fullmatch(r"step-\d+(\.damaged)?|\.lock", name))
         return Outcome(ended_s, codes, max(scene.steps(), default=0), newest, resumed, left)
     finally:
         scene.cluster.end_processes()

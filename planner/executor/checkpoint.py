@@ -8,9 +8,12 @@ follow from ``Progress``. One that is damaged is set aside, and the one before i
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,6 +41,7 @@ from planner.plan.manifest import (
 )
 
 _PREFIX = "step-"
+_LOCK = ".lock"  # held by rank 0 of the run that writes to the folder, for as long as it lives
 State = dict[str, torch.Tensor]
 
 
@@ -51,6 +55,8 @@ class Found:
 
 class Checkpointer:
     """Saves and loads one run's state in ``folder``, of which the newest ``keep`` checkpoints stay.
+
+    InputError where the folder cannot be written to, or another run writes to it.
 
     All methods are collective. The ranks agree over a process group of their own, which a save in the background
     does not share with training.
@@ -67,9 +73,13 @@ class Checkpointer:
         if self._first_rank:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                lock = _locked(folder)
+                self._unlock = weakref.finalize(self, os.close, lock)
                 for path in folder.glob(f".{_PREFIX}*.partial"):  # of a save that was interrupted
                     shutil.rmtree(path)
                 tempfile.TemporaryFile(dir=folder).close()
+            except BlockingIOError:
+                problem = "another run writes to it"
             except OSError as error:
                 problem = error.strerror or str(error)
         problem = _of_all(problem, self._group)[0]
@@ -153,6 +163,8 @@ class Checkpointer:
         """Waits for what is being written. PlannerError where the last save failed."""
         problems: list[str] = []
         self._wait(problems.append, on=None)
+        if self._first_rank:
+            self._unlock()
         if problems:
             raise PlannerError(problems[0], hint="the newest whole checkpoint is still there; look at its disk")
 
@@ -190,6 +202,22 @@ class Checkpointer:
         """Deletes what is older than the newest ``keep``; called on rank 0 once a checkpoint has its name."""
         for step in steps_in(self._folder)[self._keep :]:
             shutil.rmtree(self._folder / f"{_PREFIX}{step}", ignore_errors=True)
+
+
+def _locked(folder: Path) -> int:
+    """A file in ``folder`` that no other process can lock until it is closed; BlockingIOError where one has.
+
+    Where a file system knows no locks, nothing is locked.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass
+    return descriptor
 
 
 def steps_in(folder: Path) -> list[int]:

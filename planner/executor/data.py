@@ -8,6 +8,7 @@ of it, as ``RankPlace.sequences`` says.
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from planner.executor.token_file import TokenDtype, map_tokens
 from planner.plan.schema import BatchShare, Plan
 
 NUM_BYTE_TOKENS = 256
+NUM_PICKED = 4096  # tokens that data are told apart by: as many pages of a mapped file are read
 MAX_STANDARD_LIBRARY_BYTES = 2**23  # 8 MiB: more text than the test runs read, in well under a second
 
 
@@ -39,6 +41,13 @@ class TokenData:
     def num_samples(self) -> int:
         """Samples in one epoch; the last token of each is only a label."""
         return max(0, len(self.tokens) - 1) // self.seq_len
+
+    @property
+    def text(self) -> str:
+        """The same for the same data wherever they lie: length, dtype and a digest of tokens spread over them."""
+        picked = self.tokens[:: max(1, len(self.tokens) // NUM_PICKED)].numpy()
+        digest = hashlib.sha256(picked.tobytes()).hexdigest()
+        return f"{len(self.tokens):,} tokens of {str(self.tokens.dtype).removeprefix('torch.')} ({digest[:12]})"
 
     def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 (size, seq_len), of the whole batch of ``step``."""

@@ -49,6 +49,22 @@ class Optimization:
         """The highest learning rate."""
         return DEFAULT_LEARNING_RATE[name] if self.learning_rate is None else self.learning_rate
 
+    def text(self, name: Optimizer, steps: int) -> str:
+        """What a run of ``steps`` is trained with, but for the seed: other words, other updates."""
+        end = self.schedule_steps or steps
+        shape = f"to {self.final_share:g} of it after step {end}"
+        if self.schedule is LearningRate.WSD and self.decay_steps is not None:
+            shape += f" in {self.decay_steps} steps"
+        parts = [
+            f"{self.schedule.value} learning rate {self.peak(name):g}",
+            "" if self.schedule is LearningRate.CONSTANT else shape,
+            f"warm-up of {self.warmup_steps} steps" if self.warmup_steps else "",
+            "" if self.weight_decay is None else f"weight decay {self.weight_decay:g}",
+            f"decay of {self.decay.value}" if self.decay is not Decay.ALL else "",
+            "" if self.clip_norm is None else f"gradients clipped at {self.clip_norm:g}",
+        ]
+        return ", ".join(part for part in parts if part)
+
     def check(self, steps: int) -> None:
         """InputError where the schedule cannot be followed."""
         end = self.schedule_steps or steps

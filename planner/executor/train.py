@@ -81,6 +81,7 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
             checkpointer.load(found, run.model, run.optimizer, plan.training.optimizer)
             first = found.manifest.progress.step
             run = replace(run, data=replace(run.data, origin=_origin(found.manifest.progress, plan)))
+            _say_what_changed(run, found.manifest.progress)
             say(f"going on after step {first} of {folder}")
         return _loop(run, first, device, report)
 
@@ -204,6 +205,8 @@ def _save(run: Run, step: int) -> None:
             seq_len=training.seq_len,
             optimizer=training.optimizer,
             layout=degrees_text(run.model.plan),
+            data=run.data.text,
+            optimization=run.options.optimization.text(training.optimizer, run.options.steps),
         ),
     )
 
@@ -225,6 +228,17 @@ def _found(checkpointer: Checkpointer | None, options: RunOptions, plan: Plan) -
     if progress.seq_len != plan.training.seq_len:
         say(f"warning: sequences had {progress.seq_len} tokens and have {plan.training.seq_len}: their order is new")
     return found
+
+
+def _say_what_changed(run: Run, progress: Progress) -> None:
+    """Warns where the run goes on otherwise than it began; a checkpoint of an earlier version does not say how."""
+    optimization = run.options.optimization.text(run.model.plan.training.optimizer, run.options.steps)
+    for what, before, now in (
+        ("data", progress.data, run.data.text),
+        ("optimisation", progress.optimization, optimization),
+    ):
+        if before is not None and before != now:
+            say(f"warning: the run goes on with other {what}: before {before}; now {now}")
 
 
 def _origin(progress: Progress, plan: Plan) -> int:

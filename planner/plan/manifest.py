@@ -68,6 +68,9 @@ class Progress(_Value):
     seq_len: Annotated[int, Field(ge=1)]
     optimizer: Optimizer
     layout: str  # the degrees it was written under, for people
+    # Compared where a run goes on, for what changed to be said; None in checkpoints of earlier versions.
+    data: str | None = None
+    optimization: str | None = None
 
 
 class Manifest(_Value):
@@ -84,8 +87,8 @@ class Manifest(_Value):
         return self.model_copy(update={"digest": self.checksum()})
 
     def checksum(self) -> str:
-        """The SHA-256 of everything but ``digest``."""
-        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+        """The SHA-256 of everything but ``digest``, and but what earlier versions did not write."""
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}, exclude_none=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -277,14 +277,29 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_p
         words = talk.read_text()
     assert "stopped by SIGTERM, after a checkpoint" in words
     before = [line for line in words.splitlines() if line.startswith("step")]
-    (saved,) = folder.iterdir()
+    (saved,) = folder.glob("step-*")
     assert saved.name == f"step-{len(before)}"
     total = len(before) + 2
     resumed = run(str(plan), "--steps", str(total), "--checkpoint-dir", str(folder))
     assert resumed.returncode == 0, resumed.stderr
+    assert "goes on with other" not in resumed.stderr
     whole = run(str(plan), "--steps", str(total))
     assert losses(whole.stdout.splitlines())[-2:] == losses(resumed.stdout.splitlines())
     assert losses(whole.stdout.splitlines())[:-2] == losses(before)
+
+
+def test_going_on_otherwise_is_said(tmp_path: Path) -> None:
+    """Other data and another rate, as where an option is forgotten, went on without a word."""
+    plan, folder = str(two_rank_plan(tmp_path, TWO_LAYER_MODEL)), tmp_path / "checkpoints"
+    (tmp_path / "one.txt").write_bytes(b"one text, and another " * 200)
+    begun = ("--data", str(tmp_path / "one.txt"), "--lr-schedule", "cosine", "--schedule-steps", "9")
+    first = run(plan, "--steps", "1", "--checkpoint-dir", str(folder), *begun)
+    assert first.returncode == 0, first.stderr
+    other = run(plan, "--steps", "2", "--checkpoint-dir", str(folder), "--resume")
+    assert other.returncode == 0, other.stderr
+    assert "warning: the run goes on with other data: before 4,400 tokens of uint8 (" in other.stderr
+    assert ("warning: the run goes on with other optimisation: before cosine learning rate 0.0003, to 0 of it after "
+            "step 9; now constant learning rate 0.0003") in other.stderr  # fmt: skip
 
 
 def test_everything_around_a_step(tmp_path: Path) -> None:
@@ -317,7 +332,7 @@ def test_everything_around_a_step(tmp_path: Path) -> None:
         "step-1-rank-0.json",
         "step-1-rank-1.json",
     ]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
 
 
 def test_tensorboard_gets_what_the_log_has(tmp_path: Path) -> None:

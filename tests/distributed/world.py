@@ -309,7 +309,7 @@ def _clipped(model: ParallelModel, norms: list[float]) -> None:
 
 def _refusals(cases: tuple[Case, ...], folder: Path) -> dict[str, object]:
     """What is kept; what a foreign model hears; and what is found once the newest checkpoint is damaged."""
-    kept = sorted(path.name for path in folder.iterdir())
+    kept = sorted(path.name for path in folder.glob("step-*"))
     foreign = replace(cases[0], model="llama")
     model, optimizer = _started(foreign)
     checkpointer = Checkpointer(folder, keep=2)
@@ -325,7 +325,7 @@ def _refusals(cases: tuple[Case, ...], folder: Path) -> dict[str, object]:
     dist.barrier()
     before = checkpointer.find()
     assert before is not None
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.glob("step-*"))
     dist.barrier()  # rank 0 deletes the folder next
     return {"kept": kept, "foreign": words, "taken": before.folder.name, "left": names}
 

@@ -74,7 +74,7 @@ def save(checkpointer: Checkpointer, started: Started, *steps: int) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def test_a_save_does_not_see_what_is_trained_meanwhile(started: Started, tmp_path: Path) -> None:
@@ -133,6 +133,16 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(started:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="no checkpoint can be written to .*file: (File exists|Not a directory)"):
         Checkpointer(tmp_path / "file", keep=2)
+
+
+def test_a_folder_is_one_runs_at_a_time(started: Started, tmp_path: Path) -> None:
+    """Two runs each pruned what the other had saved, and went on from each other's steps."""
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    with pytest.raises(InputError, match="no checkpoint can be written to .*: another run writes to it"):
+        Checkpointer(tmp_path, keep=2)
+    save(checkpointer, started, 1)
+    checkpointer.close()
+    assert Checkpointer(tmp_path, keep=2).find() is not None
 
 
 def test_nothing_whole_is_an_error_not_a_new_beginning(started: Started, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert damage_of(tmp_path, manifest(), ["rank-0.bin"]) is None
 
 
+def test_a_manifest_of_the_version_before_data_were_told_is_whole() -> None:
+    """Its digest is what commit ed8ba2b wrote of the same manifest."""
+    assert manifest().checksum() == "21777003a8b0d1d6c32f2725371bb7ea287cde4eae52a5c64c73bb32fb6e93c9"
+    told = PROGRESS.model_copy(update={"data": "4 tokens"})
+    assert manifest().model_copy(update={"progress": told}).checksum() != manifest().checksum()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
