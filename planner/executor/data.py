@@ -43,10 +43,14 @@ class TokenData:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     @property
+    def picked(self) -> torch.Tensor:
+        """Some thousand tokens spread over all."""
+        return self.tokens[:: max(1, len(self.tokens) // NUM_PICKED)]
+
+    @property
     def text(self) -> str:
         """The same for the same data wherever they lie: length, dtype and a digest of tokens spread over them."""
-        picked = self.tokens[:: max(1, len(self.tokens) // NUM_PICKED)].numpy()
-        digest = hashlib.sha256(picked.tobytes()).hexdigest()
+        digest = hashlib.sha256(self.picked.numpy().tobytes()).hexdigest()
         return f"{len(self.tokens):,} tokens of {str(self.tokens.dtype).removeprefix('torch.')} ({digest[:12]})"
 
     def global_batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,20 +93,24 @@ def open_data(
     plan: Plan, path: Path | None, vocab_size: int | None, seed: int, dtype: TokenDtype = TokenDtype.BYTES
 ) -> TokenData:
     """The samples that ``plan`` trains on; an error where the text or the vocabulary is too small."""
-    tokens = load_tokens(path, dtype)
-    if tokens.dtype == torch.uint8 and vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
-        raise PlanError(
-            f"the data are byte-level tokens (0 to 255), but the model's vocabulary has {vocab_size} entries",
-            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}, or name a file of tokens",
-        )
-    data = TokenData(tokens, plan.training.seq_len, seed, vocab_size)
+    data = TokenData(load_tokens(path, dtype), plan.training.seq_len, seed, vocab_size)
     if data.num_samples < plan.training.global_batch_size:
         raise InputError(
             f"{path or 'the standard library'} holds {data.num_samples} samples of {data.seq_len} tokens, "
             f"fewer than one global batch of {plan.training.global_batch_size}",
             hint="pass a larger file with --data, or plan with a shorter sequence or a smaller batch",
         )
+    if vocab_size is not None and data.tokens.dtype == torch.uint8 and _are_bytes(data, path, vocab_size):
+        raise PlanError(
+            f"the data are byte-level tokens (0 to 255), but the model's vocabulary has {vocab_size} entries",
+            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}, or name a file of tokens",
+        )
     return data
+
+
+def _are_bytes(data: TokenData, path: Path | None, vocab_size: int) -> bool:
+    """Whether ``data`` of one byte each are text, and no tokens of so small a vocabulary."""
+    return vocab_size < NUM_BYTE_TOKENS and (path is None or int(data.picked.max()) >= vocab_size)
 
 
 def _standard_library() -> bytes:

@@ -26,9 +26,10 @@ from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
+from planner.executor.ranks import say
 from planner.executor.recompute import Surroundings, apply_recompute
 from planner.executor.recording import UnrecordableError
-from planner.executor.requirements import check_buffers, check_names, check_parameters
+from planner.executor.requirements import check_buffers, check_names, check_parameters, statistics_note
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
@@ -284,9 +285,13 @@ def _check(
     """PlanError or ModelError where plan, model and loss do not go together."""
     plan, mesh, context = where
     check_executable(plan)
-    check_reduction(training_loss, plan.pipeline.num_microbatches * place_of(mesh).num_parts)
+    num_parts = plan.pipeline.num_microbatches * place_of(mesh).num_parts
+    check_reduction(training_loss, num_parts)
     check_names(module, plan)
     check_buffers(module, inputs, plan)
+    note = statistics_note(module, num_parts, plan.pipeline.micro_batch_size)
+    if note is not None:
+        say(f"warning: {note}")
     check_parameters(module, plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     if context is not None:

@@ -1,7 +1,7 @@
 """What a model must be for a plan to be executed, looked at before anything is split."""
 
 # pyright: reportPrivateUsage=false
-# torch has no public way to ask a parameter for its hooks.
+# torch has no public way to ask a parameter for its hooks, and no public name for what all batch norms are.
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
@@ -82,6 +83,17 @@ def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
     except Exception:  # whatever the user's code raises without values
         return
     _refuse(_changed(before, _versions([copied])), plan)
+
+
+def statistics_note(module: nn.Module, num_parts: int, part: int) -> str | None:
+    """What to say of layers that normalise over samples, where a batch is ``num_parts`` times ``part`` samples."""
+    over_samples = [fqn for fqn, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
+    if not over_samples or num_parts == 1:
+        return None
+    return (
+        f"{', '.join(over_samples[:NUM_NAMED])}: batch normalisation sees {part} samples at a time, not the "
+        f"{num_parts * part} of the global batch, so that it trains otherwise than one process that takes all at once"
+    )
 
 
 @contextlib.contextmanager

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from planner.executor.data import TokenData
+from planner.errors import PlanError
+from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import RankPlace
 from planner.executor.order import key_of, shuffled
+from planner.plan.plan_file import read_plan
 from planner.plan.schema import BatchShare
 
 SEQ_LEN = 4
@@ -86,3 +90,20 @@ def test_unlike_shares_make_up_one_global_batch(sizes: tuple[int, ...], replicas
     assert [RankPlace(0, rank, degree).row(shares) for rank in range(degree)] == [
         place for place in range(len(sizes)) for _ in range(replicas)
     ]
+
+
+def test_tokens_of_one_byte_are_no_text(tmp_path: Path) -> None:
+    """Tokens of a small vocabulary in a .npy of uint8 were refused as text."""
+    plan = read_plan(Path(__file__).resolve().parents[4] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json")
+    np.save(tmp_path / "tokens.npy", np.arange(9000, dtype=np.uint8) % 50)
+    assert open_data(plan, tmp_path / "tokens.npy", 50, 0).num_samples > 0
+    for path in (tmp_path / "tokens.npy", None):
+        with pytest.raises(PlanError, match="vocabulary has 40 entries"):
+            open_data(plan, path, 40, 0)
+
+
+def test_data_are_told_apart_by_what_they_hold() -> None:
+    other = data_of(3000)
+    other.tokens[0] = 7
+    assert data_of(3000).text == data_of(3000, seed=1).text
+    assert len({data_of(3000).text, data_of(3001).text, other.text}) == 3

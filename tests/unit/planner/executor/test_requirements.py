@@ -26,6 +26,7 @@ from planner.executor.requirements import (
     check_names,
     check_parameters,
     hooked_parameters,
+    statistics_note,
 )
 from planner.plan.schema import (
     MeshSection,
@@ -136,6 +137,13 @@ def test_a_second_pass_is_taken_only_where_there_are_buffers(num_buffers: int, p
         model.register_buffer(f"table_{number}", torch.zeros(4))
     check_buffers(model, {"input": IDS["input_ids"]}, plan_of(MeshSection(dp_shard=2)))
     assert seen == [torch.Size((2, 4, 8))] * passes
+
+
+def test_batch_norm_without_buffers_is_told_of_where_it_sees_parts() -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(4, track_running_stats=False), nn.GroupNorm(2, 4))
+    assert "1: batch normalisation sees 2 samples at a time, not the 8" in str(statistics_note(model, 4, 2))
+    assert statistics_note(model, 1, 8) is None
+    assert statistics_note(model.eval(), 4, 2) is None
 
 
 @pytest.mark.parametrize("kind", ["where values are needed", "uncounted"])
