@@ -207,17 +207,22 @@ class Checkpointer:
 def _locked(folder: Path) -> int:
     """A file in ``folder`` that no other process can lock until it is closed; BlockingIOError where one has.
 
-    Where a file system knows no locks, nothing is locked.
+    It is open for reading, so that the disk can be made read-only meanwhile; where locks need that, as over NFS, for
+    writing. Where a file system has no locks, nothing is locked.
     """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        pass
-    return descriptor
+    path = folder / _LOCK
+    path.touch()
+    for access in (os.O_RDONLY, os.O_RDWR):
+        descriptor = os.open(path, access | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise
+        else:
+            return descriptor
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def steps_in(folder: Path) -> list[int]:
