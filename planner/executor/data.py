@@ -8,6 +8,7 @@ of it, as ``RankPlace.sequences`` says.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from planner.executor.token_file import TokenDtype, map_tokens
 from planner.plan.schema import BatchShare, Plan
 
 NUM_BYTE_TOKENS = 256
-NUM_PICKED = 4096  # tokens that data are told apart by: as many pages of a mapped file are read
+NUM_PICKED = 256  # tokens that data are told apart by: each rank reads as many pages of a mapped file
 MAX_STANDARD_LIBRARY_BYTES = 2**23  # 8 MiB: more text than the test runs read, in well under a second
 
 
@@ -44,10 +45,10 @@ class TokenData:
 
     @property
     def picked(self) -> torch.Tensor:
-        """Some thousand tokens spread over all."""
+        """Some hundred tokens spread over all."""
         return self.tokens[:: max(1, len(self.tokens) // NUM_PICKED)]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The same for the same data wherever they lie: length, dtype and a digest of tokens spread over them."""
         digest = hashlib.sha256(self.picked.numpy().tobytes()).hexdigest()
