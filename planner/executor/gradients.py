@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from costmodels.vocabulary.mesh import MeshAxis
+from planner.executor.mesh import device_of
 from planner.executor.pipeline import TiedGradient
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
@@ -24,7 +25,7 @@ def norm_of_all(parameters: Sequence[nn.Parameter], ties: Sequence[TiedGradient]
     share of its square. Gradients may lie on different meshes, which torch's own ``clip_grad_norm_`` refuses.
     """
     copies = {id(p): tie.num_copies for tie in ties for p in tie.parameters}
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=device_of(mesh))  # a stage of the loss alone has no parameters
     ranks = mesh.size() // mesh[MeshAxis.PP.value].size()  # that hold the same stages
     for parameter in parameters:
         gradient = parameter.grad
@@ -44,7 +45,7 @@ def scale_down(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm:
         gradient = parameter.grad
         if gradient is not None:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(share.to(local.dtype))
+            local.mul_(share.to(local.device, local.dtype))
 
 
 def _local(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:

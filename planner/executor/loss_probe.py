@@ -182,13 +182,15 @@ class _Output:
             other_length = next(lengths)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            values = torch.zeros(leaf.shape, dtype=leaf.dtype)
-            if leaf.is_floating_point():
-                values = torch.randn(leaf.shape, generator=generator, device=CPU)
-            length = _length(leaf)
+            is_drawn, length = leaf.is_floating_point(), _length(leaf)
+            values = (
+                torch.randn(leaf.shape, generator=generator, device=CPU)
+                if is_drawn
+                else torch.zeros(leaf.shape, dtype=leaf.dtype)
+            )
             if length and length % size == 0 and (other is output or other_length != length):
                 rows[id(values)] = length // size
-                if leaf.is_floating_point():
+                if is_drawn:
                     values[length // 2 :] *= 3
             return values
 

@@ -21,11 +21,7 @@ from planner.executor.checkpoint import Checkpointer, Found
 from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, device_of
-from planner.executor.optimizer import (
-    build_optimizer,
-    parameter_groups,
-    rate_at,
-)
+from planner.executor.optimizer import build_optimizer, parameter_groups, rate_at
 from planner.executor.options import RunOptions
 from planner.executor.parallelize import ParallelModel
 from planner.executor.randomness import seed_rank
@@ -55,6 +51,11 @@ class Run:
     options: RunOptions
     eval_data: TokenData | None
     checkpointer: Checkpointer | None
+
+    @property
+    def optimization(self) -> str:
+        """How it is trained, in the words that checkpoints keep."""
+        return self.options.optimization.text(self.model.plan.training.optimizer, self.options.steps)
 
 
 def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None]) -> bool:
@@ -206,7 +207,7 @@ def _save(run: Run, step: int) -> None:
             optimizer=training.optimizer,
             layout=degrees_text(run.model.plan),
             data=run.data.text,
-            optimization=run.options.optimization.text(training.optimizer, run.options.steps),
+            optimization=run.optimization,
         ),
     )
 
@@ -232,10 +233,9 @@ def _found(checkpointer: Checkpointer | None, options: RunOptions, plan: Plan) -
 
 def _say_what_changed(run: Run, progress: Progress) -> None:
     """Warns where the run goes on otherwise than it began; a checkpoint of an earlier version does not say how."""
-    optimization = run.options.optimization.text(run.model.plan.training.optimizer, run.options.steps)
     for what, before, now in (
         ("data", progress.data, run.data.text),
-        ("optimisation", progress.optimization, optimization),
+        ("optimisation", progress.optimization, run.optimization),
     ):
         if before is not None and before != now:
             say(f"warning: the run goes on with other {what}: before {before}; now {now}")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
@@ -107,11 +108,12 @@ class HuggingFaceModel:
     def training_notes(self) -> tuple[str, ...]:
         """What the planner's loss, the cross entropy of next tokens, is not for this model."""
         notes: list[str] = []
-        name = getattr(self._constructor(), "__name__", "")
+        constructor = self._constructor()
+        name = getattr(constructor, "__name__", "")
         if name.endswith("ForMaskedLM"):
             notes.append(f"{name} sees what is on both sides of a token, and is trained here to name the next one: "
                          "step time and memory come true, but it learns to copy")  # fmt: skip
-        if name.endswith("Model") and not name.endswith("LMHeadModel"):
+        if name and _returns_hidden_states(constructor):
             notes.append(f"{name} has no head: what it returns is taken for logits, and what it learns is of no use")
         text = self.config.get_text_config()
         balance = getattr(text, "router_aux_loss_coef", None)
@@ -129,6 +131,14 @@ class HuggingFaceModel:
             if isinstance(model_class, type) and issubclass(model_class, nn.Module):
                 return model_class
         return functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+
+
+def _returns_hidden_states(model_class: Any) -> bool:
+    """Whether a class of ``transformers`` says that it returns hidden states and no logits."""
+    returned = inspect.signature(model_class.forward).return_annotation
+    kinds = [kind for kind in get_args(returned) or (returned,) if dataclasses.is_dataclass(kind)]
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    return "last_hidden_state" in names and "logits" not in names
 
 
 def _with_attention(config: PretrainedConfig, attention: str) -> PretrainedConfig:

@@ -47,6 +47,9 @@ MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_co
     [
         ("bert", "BertForMaskedLM", {}, "sees what is on both sides"),
         ("bert", "BertModel", {}, "has no head"),
+        ("llama", "LlamaModel", {}, "has no head"),
+        ("clip", "CLIPModel", {}, None),  # a loss of its own
+        ("gpt2", "GPT2DoubleHeadsModel", {}, None),
         ("mixtral", "MixtralForCausalLM", {**MIXTRAL, "output_router_logits": True}, "router_aux_loss_coef = 0.02"),
         ("mixtral", "MixtralForCausalLM", MIXTRAL, None),  # transformers does not add it either
         ("gpt2", "GPT2LMHeadModel", {}, None),
