@@ -130,14 +130,17 @@ class Problem:
         found = outcome.best
         if found is None or found.memory_share <= ROOMY:
             return None
-        known = [each for each in outcome.ranking if each.memory_share <= ROOMY]
-        if not deadline.is_over():
-            cluster = self.table.cluster
-            table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
-            over_mesh = self.space.layouts.where(_MeshKey, lambda key: key.mesh == found.layout.mesh)
-            best = search(table, over_mesh, self.solver, deadline=deadline, wanted=Wanted(proof=False)).best
-            known += [] if best is None else [best]
-        return min(known, key=lambda each: each.step_time_s, default=None)
+        known = next((each for each in outcome.ranking if each.memory_share <= ROOMY), None)  # the fastest comes first
+        if deadline.is_over():
+            return known
+        cluster = self.table.cluster
+        table = replace(self.table, cluster=cluster.with_memory_factor(cluster.memory_factor / ROOMY))
+        over_mesh = self.space.layouts.where(_MeshKey, lambda key: key.mesh == found.layout.mesh)
+        wanted = Wanted(known=known, proof=False)
+        try:
+            return search(table, over_mesh, self.solver, deadline=deadline, wanted=wanted).best
+        except OutOfTimeError:
+            return None  # nor is one known
 
     def preferred(self, outcome: Outcome, baseline: Outcome, preference: Preference) -> Outcome:
         """``outcome`` with a simpler layout about as fast as its best, if there is one; never slower than FSDP."""

@@ -77,7 +77,7 @@ class _Handlers:
 
     @contextlib.contextmanager
     def at_work(self) -> Generator[None]:
-        """Within it they handle the signals, and the alarm is set for the deadline, if there is one."""
+        """Within it they handle the signals, and the alarm is set for the deadline of an answer, if there is one."""
         with contextlib.ExitStack() as undone:
             before = signal.getsignal(signal.SIGINT)
             if before is not signal.SIG_IGN:
@@ -85,7 +85,7 @@ class _Handlers:
             undone.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._late))
             undone.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             if self._deadline.is_limited:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._deadline.left_s))
+                self._wake_in(self._deadline.left_with_answer_s)
             yield
 
     def _interrupted(self, _signal: int, _frame: FrameType | None) -> None:
@@ -93,15 +93,20 @@ class _Handlers:
         if self._is_ended:
             interrupt()
         self._deadline.cut()
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        self._wake_in(GRACE_S)
 
     def _late(self, _signal: int, _frame: FrameType | None) -> None:
         if self._is_ended:  # the interrupt was lost
             interrupt()
         deadline = self._deadline
-        if not deadline.has_answer or (self._was_warned and not deadline.is_settled):
+        if deadline.is_limited and not deadline.has_answer and not deadline.is_over():
+            self._wake_in(deadline.left_s)  # into the time that was kept back for the answer
+        elif not deadline.has_answer or (self._was_warned and not deadline.is_settled):
             self.was_late = True
             raise OutOfTimeError
-        if not deadline.is_settled:
+        elif not deadline.is_settled:
             self._was_warned = True
-            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+            self._wake_in(GRACE_S)
+
+    def _wake_in(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, seconds))

@@ -15,10 +15,14 @@ class OutOfTimeError(Exception):
 
 
 class Deadline:
-    """A moment on ``time.monotonic``, and the moment from which the time that an answer took is counted."""
+    """A moment on ``time.monotonic``, and the moment from which the time that an answer took is counted.
 
-    def __init__(self, due_s: float, began_s: float) -> None:
-        self._due_s, self._began_s = due_s, began_s
+    Time may be kept back to work the answer out. As long as there is no plan to answer with, it goes into finding one:
+    the deadline is that much later then.
+    """
+
+    def __init__(self, due_s: float, began_s: float, kept_back_s: float = 0.0) -> None:
+        self._due_s, self._began_s, self._kept_back_s = due_s, began_s, kept_back_s
         self._is_cut = self._has_answer = self._is_settled = False
 
     @staticmethod
@@ -36,12 +40,24 @@ class Deadline:
     @staticmethod
     def answering_within(limit_s: float | None, *, began_s: float | None = None) -> Deadline:
         """The same with time kept back to work the answer out: a third of the limit, a second at most."""
-        return Deadline.within(None if limit_s is None else limit_s - min(limit_s / 3, 1.0), began_s=began_s)
+        if limit_s is None:
+            return Deadline.within(None, began_s=began_s)
+        kept_back_s, now_s = min(limit_s / 3, 1.0), time.monotonic()
+        return Deadline(now_s + limit_s - kept_back_s, now_s if began_s is None else began_s, kept_back_s)
 
     @property
     def left_s(self) -> float:
         """Seconds that are left; 0 where it is over, infinite where it never is."""
+        return 0.0 if self._is_cut else max(0.0, self._over_s - time.monotonic())
+
+    @property
+    def left_with_answer_s(self) -> float:
+        """The same if there is a plan to answer with by then."""
         return 0.0 if self._is_cut else max(0.0, self._due_s - time.monotonic())
+
+    @property
+    def _over_s(self) -> float:
+        return self._due_s if self._has_answer else self._due_s + self._kept_back_s
 
     @property
     def elapsed_s(self) -> float:
@@ -55,7 +71,7 @@ class Deadline:
 
     def is_over(self) -> bool:
         """Whether to stop and answer with what there is."""
-        return self._is_cut or time.monotonic() >= self._due_s
+        return self._is_cut or time.monotonic() >= self._over_s
 
     def check(self) -> None:
         """OutOfTimeError where it is over."""

@@ -37,7 +37,7 @@ from planner.table.cost_table import CostTable
 NUM_PROBES = 4
 # And so many others at the end, so that there is something to show beside the best.
 NUM_OTHERS = 5
-# Of typical layouts so many are priced.
+# Of typical layouts so many are priced; more where none of these fits.
 NUM_TYPICAL = 8
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 2_000
@@ -393,13 +393,17 @@ def _scarcity(table: CostTable, lower: Bounds) -> Array:
 
 
 def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, deadline: Deadline) -> Outcome:
-    """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved."""
+    """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved.
+
+    OutOfTimeError where the deadline is over before one fits.
+    """
     listed = Columns.of(Layout, layouts)
-    lower, best = bounds(table, listed), Best()
-    order, visited = _in_order(table, listed, lower)[:NUM_TYPICAL], 0
-    for index in order:
-        if best.found and deadline.is_over():
+    lower, best, visited = bounds(table, listed), Best(), 0
+    for index in _in_order(table, listed, lower):
+        if best.found and (visited >= NUM_TYPICAL or deadline.is_over()):
             break
+        if visited >= NUM_TYPICAL:
+            deadline.check()
         visited += 1
         best.keep(probe(Pricer(table, listed[index]), solver, best.time_s))
     return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)

@@ -67,9 +67,12 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
 
 
 def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace:
-    """A small part of the space that most often has a fair plan: micro-batches of one sequence, 1F1B, no replicas of
-    shards and no context parallelism, but where ``pins`` say otherwise. Where that leaves none, for there are many
-    devices for the sequences of a batch, with context parallelism. It may be empty, as where a rule is violated.
+    """A small part of the space that most often has a fair plan, and is listed and priced in a part of a second.
+
+    Micro-batches of one sequence, 1F1B, no replicas of shards and no context parallelism, but where ``pins`` say
+    otherwise. Where that leaves none, for there are many devices for the sequences of a batch, with context
+    parallelism. Of these, where there are any, the layouts that split along the sequence what they can, at ZeRO 0, 1 or
+    3, with the experts of a layer within a node. It may be empty, as where a rule is violated.
     """
     if violations(Asked(training, pins, limits)):
         return SearchSpace(training, pins, limits, Columns.of(Layout, ()))
@@ -83,7 +86,22 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
     layouts = _layouts(Asked(training, usual, limits), Deadline.never())
     if not layouts:
         layouts = _layouts(Asked(training, replace(usual, cp=pins.cp), limits), Deadline.never())
-    return SearchSpace(training, pins, limits, layouts)
+
+    def is_usual(key: _UsualKey) -> bool:
+        splits_sequence = sequence_parallel_options(Asked(training, pins, limits), key.mesh)[-1]
+        has_usual_states = key.zero_stage != 2 or pins.zero is not None
+        is_within_node = key.mesh.ep <= limits.devices_per_node or pins.ep is not None
+        return key.sequence_parallel == splits_sequence and has_usual_states and is_within_node
+
+    return SearchSpace(training, pins, limits, layouts.where(_UsualKey, is_usual) or layouts)
+
+
+class _UsualKey(NamedTuple):
+    """What of a layout says whether it is a typical one."""
+
+    mesh: Mesh
+    sequence_parallel: bool
+    zero_stage: int
 
 
 def narrowed(space: SearchSpace, within: Within, *, may_be_empty: bool = False) -> SearchSpace:

@@ -5,12 +5,16 @@ import pytest
 from planner import problem as stages
 from planner.api import find_plan
 from planner.errors import TimeLimitError
+from planner.evaluation.evaluator import Evaluated
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.layout import NO_PINS, Pins
+from planner.layout.layout import NO_PINS, Layout, Pins
 from planner.pricing.ideal import ideal_step_s
 from planner.problem import solved_by
 from planner.request import Request
+from planner.solver import search as by_estimates
+from planner.solver.base import StageSolver
 from planner.solver.bounds import bounds
+from planner.solver.cutting import Pricer
 from tests.planning import A100, problem_of, training_of
 
 BATCH, SEQ_LEN = 64, 1024
@@ -40,6 +44,22 @@ def test_the_first_plan_is_an_honest_answer(pins: Pins) -> None:
     assert not first.is_exhausted
     assert 0 < first.bound_s <= best.step_time_s <= first.best.step_time_s
     assert first.best.layout in set(whole.space.layouts)  # it obeys the pins
+
+
+def test_the_first_plan_comes_though_the_likeliest_layouts_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt3-175b on 64 A100: none of the first eight fitted, and with a limit of a second there was no plan."""
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN).target
+    tried: list[Layout] = []
+    probe = by_estimates.probe
+
+    def late(pricer: Pricer, solver: StageSolver, best_s: float | None = None) -> Evaluated | None:
+        tried.append(pricer.evaluator.layout)
+        return None if len(tried) <= by_estimates.NUM_TYPICAL else probe(pricer, solver, best_s)
+
+    monkeypatch.setattr(by_estimates, "probe", late)
+    first = solved_by(made(), target, training_of(BATCH, SEQ_LEN), NO_PINS).outcome
+    assert first.best is not None
+    assert first.best.layout == tried[by_estimates.NUM_TYPICAL] == tried[-1]
 
 
 @pytest.mark.parametrize(("model", "batch"), [("gpt3-1.3b", 64), ("moe-tiny", 16)])

@@ -215,6 +215,21 @@ def test_a_signal_is_not_lost_where_nothing_can_be_raised(
         signal.signal(signal.SIGINT, before)
 
 
+def test_without_a_plan_the_clock_rings_when_nothing_is_left_for_the_answer() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(OutOfTimeError), interruptible(Deadline.answering_within(0.3)):
+        time.sleep(10)
+    assert 0.3 <= time.monotonic() - began_s < 5
+
+
+def test_with_a_plan_the_clock_rings_when_the_answer_is_due() -> None:
+    deadline, began_s = Deadline.answering_within(60), time.monotonic()
+    deadline.promise()
+    with interruptible(deadline):
+        left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert 59 - (time.monotonic() - began_s) <= left_s <= 59
+
+
 class _Told(BaseModel):
     """Something whose JSON takes until the clock rings; pydantic makes an error of its own of what is raised."""
 

@@ -29,9 +29,20 @@ def test_who_wants_the_answer_earlier_cuts_it() -> None:
 def test_time_is_kept_back_for_the_answer(limit_s: float, kept_back_s: float) -> None:
     before_s = time.monotonic()
     deadline = Deadline.answering_within(limit_s)
-    due_s = time.monotonic() + deadline.left_s
-    assert due_s >= before_s + limit_s - kept_back_s
-    assert due_s <= time.monotonic() + limit_s - kept_back_s
+    over_s, due_s = (time.monotonic() + each for each in (deadline.left_s, deadline.left_with_answer_s))
+    deadline.promise()
+    now_due_s = time.monotonic() + deadline.left_s
+    # Without a plan to answer with, it goes into finding one.
+    for found_s, expected_s in ((over_s, limit_s), (due_s, limit_s - kept_back_s), (now_due_s, limit_s - kept_back_s)):
+        assert before_s + expected_s <= found_s <= time.monotonic() + expected_s
+
+
+def test_a_plan_that_comes_late_is_answered_with_at_once() -> None:
+    deadline = Deadline(time.monotonic() - 1, 0.0, kept_back_s=100)
+    deadline.check()
+    deadline.promise()
+    assert deadline.is_over()
+    assert Deadline(time.monotonic() - 1, 0.0, kept_back_s=0.5).is_over()
 
 
 def test_what_has_passed_is_counted_from_the_beginning() -> None:

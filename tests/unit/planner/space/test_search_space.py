@@ -373,6 +373,20 @@ def test_typical_layouts_are_there_though_a_batch_has_few_sequences() -> None:
     assert {c.mesh.cp for c in typical_space(training, Pins(), replace(limits, num_devices=16)).layouts} == {1}
 
 
+def test_typical_layouts_split_along_the_sequence_and_keep_experts_in_a_node() -> None:
+    limits = replace(LIMITS, num_devices=64, num_experts=16, num_pipeline_units=8)
+    found = typical_space(TRAINING, Pins(), limits).layouts
+    whole = build_space(TRAINING, Pins(micro_batch=1), limits).layouts
+    assert {c.mesh.ep for c in whole} > {c.mesh.ep for c in found} == {1, 2, 4, 8}
+    assert {(c.mesh.tp, c.sequence_parallel) for c in found} == {(1, False), (2, True), (4, True), (8, False)}
+    assert {c.zero_stage for c in found} == {0, 1, 3}
+    assert set(found) < set(whole)
+    # What the user pins is another matter.
+    pinned = typical_space(TRAINING, Pins(zero=2, ep=16, sequence_parallel=False), limits).layouts
+    assert {(c.zero_stage, c.mesh.ep, c.sequence_parallel) for c in pinned} == {(2, 16, False)}
+    assert {c.mesh.tp for c in pinned} == {1, 2, 4}
+
+
 @pytest.mark.parametrize(("pins", "message"), CONTRADICTIONS)
 def test_a_contradiction_has_no_usual_layouts(pins: Pins, message: str) -> None:
     """These were priced before the rule was looked at: a degree that splits nothing ended in a KeyError."""
