@@ -45,9 +45,9 @@ HEAD = 2_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
-# counts by a share.
+# counts by a share, as long as it has few stages.
 MOST_VISITS, MOST_OPEN_VISITS = 24, 8
-HAS_FEW_CUTS, SHARE_OF_VISIT = 64, 1 / 8
+HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT = 64, 1 / 8, 64
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
@@ -258,7 +258,8 @@ class _Walk:
         self._visited.add(index)
         bound_s = float(self._open_s[index])
         layout, pricer = self._listed[index], self._pricer(index)
-        self._counted_visits += SHARE_OF_VISIT if pricer.num_cuts <= HAS_FEW_CUTS else 1.0
+        share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
+        self._counted_visits += share if pricer.num_cuts <= HAS_FEW_CUTS else 1.0
         cut = best_cut(pricer, self._solver, self._best.time_s, bound_s, self._best.like(layout))
         self._pricers.drop(layout)
         self._open_s[index] = cut.bound_s
