@@ -143,31 +143,28 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
 
 
 def _level_of_keys(known: Numbered) -> Positions:
-    """Actions on the longest chain before each key; ValueError where the lists wait for each other."""
-    producers = known.producers
-    level = [-1] * (3 * len(known.rank_of_stage) * known.num_microbatches)
-    waiting = [-1] * len(level)
-    left = [iter(keys) for keys in known.keys]  # of each rank, less the next
-    following, below = [next(keys, -1) for keys in left], [-1] * len(left)
-    ready = list(range(len(left)))
-    while ready:
-        rank = ready.pop()
-        key, own, keys = following[rank], below[rank], left[rank]
-        while key >= 0:
-            producer = producers[key]
-            if producer >= 0:
-                made = level[producer]
-                if made < 0:
-                    waiting[producer] = rank
-                    break
-                if made > own:
-                    own = made
-            own += 1
-            level[key] = own
-            if waiting[key] >= 0:
-                ready.append(waiting[key])
-            key = next(keys, -1)
-        following[rank], below[rank] = key, own
-    if any(key >= 0 for key in following):
-        raise ValueError("the schedule deadlocks: simulate it alone for the actions that wait")
-    return np.array(level, dtype=np.intp)
+    """Actions on the longest chain before each key; ValueError where the lists wait for each other.
+
+    All ranks go on at once, each by one action if its input is there: action by action, as if all took a step.
+    """
+    num_keys, lengths = len(known.producers), np.array([len(keys) for keys in known.keys])
+    never, always = num_keys, num_keys + 1  # a key behind the last of a rank, and the input of what needs none
+    level = np.full(num_keys + 2, -1)
+    level[always] = 0
+    producers = np.array([*known.producers, never])
+    producers[producers < 0] = always
+    ranks = np.arange(len(lengths))
+    following = np.full(lengths.sum() + len(ranks), never)
+    following[np.arange(lengths.sum()) + np.repeat(ranks, lengths)] = known.key_of_action
+    place, left, step = lengths.cumsum() - lengths + ranks, int(lengths.sum()), 0
+    while left:
+        keys = following[place]
+        is_ready = level[producers[keys]] >= 0
+        done = keys[is_ready]
+        if not len(done):
+            raise ValueError("the schedule deadlocks: simulate it alone for the actions that wait")
+        level[done] = step
+        place += is_ready
+        left -= len(done)
+        step += 1
+    return level[:num_keys]
