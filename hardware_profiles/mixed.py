@@ -23,7 +23,7 @@ from hardware_profiles.catalog import (
     load_profile,
     profile_for,
 )
-from hardware_profiles.sanity import LONGEST_LATENCY_S
+from hardware_profiles.sanity import LONGEST_LATENCY_S, in_base_units
 from hardware_profiles.schema import ClusterSpec, DeviceGroup, GroupLink, MixedCluster
 from hardware_profiles.slowest import slowest_profile
 
@@ -169,8 +169,7 @@ def _wrong_links(links: tuple[GroupLink, ...], names: list[str]) -> Iterator[str
         if ends in seen:
             yield f"links.{index}: the link between {' and '.join(sorted(ends))} stands twice"
         seen.add(ends)
-        if link.bandwidth_bytes_per_s.value <= 0:
-            yield f"links.{index}.bandwidth_bytes_per_s: must be above 0"
+        yield from in_base_units(f"links.{index}.bandwidth_bytes_per_s", link.bandwidth_bytes_per_s)
         if link.latency_s.value > LONGEST_LATENCY_S:
             yield f"links.{index}.latency_s: {link.latency_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
 

@@ -20,6 +20,7 @@ from hardware_profiles.schema import (
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]*")
 LARGEST_VALUE = 1e18  # above every peak, size or rate that a machine of this age has in base units
+SMALLEST_AMOUNT = 1e5  # bytes, bytes/s or FLOP/s: less is a slip of the unit, as of 25 GB/s or 81920 MiB
 LONGEST_LATENCY_S = 1.0  # a message or a launch that takes longer is a slip of the unit
 LONGEST_TEXT = 2000  # characters: a source is a sentence or two
 LARGEST_COUNT = 1_000_000  # of devices, cores, links or sources of anything in one cluster
@@ -102,6 +103,15 @@ def _positive(place: str, quantity: Quantity | None) -> Iterator[str]:
         yield f"{place}: must be above 0, is {quantity.value:g}"
 
 
+def in_base_units(place: str, quantity: Quantity | None) -> Iterator[str]:
+    """Of bytes, bytes/s and FLOP/s."""
+    if quantity is not None and quantity.value < SMALLEST_AMOUNT:
+        yield (
+            f"{place}: must be at least {SMALLEST_AMOUNT:g}, is {quantity.value:g}; values are in base units (bytes, "
+            "bytes/s, FLOP/s)"
+        )
+
+
 def _at_most(place: str, value: float, most: float) -> Iterator[str]:
     if value > most:
         yield f"{place}: must be at most {most:g}, is {value:g}"
@@ -116,8 +126,8 @@ def _share(place: str, quantity: Quantity | None, *, zero_allowed: bool = False)
 
 
 def _device(device: DeviceProfile) -> Iterator[str]:
-    yield from _positive("device.memory_bytes", device.memory_bytes)
-    yield from _positive("device.memory_bandwidth_bytes_per_s", device.memory_bandwidth_bytes_per_s)
+    yield from in_base_units("device.memory_bytes", device.memory_bytes)
+    yield from in_base_units("device.memory_bandwidth_bytes_per_s", device.memory_bandwidth_bytes_per_s)
     if device.kernel_launch_s.value > LONGEST_LATENCY_S:
         yield f"device.kernel_launch_s: {device.kernel_launch_s.value:g} s is above {LONGEST_LATENCY_S:g} s"
     yield from _peaks(device)
@@ -139,7 +149,7 @@ def _peaks(device: DeviceProfile) -> Iterator[str]:
     if not device.peak_flops_per_s:
         yield "device.peak_flops_per_s: at least one dtype is needed"
     for dtype, peak in device.peak_flops_per_s.items():
-        yield from _positive(f"device.peak_flops_per_s.{dtype}", peak)
+        yield from in_base_units(f"device.peak_flops_per_s.{dtype}", peak)
     for wide, narrow in (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp8")):
         if wide in device.peak_flops_per_s and narrow in device.peak_flops_per_s:
             slow, fast = device.peak_flops_per_s[wide].value, device.peak_flops_per_s[narrow].value
@@ -174,12 +184,12 @@ def _half_size_s(device: DeviceProfile, efficiency: Efficiency) -> float:
 
 
 def _node(node: NodeProfile) -> Iterator[str]:
-    yield from _positive("node.ram_bytes", node.ram_bytes)
-    yield from _positive("node.host_link_bytes_per_s", node.host_link_bytes_per_s)
+    yield from in_base_units("node.ram_bytes", node.ram_bytes)
+    yield from in_base_units("node.host_link_bytes_per_s", node.host_link_bytes_per_s)
     yield from _positive("node.devices_per_host_link", node.devices_per_host_link)
-    yield from _positive("node.host_memory_bandwidth_bytes_per_s", node.host_memory_bandwidth_bytes_per_s)
-    yield from _positive("node.nvme_bandwidth_bytes_per_s", node.nvme_bandwidth_bytes_per_s)
-    yield from _positive("node.nvme_bytes", node.nvme_bytes)
+    yield from in_base_units("node.host_memory_bandwidth_bytes_per_s", node.host_memory_bandwidth_bytes_per_s)
+    yield from in_base_units("node.nvme_bandwidth_bytes_per_s", node.nvme_bandwidth_bytes_per_s)
+    yield from in_base_units("node.nvme_bytes", node.nvme_bytes)
     yield from _positive("node.host_s_per_kernel", node.host_s_per_kernel)
 
 
@@ -207,7 +217,7 @@ def _tiers(profile: ClusterProfile) -> Iterator[str]:
 
 
 def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]:
-    yield from _positive(f"{place}.bandwidth_bytes_per_s", tier.bandwidth_bytes_per_s)
+    yield from in_base_units(f"{place}.bandwidth_bytes_per_s", tier.bandwidth_bytes_per_s)
     yield from _share(f"{place}.efficiency", tier.efficiency)
     yield from _share(f"{place}.all_to_all_efficiency", tier.all_to_all_efficiency)
     yield from _share(f"{place}.all_reduce_efficiency", tier.all_reduce_efficiency)

@@ -154,7 +154,9 @@ def test_a_value_that_is_no_quantity_is_refused(value: str, document: dict[str, 
     ("where", "value", "words"),
     [
         (("kernel_launch_s",), 6.5, "device.kernel_launch_s"),
-        (("memory_bandwidth_bytes_per_s",), 0, "device.memory_bandwidth_bytes_per_s: must be above 0"),
+        (("memory_bandwidth_bytes_per_s",), 2039, "memory_bandwidth_bytes_per_s: must be at least 100000, is 2039"),
+        (("memory_bytes",), 81_920, "device.memory_bytes: must be at least 100000, is 81920; values are in base units"),
+        (("memory_bytes",), 0, "device.memory_bytes: must be at least 100000, is 0"),
         (("slowdown_spread",), 2.6, "device.slowdown_spread: must be at most 1, is 2.6"),
         (("slowdown_beyond_devices",), 0.5, "device.slowdown_beyond_devices: must be at least 1, is 0.5"),
     ],
@@ -164,6 +166,12 @@ def test_slips_of_the_unit_are_refused(
 ):
     document["device"][where[0]]["value"] = value
     assert words in refusal(document)
+
+
+def test_a_bandwidth_in_gigabytes_is_refused(document: dict[str, Any], refusal: Callable[[object], str]) -> None:
+    """25 was taken for 25 bytes a second, and plans kept off the network."""
+    document["tiers"][1]["bandwidth_bytes_per_s"]["value"] = 25
+    assert "tiers.1.bandwidth_bytes_per_s: must be at least 100000, is 25; values are in" in refusal(document)
 
 
 def test_a_spread_of_slowdowns_without_its_reference_is_refused(
