@@ -22,7 +22,8 @@ class Deadline:
     """
 
     def __init__(self, due_s: float, began_s: float, kept_back_s: float = 0.0) -> None:
-        self._due_s, self._began_s, self._kept_back_s = due_s, began_s, kept_back_s
+        self._due_s, self._began_s = due_s, began_s
+        self.kept_back_s = kept_back_s
         self._is_cut = self._has_answer = self._is_settled = False
 
     @staticmethod
@@ -57,7 +58,7 @@ class Deadline:
 
     @property
     def _over_s(self) -> float:
-        return self._due_s if self._has_answer else self._due_s + self._kept_back_s
+        return self._due_s if self._has_answer else self._due_s + self.kept_back_s
 
     @property
     def elapsed_s(self) -> float:

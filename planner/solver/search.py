@@ -37,8 +37,8 @@ from planner.table.cost_table import CostTable
 NUM_PROBES = 4
 # And so many others at the end, so that there is something to show beside the best.
 NUM_OTHERS = 5
-# Of typical layouts so many are priced; more where none of these fits.
-NUM_TYPICAL = 8
+# Of typical layouts so many are priced; where none of these fits, up to so many.
+NUM_TYPICAL, MOST_TYPICAL = 8, 32
 # Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
 HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
@@ -400,7 +400,7 @@ def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, dea
     """
     listed = Columns.of(Layout, layouts)
     lower, best, visited = bounds(table, listed), Best(), 0
-    for index in _in_order(table, listed, lower):
+    for index in _in_order(table, listed, lower)[:MOST_TYPICAL]:
         if best.found and (visited >= NUM_TYPICAL or deadline.is_over()):
             break
         if visited >= NUM_TYPICAL:
