@@ -230,6 +230,14 @@ def test_with_a_plan_the_clock_rings_when_the_answer_is_due() -> None:
     assert 59 - (time.monotonic() - began_s) <= left_s <= 59
 
 
+def test_a_search_that_does_not_end_when_the_answer_is_due_is_ended_soon() -> None:
+    deadline, began_s = Deadline.answering_within(0.3), time.monotonic()
+    deadline.promise()
+    with pytest.raises(OutOfTimeError), interruptible(deadline):
+        time.sleep(10)
+    assert 0.2 + 0.025 <= time.monotonic() - began_s < 5
+
+
 class _Told(BaseModel):
     """Something whose JSON takes until the clock rings; pydantic makes an error of its own of what is raised."""
 
