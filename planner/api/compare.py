@@ -120,7 +120,7 @@ def _searched(question: Question, deadline: Deadline, said: Callable[[str], None
     rows: list[Row] = []
     for place, names in enumerate(alike.values()):
         said(", ".join(names))
-        left_s = deadline.left_s / (len(alike) - place) if deadline.is_limited else None
+        left_s = deadline.left_with_answer_s / (len(alike) - place) if deadline.is_limited else None
         try:
             found = _answered(names[0], asked[names[0]], Deadline.within(left_s), brief=True)
         except KeyboardInterrupt:

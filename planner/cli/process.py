@@ -44,8 +44,8 @@ def uncollected() -> Generator[None]:
         gc.enable()
 
 
-# Seconds that a search has to end by itself when its deadline is over, and of what is kept back for the answer no more
-# than so much; then it is ended.
+# Seconds that a search has to end by itself when its deadline is over, and where time is kept back for the answer no
+# more than such a share of that; then it is ended.
 GRACE_S, GRACE_SHARE = 0.25, 0.25
 
 
@@ -107,7 +107,7 @@ class _Handlers:
             raise OutOfTimeError
         elif not deadline.is_settled:
             self._was_warned = True
-            self._wake_in(min(GRACE_S, GRACE_SHARE * deadline.kept_back_s))
+            self._wake_in(min(GRACE_S, GRACE_SHARE * deadline.kept_back_s or GRACE_S))
 
     def _wake_in(self, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, max(1e-3, seconds))

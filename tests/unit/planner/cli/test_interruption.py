@@ -238,6 +238,24 @@ def test_a_search_that_does_not_end_when_the_answer_is_due_is_ended_soon() -> No
     assert 0.2 + 0.025 <= time.monotonic() - began_s < 5
 
 
+@pytest.mark.parametrize(("limit_s", "grace_s"), [(None, 0.25), (60, 0.25), (0.3, 0.025)])
+def test_what_a_search_has_to_end_by_itself(
+    limit_s: float | None, grace_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit nothing is kept back for the answer: after Ctrl-C the second alarm came within a millisecond."""
+    deadline, waits = Deadline.answering_within(limit_s), list[float]()
+    deadline.promise()
+    monkeypatch.setattr("signal.setitimer", lambda _which, seconds, _again=0.0: waits.append(seconds))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interruptible(deadline):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGALRM)
+            assert waits[-2:] == pytest.approx([0.25, grace_s])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Told(BaseModel):
     """Something whose JSON takes until the clock rings; pydantic makes an error of its own of what is raised."""
 
