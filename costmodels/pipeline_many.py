@@ -116,7 +116,8 @@ def _spans(levels: _Levels, seconds: Array, ways: Array, transfer: Transfer) -> 
 @lru_cache(maxsize=64)
 def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     known = numbered(same, num_stages)
-    level, keys = _level_of_keys(known), known.key_of_action
+    producers, keys = np.array(known.producers, dtype=np.intp), known.key_of_action
+    level = _level_of_keys(known, producers)
     before_keys = np.concatenate(([-1], keys[:-1]))
     before_keys[[0, *np.cumsum([len(each) for each in known.keys if each])[:-1].tolist()]] = -1
     order = np.argsort(level[keys], kind="stable")
@@ -127,8 +128,7 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     comes = np.select([kind == 0, kind == 1], [stage - 1, stage], none)
     goes = np.select([kind == 0, kind == 1], [stage, stage - 1], none)
     ends = np.cumsum(np.bincount(level[keys]))
-    producers = np.array(known.producers, dtype=np.intp)[keys]
-    before, producer = number[before_keys][order], number[producers][order]
+    before, producer = number[before_keys][order], number[producers[keys]][order]
     parts = [slice(start, end) for start, end in zip((0, *ends[:-1].tolist()), ends.tolist(), strict=True)]
     return _Levels(
         ends=tuple(ends.tolist()),
@@ -142,24 +142,24 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     )
 
 
-def _level_of_keys(known: Numbered) -> Positions:
+def _level_of_keys(known: Numbered, producers: Positions) -> Positions:
     """Actions on the longest chain before each key; ValueError where the lists wait for each other.
 
-    All ranks go on at once, each by one action if its input is there: action by action, as if all took a step.
+    All ranks go on at once, each by one action if its input is there, as if every action took one step. ``producers``:
+    those of ``known``.
     """
-    num_keys, lengths = len(known.producers), np.array([len(keys) for keys in known.keys])
+    num_keys, lengths = len(producers), np.array([len(keys) for keys in known.keys])
     never, always = num_keys, num_keys + 1  # a key behind the last of a rank, and the input of what needs none
     level = np.full(num_keys + 2, -1)
     level[always] = 0
-    producers = np.array([*known.producers, never])
-    producers[producers < 0] = always
+    needed = np.append(np.where(producers < 0, always, producers), never)
     ranks = np.arange(len(lengths))
     following = np.full(lengths.sum() + len(ranks), never)
     following[np.arange(lengths.sum()) + np.repeat(ranks, lengths)] = known.key_of_action
     place, left, step = lengths.cumsum() - lengths + ranks, int(lengths.sum()), 0
     while left:
         keys = following[place]
-        is_ready = level[producers[keys]] >= 0
+        is_ready = level[needed[keys]] >= 0
         done = keys[is_ready]
         if not len(done):
             raise ValueError("the schedule deadlocks: simulate it alone for the actions that wait")

@@ -32,29 +32,33 @@ class Deadline:
         return Deadline.within(None)
 
     @staticmethod
-    def within(limit_s: float | None, *, began_s: float | None = None) -> Deadline:
-        """``limit_s`` seconds from now, None: never. ``began_s``: what is counted from, where that is not now."""
+    def within(limit_s: float | None, *, began_s: float | None = None, kept_back_s: float = 0.0) -> Deadline:
+        """``limit_s`` seconds from now, None: never. ``began_s``: what is counted from, where that is not now.
+
+        ``kept_back_s``: of the limit, to work the answer out.
+        """
         now_s = time.monotonic()
-        due_s = math.inf if limit_s is None else now_s + limit_s
-        return Deadline(due_s, now_s if began_s is None else began_s)
+        due_s = math.inf if limit_s is None else now_s + limit_s - kept_back_s
+        return Deadline(due_s, now_s if began_s is None else began_s, kept_back_s)
 
     @staticmethod
     def answering_within(limit_s: float | None, *, began_s: float | None = None) -> Deadline:
         """The same with time kept back to work the answer out: a third of the limit, a second at most."""
-        if limit_s is None:
-            return Deadline.within(None, began_s=began_s)
-        kept_back_s, now_s = min(limit_s / 3, 1.0), time.monotonic()
-        return Deadline(now_s + limit_s - kept_back_s, now_s if began_s is None else began_s, kept_back_s)
+        kept_back_s = 0.0 if limit_s is None else min(limit_s / 3, 1.0)
+        return Deadline.within(limit_s, began_s=began_s, kept_back_s=kept_back_s)
 
     @property
     def left_s(self) -> float:
         """Seconds that are left; 0 where it is over, infinite where it never is."""
-        return 0.0 if self._is_cut else max(0.0, self._over_s - time.monotonic())
+        return self._left_until(self._over_s)
 
     @property
     def left_with_answer_s(self) -> float:
         """The same if there is a plan to answer with by then."""
-        return 0.0 if self._is_cut else max(0.0, self._due_s - time.monotonic())
+        return self._left_until(self._due_s)
+
+    def _left_until(self, moment_s: float) -> float:
+        return 0.0 if self._is_cut else max(0.0, moment_s - time.monotonic())
 
     @property
     def _over_s(self) -> float:

@@ -74,7 +74,8 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
     parallelism. Of these, where there are any, the layouts that split along the sequence what they can, at ZeRO 0, 1 or
     3, with the experts of a layer within a node. It may be empty, as where a rule is violated.
     """
-    if violations(Asked(training, pins, limits)):
+    asked = Asked(training, pins, limits)
+    if violations(asked):
         return SearchSpace(training, pins, limits, Columns.of(Layout, ()))
     usual = replace(
         pins,
@@ -88,7 +89,7 @@ def typical_space(training: Training, pins: Pins, limits: Limits) -> SearchSpace
         layouts = _layouts(Asked(training, replace(usual, cp=pins.cp), limits), Deadline.never())
 
     def is_usual(key: _UsualKey) -> bool:
-        splits_sequence = sequence_parallel_options(Asked(training, pins, limits), key.mesh)[-1]
+        splits_sequence = sequence_parallel_options(asked, key.mesh)[-1]
         has_usual_states = key.zero_stage != 2 or pins.zero is not None
         is_within_node = key.mesh.ep <= limits.devices_per_node or pins.ep is not None
         return key.sequence_parallel == splits_sequence and has_usual_states and is_within_node
