@@ -34,9 +34,10 @@ class Span:
 
 
 @dataclass(frozen=True)
-class _Levels:
+class Levels:
     """The actions of a schedule, level by level; action k of them is number k + 1, and number 0 is the start."""
 
+    number: Positions  # [3 stages, micro-batches]: forwards, (input) gradients and weight gradients; 0: there is none
     ends: tuple[int, ...]  # of each level
     before: tuple[Positions, ...]  # of each level's actions the rank's previous one
     producer: tuple[Positions, ...]  # and the one that makes the input
@@ -45,6 +46,7 @@ class _Levels:
     seconds: Positions  # place of its seconds among those of all kinds, each in all stages
     first: Positions  # of each rank
     last: Positions
+    rank_of_stage: tuple[int, ...]
 
 
 def simulate_many(
@@ -60,12 +62,11 @@ def simulate_many(
     of all stages. ``send_s``: [stages - 1]. ValueError as there.
     """
     num_stages = len(send_s) + 1
-    same = SameSchedule(schedule)
-    levels = _levels(same, num_stages)
-    ways = np.array([*ways_s(numbered(same, num_stages).rank_of_stage, send_s), 0.0])
+    levels = levels_of(schedule, num_stages)
     each = max(1, MOST_NUMBERS // len(levels.seconds))
-    parts = [_spans(levels, seconds[:, at : at + each], ways, transfer) for at in range(0, seconds.shape[1], each)]
-    return Span(*(np.concatenate([part[k] for part in parts]) for k in range(2)))
+    sets = [seconds[:, at : at + each] for at in range(0, seconds.shape[1], each)]
+    parts = [span_of(levels, ends_of_actions(levels, part, send_s, transfer), part) for part in sets]
+    return Span(*map(np.concatenate, zip(*((part.makespan_s, part.longest_rank_s) for part in parts), strict=True)))
 
 
 def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: int, work_s: Array) -> Array:
@@ -88,7 +89,9 @@ def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: 
     return found
 
 
-def _spans(levels: _Levels, seconds: Array, ways: Array, transfer: Transfer) -> tuple[Array, Array]:
+def ends_of_actions(levels: Levels, seconds: Array, send_s: Sequence[float], transfer: Transfer) -> Array:
+    """The end of every action by its number, [1 + actions, sets]; the rest as ``simulate_many`` takes it."""
+    ways = np.array([*ways_s(levels.rank_of_stage, send_s), 0.0])
     end = np.zeros((len(levels.seconds) + 1, seconds.shape[1]))
     np.take(seconds, levels.seconds, axis=0, out=end[1:], mode="clip")  # until its turn comes, what an action takes
     free = end  # when the rank can go on after an action
@@ -109,12 +112,22 @@ def _spans(levels: _Levels, seconds: Array, ways: Array, transfer: Transfer) -> 
         if transfer is Transfer.BLOCKING:
             np.add(ends, held[start:stop], out=free[start + 1 : stop + 1])
         start = stop
+    return end
+
+
+def span_of(levels: Levels, end: Array, seconds: Array) -> Span:
+    """The time of all actions; ``end`` as ``ends_of_actions`` finds it."""
     began = end[levels.first] - seconds[levels.seconds[levels.first - 1]]
-    return end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0)
+    return Span(end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0))
+
+
+def levels_of(schedule: ActionLists, num_stages: int) -> Levels:
+    """The actions of a schedule level by level; ValueError as ``simulate_many``."""
+    return _levels(SameSchedule(schedule), num_stages)
 
 
 @lru_cache(maxsize=64)
-def _levels(same: SameSchedule, num_stages: int) -> _Levels:
+def _levels(same: SameSchedule, num_stages: int) -> Levels:
     known = numbered(same, num_stages)
     producers, keys = np.array(known.producers, dtype=np.intp), known.key_of_action
     level = _level_of_keys(known, producers)
@@ -130,7 +143,9 @@ def _levels(same: SameSchedule, num_stages: int) -> _Levels:
     ends = np.cumsum(np.bincount(level[keys]))
     before, producer = number[before_keys][order], number[producers[keys]][order]
     parts = [slice(start, end) for start, end in zip((0, *ends[:-1].tolist()), ends.tolist(), strict=True)]
-    return _Levels(
+    return Levels(
+        number=number[:-1].reshape(3 * num_stages, known.num_microbatches),
+        rank_of_stage=known.rank_of_stage,
         ends=tuple(ends.tolist()),
         before=tuple([before[part] for part in parts]),
         producer=tuple([producer[part] for part in parts]),

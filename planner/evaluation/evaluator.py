@@ -16,6 +16,7 @@ from costmodels.ledger import MemoryLedger, RankMemory
 from costmodels.overlap import exposed_s, message_beside_s
 from costmodels.pipeline import Timeline
 from costmodels.pipeline_many import simulate_many, whole_s
+from costmodels.pipeline_steady import simulate_long
 from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute, recompute_of
 from costmodels.vocabulary.schedules import ScheduleName
@@ -181,9 +182,10 @@ class Evaluator(LayoutUnits):
     def evaluate(self, starts: tuple[int, ...], *, exact: bool = False, makespan_s: float | None = None) -> Evaluated:
         """Simulates the schedule.
 
-        ``exact`` runs every micro-batch, and tells the time that is lost to sending from the bubble. Otherwise the
-        steady part of a long schedule is extrapolated, and the time lost to sending counts as bubble. ``makespan_s``:
-        what comes of that, where it is known.
+        ``exact``: every micro-batch counts as in the simulated schedule, and the time that is lost to sending is told
+        from the bubble. Otherwise the steady part of a long schedule is extrapolated once the busiest rank works
+        without a pause, and the time lost to sending counts as bubble. ``makespan_s``: what comes of that, where it is
+        known.
         """
         times = self._stage_times(starts)
         makespan = self._makespan_s(times, self.send_s, exact=exact) if makespan_s is None else makespan_s
@@ -307,11 +309,13 @@ class Evaluator(LayoutUnits):
         sends = [send_s] * (self.num_stages - 1) if isinstance(send_s, float | int) else send_s
 
         def run(num_microbatches: int, _sets: Positions | None = None) -> Array:
-            schedule = rules.actions(pp, layout.virtual_stages, num_microbatches)
+            shape = pp, layout.virtual_stages, num_microbatches
             if times.exchanges:  # what is left of them differs from action to action
-                span = times.run(schedule, sends, self.transfer)
+                span = times.run(rules.actions(*shape), sends, self.transfer)
+            elif exact:
+                span = simulate_long(rules, shape, times.of_actions, sends, transfer=self.transfer)
             else:
-                span = simulate_many(schedule, times.of_actions, sends, transfer=self.transfer)
+                span = simulate_many(rules.actions(*shape), times.of_actions, sends, transfer=self.transfer)
             return np.atleast_1d(span.longest_rank_s if rules.overlaps_steps else span.makespan_s)
 
         # With all exchanges hidden the busiest rank works no longer.
