@@ -48,7 +48,7 @@ def simulate_long(
     """
     p, v, m = shape
     rounds, seen, a_round = m // p, 2 * STEADY_ROUNDS, rules.microbatches_a_round(p, m)
-    while MOST_SEEN * seen <= rounds:
+    while MOST_SEEN * seen <= rounds and not rules.forwards_first:
         few = p, v, rules.shortened(p, m, seen)
         steady = _steady(rules, few, a_round)
         if steady is not None:
@@ -75,10 +75,9 @@ def _repeated(
     (first, reach), a_round = steady
     end = ends_of_actions(levels, seconds, *sends)
     span = span_of(levels, end, seconds)
-    is_run = levels.number.any(axis=1)
-    now = end[levels.number[is_run, first : first + reach]]
-    later_s = end[levels.number[is_run, first + a_round : first + a_round + reach]] - now
-    most_s, least_s = later_s.max(axis=(0, 1)), later_s.min(axis=(0, 1))
+    now, later = (levels.number[:, start : start + reach] for start in (first, first + a_round))
+    later_s = end[later[now > 0]] - end[now[now > 0]]
+    most_s, least_s = later_s.max(axis=0), later_s.min(axis=0)
     return span, most_s if (most_s - least_s <= _ROUNDING * span.makespan_s).all() else None
 
 

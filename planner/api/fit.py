@@ -204,11 +204,9 @@ def _longest_sequence(question: Question, *, fits: bool) -> int | None:
         beyond = _first_that(shorter, lambda seq_len: not holds(seq_len))
         fitting = [seq_len for seq_len in shorter if beyond is None or seq_len < beyond]
         return max(fitting, default=None)
-    longest = start
-    for _ in range(MOST_DOUBLINGS):
-        if not holds(2 * longest):
-            break
-        longest *= 2
+    doubled = [start << step for step in range(1, MOST_DOUBLINGS + 1)]
+    beyond = _first_that(doubled, lambda seq_len: not holds(seq_len))
+    longest = doubled[-1] if beyond is None else beyond // 2
     part = longest // STEPS_OF_A_DOUBLING
     between = [longest + step * part for step in range(1, STEPS_OF_A_DOUBLING)]
     beyond = _first_that(between, lambda seq_len: not holds(seq_len)) if part else None

@@ -18,7 +18,7 @@ NUM_SMALLEST = 8
 def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:
     """A layout that does not fit, cut evenly, with all recomputed where that is free: about the least that it needs."""
     evaluator = Evaluator(table, layout if layout.recompute else layout._replace(recompute=Recompute.FULL))
-    return evaluator.evaluate(evaluator.even_starts(), exact=True)
+    return evaluator.evaluate(evaluator.even_starts())
 
 
 def smallest(table: CostTable, listed: Columns[Layout], scarcity: Array) -> Layout | None:
