@@ -90,11 +90,12 @@ def _steady(rules: Schedule, shape: tuple[int, int, int], a_round: int) -> _Stea
     differs = np.flatnonzero((followed != followed_there[:, a_round:]).any(axis=(0, 2)))
     since = int(differs.max(initial=-1)) + 1
     reach = int(max(1, -followed[:, since:, 1].min(initial=0)))
-    is_same = np.concatenate([[True], np.zeros(here.number.max(), dtype=np.bool_)])
-    is_same[here.number] = (followed == followed_there[:, :m]).all(axis=-1)
+    is_like = (followed == followed_there[:, :m]).all(axis=-1)
+    is_same = np.ones(1 + here.number.max(), dtype=np.bool_)
+    is_same[here.number[~is_like & (here.number > 0)]] = False
     for start, end, before, producer in zip((0, *here.ends), here.ends, here.before, here.producer, strict=False):
         is_same[start + 1 : end + 1] &= is_same[before] & is_same[producer]
-    until = int(np.append(np.flatnonzero(~is_same[here.number].all(axis=0)), m).min())
+    until = int(np.flatnonzero(~(is_like & is_same[here.number]).all(axis=0)).min(initial=m))
     first = until - a_round - reach
     return _Steady(first, reach) if first >= max(0, since - reach) else None
 

@@ -175,7 +175,7 @@ def _priced(candidate: Candidate, planned: PlannedLayout, risk: float, share: fl
     outcome = search(table, layouts, problem.solver)
     if outcome.best is not None:
         return problem.exactly(outcome.best)
-    return None if outcome.closest is None else problem.exactly(at_its_smallest(table, outcome.closest))
+    return None if outcome.closest is None else at_its_smallest(table, outcome.closest, exact=True)
 
 
 def _priced_with_shares(candidate: Candidate, problem: Problem, table: CostTable) -> Evaluated | None:

@@ -15,10 +15,13 @@ from planner.table.cost_table import CostTable
 NUM_SMALLEST = 8
 
 
-def at_its_smallest(table: CostTable, layout: Layout) -> Evaluated:
-    """A layout that does not fit, cut evenly, with all recomputed where that is free: about the least that it needs."""
+def at_its_smallest(table: CostTable, layout: Layout, *, exact: bool = False) -> Evaluated:
+    """A layout that does not fit, cut evenly, with all recomputed where that is free: about the least that it needs.
+
+    ``exact``: its time too, as ``Evaluator.evaluate`` says.
+    """
     evaluator = Evaluator(table, layout if layout.recompute else layout._replace(recompute=Recompute.FULL))
-    return evaluator.evaluate(evaluator.even_starts())
+    return evaluator.evaluate(evaluator.even_starts(), exact=exact)
 
 
 def smallest(table: CostTable, listed: Columns[Layout], scarcity: Array) -> Layout | None:
