@@ -166,6 +166,13 @@ def _first_that(values: Sequence[int], holds: Callable[[int], bool]) -> int | No
     return values[low] if low < len(values) else None
 
 
+def _last_that(values: Sequence[int], holds: Callable[[int], bool]) -> int | None:
+    """The last of ``values`` for which something holds that then holds for all before it."""
+    place = _first_that(range(len(values)), lambda place: not holds(values[place]))
+    num_holding = len(values) if place is None else place
+    return values[num_holding - 1] if num_holding else None
+
+
 class _SizeKey(NamedTuple):
     micro_batch_size: int
 
@@ -201,13 +208,9 @@ def _longest_sequence(question: Question, *, fits: bool) -> int | None:
         shorter = [start >> step for step in range(MOST_DOUBLINGS, 0, -1) if start >> step >= SHORTEST]
         if not shorter or not holds(shorter[0]):
             return None
-        beyond = _first_that(shorter, lambda seq_len: not holds(seq_len))
-        fitting = [seq_len for seq_len in shorter if beyond is None or seq_len < beyond]
-        return max(fitting, default=None)
+        return _last_that(shorter, holds)
     doubled = [start << step for step in range(1, MOST_DOUBLINGS + 1)]
-    beyond = _first_that(doubled, lambda seq_len: not holds(seq_len))
-    longest = doubled[-1] if beyond is None else beyond // 2
+    longest = _last_that(doubled, holds) or start
     part = longest // STEPS_OF_A_DOUBLING
-    between = [longest + step * part for step in range(1, STEPS_OF_A_DOUBLING)]
-    beyond = _first_that(between, lambda seq_len: not holds(seq_len)) if part else None
-    return between[-1] if beyond is None and part else longest if beyond is None else beyond - part
+    between = [longest + step * part for step in range(1, STEPS_OF_A_DOUBLING)] if part else []
+    return _last_that(between, holds) or longest

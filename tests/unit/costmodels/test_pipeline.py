@@ -179,16 +179,8 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
         simulate((schedule[0], schedule[0]), [1.0] * 2, [1.0] * 2, 0.0)
 
 
-def test_large_pipelines_take_no_longer_an_action_than_small_ones() -> None:
-    """With four times as many actions a step that looks at all of them in each would take 16 times as long."""
-
-    def least_s(num_microbatches: int) -> float:
-        schedule = ScheduleName("1F1B").rules.actions(64, 1, num_microbatches)
-        taken_s: list[float] = []
-        for _ in range(5):
-            begun = time.process_time()
-            simulate(schedule, [1.0] * 64, [2.0] * 64, 0.01)
-            taken_s.append(time.process_time() - begun)
-        return min(taken_s)
-
-    assert least_s(512) < 10 * least_s(128)
+def test_large_pipelines_are_quick() -> None:
+    schedule = ScheduleName("1F1B").rules.actions(64, 1, 512)
+    begun = time.process_time()
+    simulate(schedule, [1.0] * 64, [2.0] * 64, 0.01)
+    assert time.process_time() - begun < 0.5

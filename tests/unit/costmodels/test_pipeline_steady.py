@@ -7,13 +7,13 @@ from costmodels import pipeline_steady
 from costmodels.pipeline_many import simulate_many
 from costmodels.pipeline_steady import simulate_long
 from costmodels.vocabulary.action import ActionLists, Transfer
-from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
+from costmodels.vocabulary.schedules import ScheduleName
 
 SHAPES = [(2, 1, 99), (3, 1, 130), (4, 1, 163), (2, 2, 96), (3, 2, 120), (4, 2, 174), (4, 3, 240), (8, 2, 416)]
 
 
 @pytest.fixture
-def longest_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The micro-batches of every schedule that is simulated whole."""
     found: list[int] = []
 
@@ -27,7 +27,7 @@ def longest_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize("transfer", Transfer)
-def test_as_the_whole_schedule(name: ScheduleName, transfer: Transfer, longest_run: list[int]) -> None:
+def test_as_the_whole_schedule(name: ScheduleName, transfer: Transfer, whole_runs: list[int]) -> None:
     """Stages alike, nearly alike and unlike, with short and long sends."""
     rng, tried = np.random.default_rng(7), 0
     for p, v, m in SHAPES:
@@ -39,19 +39,19 @@ def test_as_the_whole_schedule(name: ScheduleName, transfer: Transfer, longest_r
             backward, sends = 2 * forward, (send_s * rng.random(p * v - 1)).tolist()
             weight = backward * rng.random()
             seconds = np.concatenate([forward, backward, backward - weight, weight])[:, None]
-            long = simulate_long(SCHEDULES[name], (p, v, m), seconds, sends, transfer=transfer)
+            long = simulate_long(name.rules, (p, v, m), seconds, sends, transfer=transfer)
             whole = simulate_many(name.rules.actions(p, v, m), seconds, sends, transfer=transfer)
             assert long.makespan_s == pytest.approx(whole.makespan_s, rel=1e-10)
             assert long.longest_rank_s == pytest.approx(whole.longest_rank_s, rel=1e-10)
     assert tried > 0
-    num_found = tried - len(longest_run)
+    num_found = tried - len(whole_runs)
     assert num_found == 0 if name.rules.forwards_first else num_found > tried / 2
 
 
-def test_a_hundred_thousand_rounds_are_told_from_few(longest_run: list[int]) -> None:
+def test_a_hundred_thousand_rounds_are_told_from_few(whole_runs: list[int]) -> None:
     """Equal stages and free sends: (m + p - 1) (f + b)."""
     p, m = 4, 400_000
     seconds = np.repeat([1.0, 2.0, 2.0, 0.0], p)[:, None]
-    long = simulate_long(SCHEDULES[ScheduleName.ONE_F_ONE_B], (p, 1, m), seconds, [0.0] * (p - 1))
+    long = simulate_long(ScheduleName.ONE_F_ONE_B.rules, (p, 1, m), seconds, [0.0] * (p - 1))
     assert long.makespan_s[0] == pytest.approx((m + p - 1) * 3.0, rel=1e-12)
-    assert not longest_run
+    assert not whole_runs

@@ -29,6 +29,6 @@ def test_tensors_get_the_memory_that_others_freed():
         return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
     # Two of many processes cleared one of the two in every round, perhaps as their heap had no room to grow: of three
-    # processes one keeps both, and one that does not ask for it does not.
-    without = faults("default")
+    # processes one keeps both, and none that does not ask for it.
+    without = min(faults("default") for _ in range(3))
     assert any(faults("keep") * 10 < without for _ in range(3))
