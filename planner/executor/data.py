@@ -104,7 +104,8 @@ def open_data(
     if vocab_size is not None and data.tokens.dtype == torch.uint8 and _are_bytes(data, path, vocab_size):
         raise PlanError(
             f"the data are byte-level tokens (0 to 255), but the model's vocabulary has {vocab_size} entries",
-            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}, or name a file of tokens",
+            hint=f"train a model with a vocabulary of at least {NUM_BYTE_TOKENS}, or name a file of tokens; a model "
+            "that takes more tokens than its embedding has rows says how many in its attribute vocab_size",
         )
     return data
 

@@ -5,7 +5,7 @@ hooks on tensors, autocast, Python's random numbers and what the code keeps in i
 """
 
 # pyright: reportPrivateUsage=false
-# torch has no public name for what tells whether two tensors lie in the same memory.
+# torch has no public name for what tells whether two tensors lie in the same memory, and for a module's hooks.
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Watch:
         self._autocast = _autocast()
         self._drawn = _drawn()
         self._reasons: dict[str, None] = {}
+        if any(module._backward_hooks or module._backward_pre_hooks for module in self._modules):
+            self._say("hooks gradients of modules")
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
 The model runs once on the meta device for the kinds of its outputs; these are filled with random numbers, and the loss
 is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
 up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
-the other, so that ignoring any of them shows; then some of one half's labels are -100. Other labels and inputs that may
-be special to the loss, such as that of padding, are the numbers that it hands to torch: each stands in one half alone.
-What a model returns of a batch as a whole, such as a balance loss, is another number in each half: nobody knows how it
-adds up.
+the other, so that ignoring any of them shows; then some of one half's labels are -100. What is a mean over sequences
+without these alone is trained on batches without them. Other labels and inputs that may be special to the loss, such as
+that of padding, are the numbers that it hands to torch: each stands in one half alone. What a model returns of a batch
+as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from planner.errors import InputError
 from planner.executor.data import NUM_BYTE_TOKENS
 from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, tensors_in, twin
 from planner.models.inputs import LABELS, call_model
@@ -35,11 +37,12 @@ NUM_SAMPLES = 8  # of models without tokens: their labels, where they have any, 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A loss on a whole batch and on its halves, with the halves' labels that are not ignored."""
+    """A loss on a whole batch and on its halves, with the number of labels of each that are not ignored."""
 
     whole: float
     halves: tuple[float, float]
     counts: tuple[int, int]
+    later_counts: tuple[int, int]  # without the first of each sequence
 
     def is_sum(self) -> bool:
         """Whether the whole is the sum of the halves."""
@@ -77,7 +80,8 @@ def recognised(
     except Exception:  # whatever a user's model and loss raise at what is made up
         return loss
     masked = labels.clone()
-    masked.view(size, -1)[: size // 2 : 2, : max(1, length // 4)] = IGNORED
+    masked.view(size, -1)[: size // 2 : 2, : max(2, length // 4)] = IGNORED
+    masked.view(size, -1)[1 : size // 2 : 2, 0] = IGNORED  # which losses that shift labels do not see
     ignoring: list[_Trial] = []
     with contextlib.suppress(Exception):  # a loss that does not know -100 will not be given any
         ignoring = [trial for trial in (_trial(loss, output, batch, masked),) if math.isfinite(trial.whole)]
@@ -94,6 +98,10 @@ def _read(loss: TrainingLoss, plain: list[_Trial], ignoring: list[_Trial]) -> Tr
         return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=_num_sequences)
     if plain and ignoring and all(trial.is_mean(trial.counts) for trial in trials):
         return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=num_targets)
+    if plain and ignoring and all(trial.is_mean(trial.later_counts) for trial in trials):
+        return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=_num_later_targets)
+    if plain and all(trial.is_mean((1, 1)) for trial in plain):
+        return dataclasses.replace(loss, reduction=Reduction.MEAN, weight=_num_whole_sequences)
     return loss
 
 
@@ -148,9 +156,12 @@ def _trial(loss: TrainingLoss, output: _Output, batch: Inputs, labels: torch.Ten
         return float(found)
 
     halves = slice(0, size // 2), slice(size // 2, size)
-    first, second = (int(num_targets({"labels": labels[half]})) for half in halves)
+    (first, later), (second, later_second) = (
+        [int(count({LABELS: labels[half]})) for count in (num_targets, _num_later_targets)] for half in halves
+    )
     with torch.no_grad():
-        return _Trial(value(slice(0, size)), (value(halves[0]), value(halves[1])), (first, second))
+        values = value(halves[0]), value(halves[1])
+        return _Trial(value(slice(0, size)), values, (first, second), (later, later_second))
 
 
 def _labels(size: int, length: int) -> torch.Tensor:
@@ -219,6 +230,26 @@ def _length(leaf: object) -> int:
 def _num_sequences(batch: Batch) -> float:
     values = batch.values() if isinstance(batch, dict) else batch
     return float(len(next(iter(values))))
+
+
+def _num_later_targets(batch: Batch) -> torch.Tensor:
+    """Of a loss that holds each label against the output before it: the first of a sequence is nobody's."""
+    assert isinstance(batch, dict)
+    labels = batch[LABELS]
+    return num_targets({LABELS: labels[:, 1:] if labels.ndim > 1 else labels})
+
+
+def _num_whole_sequences(batch: Batch) -> float:
+    """Of a loss that is a mean over sequences as long as no label is ignored, such as one of labels and of logits."""
+    labels = batch.get(LABELS) if isinstance(batch, dict) else None
+    if labels is not None and not isinstance(labels, FakeTensor) and bool((labels == IGNORED).any()):
+        raise InputError(
+            f"the batch has labels that are {IGNORED}, and with them what loss_fn returns of a part of a batch is "
+            "neither a mean over sequences nor one over the other labels: how the parts add up is not known",
+            hint="define loss_weight(batch), the number of terms that the loss of batch is the mean of, or let loss_fn "
+            "return (sum of terms, number of terms)",
+        )
+    return _num_sequences(batch)
 
 
 def _equal(one: float, other: float) -> bool:

@@ -27,7 +27,7 @@ from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of,
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
 from planner.executor.ranks import say
-from planner.executor.recompute import Surroundings, apply_recompute
+from planner.executor.recompute import Surroundings, apply_recompute, repeated_in
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import check_buffers, check_names, check_parameters, statistics_note
 from planner.executor.sharded_parameters import ShardedParameters
@@ -227,8 +227,8 @@ def parallelize(
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))
     roots = {index: stage_root(module, programs[index], device_of(mesh)) if programs else module for index in mine}
     separate_ties(ties, roots)
-    where, ways = (plan, mesh, backend), (experts, surroundings)
-    divided = {index: _divide(root, where, chosen, units, ways) for index, root in roots.items()}
+    where = plan, mesh, backend
+    divided = {index: _divide(root, where, chosen, units, experts) for index, root in roots.items()}
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
     loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
@@ -261,17 +261,17 @@ def _divide(
     where: tuple[Plan, DeviceMesh, str | None],
     chosen: Mapping[str, Placement],
     units: ShardingUnits,
-    ways: tuple[Experts | None, Surroundings],
+    experts: Experts | None,
 ) -> DataParallel:
     """Makes of one stage's part of the model, or the whole, what this rank holds of it."""
-    (plan, mesh, backend), (experts, surroundings) = where, ways
+    plan, mesh, backend = where
     if experts is not None:
         experts.shard(root, chosen)
     if plan.mesh.tp > 1:
         apply_tensor_parallel(root, chosen, plan.placements.tp, mesh[MeshAxis.TP.value])
     if backend is not None:
         apply_compile(root, plan, backend)
-    apply_recompute(root, plan.recompute, surroundings, plan.offloaded_activations)
+    apply_recompute(root, plan.recompute, plan.offloaded_activations)
     if keeps_whole(plan):
         group = replicas(mesh)
         group_of = (lambda _: group) if experts is None else functools.partial(experts.replicas, group)
@@ -359,11 +359,13 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
 
 @contextlib.contextmanager
 def _within(*ways: Context | Experts | None) -> Generator[None]:
-    """Where a model's forward runs."""
+    """Where a model's forward runs, and is repeated."""
     with contextlib.ExitStack() as stack:
         for way in ways:
             if way is not None:
                 stack.enter_context(way.mode())
+        if any(ways):
+            stack.enter_context(repeated_in(functools.partial(_within, *ways)))
         yield
 
 

@@ -4,18 +4,20 @@ What is kept stays on the device or lies in host memory.
 """
 
 # pyright: reportPrivateUsage=false
-# torch has no public name for what selective checkpointing keeps.
+# torch has no public name for what selective checkpointing keeps, nor a way to say where a checkpoint repeats.
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TypeAlias
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -41,17 +43,11 @@ _Context: TypeAlias = contextlib.AbstractContextManager[None]
 Surroundings: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-def apply_recompute(
-    module: nn.Module,
-    rules: Sequence[RecomputeRule],
-    surroundings: Surroundings = contextlib.nullcontext,
-    on_host: Sequence[str] = (),
-) -> None:
+def apply_recompute(module: nn.Module, rules: Sequence[RecomputeRule], on_host: Sequence[str] = ()) -> None:
     """Wraps the forward of every module that ``rules`` or ``on_host`` name. Call before FSDP wraps the modules.
 
     A forward that is replaced in place keeps every FQN. Modules of other pipeline stages, absent
-    here, are skipped. ``surroundings`` is entered for each pass, for backward repeats it outside of
-    what the first was in. ``on_host``: modules that keep what they do not recompute in host memory.
+    here, are skipped. ``on_host``: modules that keep what they do not recompute in host memory.
     """
     modules = dict(module.named_modules())
     modes: dict[str, Recompute] = {}
@@ -67,7 +63,7 @@ def apply_recompute(
         if mode is Recompute.SELECTIVE and _adds_in_place(target):
             mode = Recompute.FULL
         if mode is not Recompute.NONE:
-            target.forward = _checkpointed(_inside(target.forward, surroundings), mode, leaves=leaves)
+            target.forward = _checkpointed(target.forward, mode, leaves=leaves)
         if leaves:
             target.forward = kept_on_host(target.forward, target)
 
@@ -80,13 +76,35 @@ def _adds_in_place(module: nn.Module) -> bool:
     return not torch.cuda.is_available() and any(isinstance(each, nn.RNNBase) for each in module.modules())
 
 
-def _inside(forward: Callable[..., object], surroundings: Surroundings) -> Callable[..., object]:
-    @functools.wraps(forward)
-    def run(*args: object, **kwargs: object) -> object:
-        with surroundings():
-            return forward(*args, **kwargs)
+@contextlib.contextmanager
+def repeated_in(surroundings: Surroundings) -> Generator[None]:
+    """Inside, torch's checkpoints, the user's own among them, are made so that they repeat in ``surroundings``.
 
-    return run
+    A backward pass repeats a forward outside of what the first was in: in another place a model computes another thing.
+    """
+    frame, function = checkpointing._CheckpointFrame, checkpointing.CheckpointFunction
+
+    def not_reentrant(repeat: Callable[..., object], *settings: Any) -> object:
+        return frame(_inside(repeat, surroundings), *settings)
+
+    def reentrant(run: Callable[..., object], *values: object) -> object:
+        return function.apply(_inside(run, surroundings), *values)
+
+    setattr(checkpointing, "_CheckpointFrame", not_reentrant)  # noqa: B010
+    setattr(checkpointing, "CheckpointFunction", SimpleNamespace(apply=reentrant))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(checkpointing, "_CheckpointFrame", frame)  # noqa: B010
+        setattr(checkpointing, "CheckpointFunction", function)  # noqa: B010
+
+
+def _inside(run: Callable[..., object], surroundings: Surroundings) -> Callable[..., object]:
+    def call(*args: object, **kwargs: object) -> object:
+        with surroundings():
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _checkpointed(forward: Callable[..., object], mode: Recompute, *, leaves: bool) -> Callable[..., object]:

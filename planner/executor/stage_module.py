@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,8 +52,12 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     shell = copy.copy(module)
     # nn.Module has no public way to copy one without what it holds. Hooks above all must be the shell's own: several
     # stages of a rank are shells of one module, and what FSDP hooks to one must not run, and reshard, for another.
-    own = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
-    state = {name: copy.copy(vars(module)[name]) for name in own}
+    # The recording has what the user hooked to its forward pass.
+    empty = {name: value for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
+    kept = {name for name in empty if not name.startswith("_forward")}
+    state: dict[str, Any] = {
+        name: copy.copy(vars(module)[name]) if name in kept else value for name, value in empty.items()
+    }
     state |= {"_parameters": {}, "_buffers": {}, "_modules": {}}
     for kind in ("_parameters", "_buffers"):
         held: dict[str, object] = getattr(module, kind)

@@ -11,7 +11,7 @@ buffers, and for pipelines what ``executor.glue`` sees. An own autograd function
 """
 
 # pyright: reportPrivateUsage=false
-# torch.compiler has no public way to say to a model that it is being recorded.
+# torch.compiler has no public way to say to a model that it is being recorded, nor a module a public name for its call.
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
 from planner.errors import PlanError
 from planner.executor.glue import Aliases, Draws, Watch, Writing
@@ -229,7 +230,8 @@ def _trace(
     watch = Watch(target for fqn, target in modules.items() if not any(inside(fqn, outer) for outer in opaque))
     recorder = _Recorder(twin, moved, device, watch)
     for fqn, target in modules.items():
-        if fqn in opaque:
+        if fqn in opaque:  # a call with its hooks, which a replay runs as well
+            target._compiled_call_impl = _opaque_call(recorder, fqn, target._call_impl)
             target.forward = _opaque_call(recorder, fqn, target.forward)
     with device, _own_functions_as_calls(recorder), recorder.draws, recorder:
         output = call(twin, moved)
@@ -375,6 +377,8 @@ def _own_functions_as_calls(recorder: _Recorder) -> Generator[None]:
 
         if recorder.is_paused:
             return run()
+        if cls is CheckpointFunction:
+            return _checkpointed(*args)  # pyright: ignore[reportArgumentType]
         result = recorder.call_paused(run)
         recorder.record(_Applied(cls), "", args, kwargs, result)
         return result
@@ -384,6 +388,15 @@ def _own_functions_as_calls(recorder: _Recorder) -> Generator[None]:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
+
+
+def _checkpointed(function: Function, _: object, *args: object) -> object:
+    """What torch's reentrant checkpoint computes, recorded as what it runs: the plan says what is recomputed.
+
+    Nothing in it has gradients where no argument has.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))):
+        return function(*args)
 
 
 @dataclass(frozen=True)
@@ -398,6 +411,8 @@ class _Applied:
 
 def _opaque_call(recorder: _Recorder, fqn: str, forward: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
+        if recorder.is_paused:
+            return forward(*args, **kwargs)
         result = recorder.call_paused(lambda: forward(*args, **kwargs))
         recorder.record(None, fqn, args, kwargs, result)
         return result

@@ -104,7 +104,7 @@ class PythonModel:
             loss_fn=None if loss is None else _loss_of_whole(given.loss(loss)),
             training_loss=None if loss is None else given.loss(loss),
             seq_len=given.seq_len,
-            vocab_size=_vocab_size(model) if inputs is None else None,
+            vocab_size=_vocab_size(model),
         )
 
 
@@ -377,6 +377,7 @@ def _named_size(model: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _vocab_size(model: nn.Module) -> int | None:
+    """What the model says, or its largest embedding; None where it has none."""
     named = _named_size(model, ("vocab_size",))
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     return named or (max(sizes) if sizes else None)

@@ -183,6 +183,7 @@ CASES = {
     "pp2-dp2-looked-at-on-one-rank": Case("gpt-looked-at", _PP2_DP2, 1, micro_batch_size=4),
     "pp2-dp2-misdeclared-on-one-stage": Case("gpt-misdeclared", _PP2_DP2, 3, micro_batch_size=4),
     "pp2-dp2-full-recompute": Case("gpt-tied", _PP2_DP2, 1, recompute=Recompute.FULL, micro_batch_size=2),
+    "pp2-dp2-hooked": Case("gpt-hooked", _PP2_DP2, 1, micro_batch_size=4),
     "pp2-dp2-unusual": Case("unusual", _PP2_DP2, 1, micro_batch_size=2),
     "dp4-zero3-routed": Case("routed", _DP4, 3),
     "tp2-dp2-routed": Case("routed", _DP2_TP2, 1, micro_batch_size=4),
@@ -218,6 +219,13 @@ CASES = {
     "cp2-dp2-ring-gpt-modes": Case("gpt", _CP2_DP2, 1, cp_method=_RING, block_modes=_MODES, micro_batch_size=4),
     "cp2-tp2-ring-llama-sp": Case("llama", _CP2_TP2, 1, sequence_parallel=True, cp_method=_RING, micro_batch_size=4),
     "cp2-tp2-gather-gpt-selective": Case("gpt", _CP2_TP2, recompute=Recompute.SELECTIVE, micro_batch_size=8),
+    "cp2-dp2-ring-llama-checkpointing": Case("llama-checkpointing", _CP2_DP2, 1, cp_method=_RING, micro_batch_size=4),
+    "cp2-dp2-ep2-mixture-checkpointing": Case(
+        "mixture-checkpointing", MeshSection(dp_shard=2, cp=2, ep=2), 1, micro_batch_size=4
+    ),
+    "pp2-cp2-llama-checkpointing-full": Case(
+        "llama-checkpointing", _PP2_CP2, recompute=Recompute.FULL, micro_batch_size=4
+    ),
     "pp2-cp2-gather-llama-zero3": Case("llama", _PP2_CP2, 3, micro_batch_size=4),
     "pp2-cp2-heads-gpt-tied": Case("gpt-tied", _PP2_CP2, 1, cp_method=_HEADS, micro_batch_size=4),
     "pp2-cp2-ring-zero-bubble": Case("llama", _PP2_CP2, 1, _ZERO_BUBBLE, 2, cp_method=_RING, micro_batch_size=4),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
@@ -175,6 +177,33 @@ def _looked_at() -> nn.Module:
     return model
 
 
+def _checkpointing(model: nn.Module, *, use_reentrant: bool) -> nn.Module:
+    """``model``, whose own code repeats its blocks in the backward pass."""
+    for index in range(NUM_LAYERS):
+        block = model.get_submodule(f"layers.{index}")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    return model
+
+
+def _hooked() -> nn.Module:
+    """What its hooks do before a block, behind another and at its ends is a part of it."""
+
+    def halved(_: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * 0.5
+
+    def backwards(
+        _: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        return tuple(value.flip(1) for value in args), {name: value.flip(1) for name, value in kwargs.items()}
+
+    model = build_family(_config("gpt", tied=False))
+    model.get_submodule("layers.1").register_forward_pre_hook(lambda _, args: (args[0] + 1.0, *args[1:]))
+    model.get_submodule("layers.2").register_forward_hook(halved)
+    model.register_forward_pre_hook(backwards, with_kwargs=True)
+    model.register_forward_hook(halved)
+    return model
+
+
 def _entries(
     column: dict[str, bool], row: dict[str, bool], embedding: str, norms: tuple[str, ...], *, sequence_parallel: bool
 ) -> list[ModulePlacement]:
@@ -274,9 +303,22 @@ MODELS = {
     "gpt-dropout": _family("gpt", tied=False, dropout=0.5),
     "gpt-looked-at": replace(_family("gpt", tied=False), build=_looked_at),
     "gpt-misdeclared": replace(_family("gpt", tied=False), build=_misdeclared),
+    "gpt-hooked": replace(_family("gpt", tied=False), build=_hooked),
     "llama": _family("llama", tied=False),
+    "llama-checkpointing": replace(
+        _family("llama", tied=False),
+        build=lambda: _checkpointing(build_family(_config("llama", tied=False)), use_reentrant=False),
+    ),
     "mixture": ToyModel(
         lambda: build_family(MIXTURE), ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS
+    ),
+    "mixture-checkpointing": ToyModel(
+        lambda: _checkpointing(build_family(MIXTURE), use_reentrant=True),
+        ("embedding",),
+        _layers(""),
+        ("norm", "head"),
+        _mixture_placements,
+        EXPERTS,
     ),
     "mixture-starved": ToyModel(_starved, ("embedding",), _layers(""), ("norm", "head"), _mixture_placements, EXPERTS),
     "mixtral": ToyModel(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from planner.errors import ModelError
+from planner.errors import InputError, ModelError
 from planner.executor.loss import check_reduction
 from planner.executor.loss_probe import recognised
 from planner.model_file import load_model, resolve_model
@@ -64,6 +64,35 @@ def test_a_mean_over_sequences_weighs_them_alike() -> None:
     assert loss.reduction is Reduction.MEAN
     assert loss.weight is not None
     assert loss.weight({"labels": torch.tensor([[1, -100], [2, 3]])}) == 2
+
+
+def of_later_labels(output: Batch, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(output["logits"][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("seq_len", [2, 4, SEQ_LEN])
+def test_labels_that_a_loss_shifts_are_counted_as_it_does(seq_len: int) -> None:
+    """Each is held against the output before it, as Hugging Face's models do: it could not be trained in parts."""
+    loss = recognised(TrainingLoss(of_later_labels), Toy(), tokens, seq_len)  # pyright: ignore[reportArgumentType]
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    batch = {"labels": torch.tensor([[1, -100, 2], [-100, 3, 4]])}
+    assert int(loss.weight(batch)) == 3
+    parts = [{"labels": batch["labels"][row : row + 1]} for row in range(2)]
+    outputs = [{"logits": torch.randn(1, 3, VOCAB)} for _ in parts]
+    whole = of_later_labels({"logits": torch.cat([each["logits"] for each in outputs])}, batch)
+    weighed = [of_later_labels(out, part) * loss.weight(part) for out, part in zip(outputs, parts, strict=True)]
+    torch.testing.assert_close(torch.stack(weighed).sum() / 3, whole)
+
+
+def test_a_mean_that_ignored_labels_would_change_is_one_without_them() -> None:
+    """As with a penalty on logits at all positions: it could not be trained in parts at all."""
+    loss = find(lambda output, batch: cross_entropy(output, batch) + output["logits"].logsumexp(-1).square().mean())
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    assert loss.weight({"labels": torch.tensor([[1, 0], [2, 3]])}) == 2
+    with pytest.raises(InputError, match="labels that are -100"):
+        loss.weight({"labels": torch.tensor([[1, -100], [2, 3]])})
 
 
 def test_a_pair_counts_for_itself() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from costmodels.vocabulary.choices import Recompute
-from planner.executor.recompute import apply_recompute
+from planner.executor.recompute import apply_recompute, repeated_in
 from planner.model_file import load_model, resolve_model
 from planner.models.inputs import call_model, training_batch
 from planner.operators.products import PRODUCTS
@@ -209,3 +211,30 @@ def test_each_block_recomputes_as_its_rule_says() -> None:
     for rule in rules:  # and nothing but the rule's own modules is wrapped
         for name in rule.modules:
             assert ("forward" in vars(mixed.get_submodule(name))) is (rule.mode is not Recompute.NONE)
+
+
+class Halving(TorchFunctionMode):
+    """Where it is on, ``tanh`` is half as much: once, however often it is entered, as those of the executor do."""
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        if func is not torch.tanh:
+            return func(*args)
+        with torch._C.DisableTorchFunction():
+            return func(*args) / 2  # pyright: ignore[reportOperatorIssue]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_the_users_repeats_where_it_ran(*, use_reentrant: bool) -> None:
+    """What it repeated lay outside, so that context-parallel ranks attended to their own tokens alone."""
+    x = torch.linspace(-1, 1, 5, requires_grad=True)
+    with Halving(), repeated_in(Halving):
+        y = checkpoint(lambda x: torch.exp(torch.tanh(x)), x, use_reentrant=use_reentrant)
+    assert isinstance(y, torch.Tensor)
+    y.sum().backward()
+    halved = torch.exp(torch.tanh(x) / 2)
+    torch.testing.assert_close(y, halved)
+    torch.testing.assert_close(x.grad, torch.autograd.grad(halved.sum(), x)[0])
+    plain = checkpoint(torch.tanh, x, use_reentrant=use_reentrant)  # what torch has is back in its place
+    torch.testing.assert_close(plain, torch.tanh(x))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlanError
 from planner.executor.evaluated import call_evaluated, in_both_modes
@@ -129,6 +130,8 @@ class Doing(Between):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.count, self.longest = 0, 0
+        if kind == "backward hook":
+            self.register_full_backward_hook(lambda module, before, behind: None)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.first(self.embedding(input_ids))
@@ -170,6 +173,7 @@ class Doing(Between):
         ("python", "draws random numbers of Python or NumPy"),
         ("numpy", "draws random numbers of Python or NumPy"),
         ("hook", "hooks gradients of tensors"),
+        ("backward hook", "hooks gradients of modules"),
         ("count", "changes Doing.count of its modules"),
         ("autocast", "changes autocast"),
         ("view", "writes into a tensor and then reads another one that lies in the same memory"),
@@ -197,6 +201,54 @@ def test_what_is_written_into_a_tensor_is_replayed() -> None:
     sent = first((), {"input_ids": tokens})
     found = second(sent, {"input_ids": tokens})
     torch.testing.assert_close(found, module(tokens))
+
+
+def on_stages(module: nn.Module) -> object:
+    """What two stages make of ``IDS``."""
+    programs = split_trace(module, traced(module, STAGES, real=False), STAGES)
+    first, second = (stage_root(module, program, CPU) for program in programs)
+    return second(first((), IDS), IDS)
+
+
+def test_hooks_run_once() -> None:
+    """Those of a pipelined module were recorded as well as run, and those of the model ran on every stage."""
+
+    def halved(_: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * 0.5
+
+    module = Between("")
+    module.first.register_forward_pre_hook(lambda _, args: (args[0] + 1.0,))
+    module.second.register_forward_hook(halved)
+    module.register_forward_hook(halved)
+    torch.testing.assert_close(on_stages(module), module(**IDS))
+
+
+class Checkpointing(Between):
+    """Checkpoints what lies on both sides of a stage's border, and something without gradients."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scale = checkpoint(self.first, torch.ones(8, device=input_ids.device), use_reentrant=self.kind == "reentrant")
+        assert isinstance(scale, torch.Tensor)
+        self.scale_has_gradient = scale.requires_grad
+        x = checkpoint(lambda x: self.second(self.first(x)), self.embedding(input_ids),
+                       use_reentrant=self.kind == "reentrant")  # fmt: skip
+        assert isinstance(x, torch.Tensor)
+        return x * scale
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_what_a_checkpoint_runs_is_recorded(kind: str) -> None:
+    """A reentrant one was one call of the model that had been recorded, which has no values."""
+    module = Checkpointing(kind)
+    expected, found = module(**IDS), on_stages(module)
+    assert module.scale_has_gradient == (kind != "reentrant")
+    torch.testing.assert_close(found, expected)
+    assert isinstance(found, torch.Tensor)
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(found.sum(), parameters)
+    expected.sum().backward()  # torch's reentrant checkpoints know no other way
+    torch.testing.assert_close(gradients, tuple(parameter.grad for parameter in parameters))
 
 
 def test_an_own_autograd_function_is_one_call() -> None:
