@@ -6,6 +6,9 @@ frees. FSDP makes that copy also where the shard is already whole.
 
 Offloaded states: the shards, their gradients and what the optimiser keeps of them lie in host memory, where the
 optimiser runs. A shard goes up whenever its unit is gathered, and its gradient comes down whenever it is reduced.
+
+A parameter without dimensions, such as CLIP's scale of logits, cannot be divided: it stays whole on the device, and
+its gradient is averaged at the end of a step.
 """
 
 # pyright: reportPrivateUsage=false
@@ -19,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -27,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from costmodels.vocabulary.choices import Offload
 from planner.executor.data_parallel import DataParallel, ShardingUnits
 from planner.executor.mesh import compute_dtype, data_mesh, device_of
+from planner.executor.whole_parameters import settled_gradient
 from planner.plan.schema import Plan
 
 Placements = Callable[[nn.Parameter], ShardPlacementResult | None]
@@ -49,6 +54,7 @@ class ShardedParameters(DataParallel):
         super().__init__(root, device_of(mesh))
         self._zero_stage, self._is_pipelined = plan.zero_stage, plan.mesh.pp > 1
         options = _options(mesh, plan, placements)
+        options["ignored_params"] = set(_numbers(root))
         targets = {fqn: unit for fqn, unit in root.named_modules() if fqn in set(units.fqns)}
         kept_in_root = _tied_parameters(root)
         kept_in_root |= {p for fqn, p in root.named_parameters(remove_duplicate=False) if fqn in units.shared}
@@ -61,6 +67,9 @@ class ShardedParameters(DataParallel):
         self._watched: set[Any] = set()
         self._reached: set[Any] = set()
         _leave_meta(root, self.device if plan.offload is Offload.NONE else torch.device("cpu"))
+        for number in _numbers(root):
+            number.data = number.data.to(self.device)
+        self._ranks = [group for group in data_mesh(mesh, plan.zero_stage).get_all_groups() if group.size() > 1]
 
     def prepare_backward(self, *, last: bool) -> None:
         """Sets FSDP's switches.
@@ -91,6 +100,20 @@ class ShardedParameters(DataParallel):
         every = {each.sharded_param: each for group in self._groups() for each in group.fsdp_params}
         self.unreached = frozenset(parameter for parameter, each in every.items() if each not in self._reached)
         self._reached.clear()
+        self._average_numbers()
+
+    @torch.no_grad()
+    def _average_numbers(self) -> None:
+        numbers = [number for number in _numbers(self.root) if number.requires_grad]
+        self.unreached |= {number for number in numbers if number.grad is None}
+        if not numbers:
+            return
+        gradients = [settled_gradient(number) for number in numbers]
+        average = torch.stack(gradients)
+        for group in self._ranks:
+            dist.all_reduce(average.div_(group.size()), group=group)
+        for gradient, value in zip(gradients, average.unbind(), strict=True):
+            gradient.copy_(value)
 
     def finish_forward(self) -> None:
         """Frees what is still gathered."""
@@ -132,6 +155,11 @@ def _options(mesh: DeviceMesh, plan: Plan, placements: Placements | None) -> dic
     if plan.offload is not Offload.NONE:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return {**options, "reshard_after_forward": plan.zero_stage == 3, "shard_placement_fn": placements}
+
+
+def _numbers(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters without dimensions."""
+    return [parameter for parameter in root.parameters() if parameter.ndim == 0]
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

@@ -111,7 +111,7 @@ class WholeParameters(DataParallel):
             bucket = self._buckets[self._next]
             bucket.is_reduced, self._next = True, self._next + 1
             self._zeros += [parameter for parameter in bucket.trained if parameter.grad is None]
-            gradients = [_settled(parameter) for parameter in bucket.trained]
+            gradients = [settled_gradient(parameter) for parameter in bucket.trained]
             if bucket.group.size() > 1 and gradients:
                 for gradient in gradients:
                     gradient.div_(bucket.group.size())
@@ -119,7 +119,7 @@ class WholeParameters(DataParallel):
                 self._under_way += gradients
 
 
-def _settled(parameter: nn.Parameter) -> torch.Tensor:
+def settled_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of the gradient, contiguous: zero where there was none, and placed as the parameter is."""
     gradient = parameter.grad
     if gradient is None:

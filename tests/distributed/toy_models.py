@@ -93,10 +93,14 @@ class Unusual(nn.Module):
         super().__init__()
         self.backbone = Backbone()
         self.bias = nn.Parameter(torch.zeros(VOCAB))
+        self.scale = nn.Parameter(torch.tensor(0.5))  # without dimensions
 
     def forward(self, input_ids: torch.Tensor) -> Output:
         hidden = self.backbone(input_ids)
-        return Output(logits=F.linear(hidden, self.backbone.embed.weight, self.bias), hidden=hidden)
+        return Output(
+            logits=self.scale * F.linear(hidden, self.backbone.embed.weight, self.bias),
+            hidden=hidden,
+        )
 
 
 def _config(family: str, *, tied: bool, dropout: float = 0.0) -> FamilyConfig:
