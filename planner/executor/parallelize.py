@@ -32,7 +32,7 @@ from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import check_buffers, check_names, check_parameters, statistics_note
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
-from planner.executor.stage_module import LossParallel, LossTask, StageModule, stage_root
+from planner.executor.stage_module import StageModule, stage_root
 from planner.executor.stage_split import (
     StageProgram,
     TiedParameter,
@@ -74,7 +74,6 @@ class ParallelModel:
     ties: tuple[TiedGradient, ...]
     plan: Plan
     loss: LossOfParts
-    loss_parallel: LossParallel
     has_loss: bool  # this rank computes the loss
     input_name: str  # of the token ids
     context: Context | None  # where ranks share sequences
@@ -95,7 +94,7 @@ class ParallelModel:
         whole, before = self._scaled(batch), self._set_aside()
         kept = {parameter for tie in self.ties for parameter in tie.parameters}  # of which other stages hold copies
         kept |= {parameter for parameter in self.parameters() if parameter.grad is not None}
-        with tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
+        with tensor_parallel_context(self.plan.mesh.tp > 1):
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
             for stage in self.stages:
                 stage.data.finish_step()
@@ -143,7 +142,7 @@ class ParallelModel:
                 parameter.grad = None
             return share
         whole = self._scaled(batch)
-        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), self.loss_parallel.step():
+        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1):
             losses = [self.stages[0](**part) for part in self._parts(whole)]
         share = self.loss.finish(losses, self.parameters())
         self.stages[0].data.finish_forward()
@@ -230,11 +229,10 @@ def parallelize(
     where = plan, mesh, backend
     divided = {index: _divide(root, where, chosen, units, experts) for index, root in roots.items()}
     parts = LossOfParts(training_loss, mesh, plan.pipeline.num_microbatches)
-    loss = LossTask(parts.of_part, LossParallel())
     last = len(plan.pipeline.stages) - 1
     around, names = (plan, mesh, surroundings), tuple(inputs)
     stages = [
-        _stage_module(data, programs[index] if programs else None, around, names, loss if index == last else None)
+        _stage_module(data, programs[index] if programs else None, around, names, parts if index == last else None)
         for index, data in divided.items()
     ]
     schedule = build_schedule(stages, mine, plan, mesh) if programs else None
@@ -246,7 +244,6 @@ def parallelize(
         ties=tied_gradients(ties, roots, plan, mesh),
         plan=plan,
         loss=parts,
-        loss_parallel=loss.parallel,
         has_loss=mine[-1] == last,
         input_name=next(iter(inputs)),
         context=context,
@@ -374,7 +371,7 @@ def _stage_module(
     program: StageProgram | None,
     where: tuple[Plan, DeviceMesh, Surroundings],
     input_names: Sequence[str],
-    loss: LossTask | None,
+    loss: LossOfParts | None,
 ) -> StageModule:
     """A stage with what it receives, sends and computes at its ends."""
     plan, mesh, surroundings = where
@@ -392,4 +389,5 @@ def _stage_module(
     if program is not None:
         metas = tuple(program.metas[s] for s in program.inputs), tuple(program.metas[s] for s in program.outputs)
     placement = torch_placement(plan.placements.stage_input)
-    return StageModule(data, run_whole if program is None else run_stage, metas, (tp_mesh, placement), loss)
+    run = run_whole if program is None else run_stage
+    return StageModule(data, run, metas, (tp_mesh, placement), loss and loss.of_part)

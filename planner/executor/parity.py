@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision
+from planner.errors import ModelError, PlannerError
 from planner.executor.build import build_model, example_batch, loaded_model
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size
@@ -80,11 +81,19 @@ def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: Token
     """Loss, gradients and parameters after one step on the whole batch, on the CPU."""
     tokens, labels = data.global_batch(0, plan.training.global_batch_size)
     inputs = {next(iter(example_batch(loaded, plan))): tokens}
-    loss: object = loaded.loss_fn(call_model(module, inputs), {**inputs, "labels": labels})
-    if isinstance(loss, tuple):  # the sum of terms and their number
-        loss = loss[0] / loss[1]
-    assert isinstance(loss, torch.Tensor)
-    loss.backward()
+    try:
+        loss: object = loaded.loss_fn(call_model(module, inputs), {**inputs, "labels": labels})
+        if isinstance(loss, tuple):  # the sum of terms and their number
+            loss = loss[0] / loss[1]
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+    except PlannerError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"the model does not train in one process: {type(error).__name__}: {error}",
+            hint="correct the model; its example_inputs say what it takes",
+        ) from error
     named = dict(module.named_parameters(remove_duplicate=False))
     gradients = {fqn: torch.zeros_like(p) if p.grad is None else p.grad for fqn, p in named.items()}
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()

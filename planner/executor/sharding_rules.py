@@ -13,11 +13,18 @@ from torch import _meta_registrations
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from planner.executor.divided_classes import register_divided_classes
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
 _aten = torch.ops.aten
+_WITHOUT_RULES = tuple(  # recurrent layers by their libraries, and what weight_norm runs
+    f"{name}{half}"
+    for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "_weight_norm_interface")
+    for half in ("", "_backward")
+)
 _Rule = tuple[list[Placement | None], list[Placement | None]]
 
 
@@ -27,7 +34,8 @@ def register_sharding_rules() -> None:
 
     The CPU's flash attention works on each sequence and head for itself: dims 0 and 1 of query,
     key, value, output and log-sum-exp may be split, of a mask only where it is not broadcast. Results
-    whose size depends on values (which tokens an expert gets) are computed whole on every rank.
+    whose size depends on values (which tokens an expert gets) are computed whole on every rank, and so are operators
+    of which torch has no rule.
     DTensor asks for the shape of a grouped product, which torch knows in bfloat16 alone.
     """
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
@@ -36,6 +44,9 @@ def register_sharding_rules() -> None:
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
+    register_divided_classes()
+    for name in _WITHOUT_RULES:
+        handlers[getattr(_aten, name).default] = _computed_alike
 
 
 @functools.cache
@@ -60,6 +71,17 @@ def _computed_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict
     """The result on whole operands: a plain tensor, the same on every rank."""
     whole = [argument.full_tensor() if isinstance(argument, DTensor) else argument for argument in args]
     return operator(*whole, **kwargs)
+
+
+def _computed_alike(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The result on whole operands, replicated, so that it goes on among DTensors."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    result = operator(*whole_args, **whole_kwargs)
+    mesh = given[0].device_mesh
+    return tree_map_only(
+        torch.Tensor, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim, run_check=False), result
+    )
 
 
 def _cpu_attention(*arguments: object, attn_mask: object = None, **options: object) -> list[_Rule]:

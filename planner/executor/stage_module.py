@@ -10,17 +10,14 @@ and computes the loss on the last stage.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.executor.data_parallel import DataParallel
 from planner.executor.glue import Writing
@@ -36,7 +33,7 @@ from planner.executor.stage_trace import (
     map_leaves,
     tensors_in,
 )
-from planner.executor.tensor_parallel import redistribute, vocabulary_sharded
+from planner.executor.tensor_parallel import redistribute
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,43 +119,6 @@ def _run(root: nn.Module, call: Call, args: object, kwargs: object) -> object:
         return function(*args, **kwargs)
 
 
-class LossParallel:
-    """Switches torch's loss parallelism on for the rest of a step once sharded logits are seen.
-
-    The backward pass of a micro-batch, which a pipeline schedule runs later, needs it as well.
-    """
-
-    def __init__(self) -> None:
-        self._stack: contextlib.ExitStack | None = None
-        self._active = False
-
-    @contextlib.contextmanager
-    def step(self) -> Generator[None]:
-        """Surrounds the forward and backward passes of one training step."""
-        with contextlib.ExitStack() as self._stack:
-            yield
-        self._stack, self._active = None, False
-
-    def look_at(self, output: object) -> None:
-        """Called with the model's output before the loss is computed."""
-        if self._stack is not None and not self._active and vocabulary_sharded(output):
-            self._stack.enter_context(loss_parallel())
-            self._active = True
-
-
-@dataclass(frozen=True)
-class LossTask:
-    """How the last stage turns the model's output into its share of the step's loss."""
-
-    of_part: Callable[[object, Tensors], torch.Tensor]
-    parallel: LossParallel
-
-    def __call__(self, output: object, batch: Tensors) -> torch.Tensor:
-        """The scaled loss of one micro-batch, as a local tensor."""
-        self.parallel.look_at(output)
-        return self.of_part(output, batch)
-
-
 class StageModule(nn.Module):
     """One stage, or the whole model: local tensors in, local tensors or the loss out."""
 
@@ -168,7 +128,7 @@ class StageModule(nn.Module):
         run: Callable[[Sequence[torch.Tensor], Tensors], object],
         metas: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]],
         boundary: tuple[DeviceMesh | None, Placement],
-        loss: LossTask | None,
+        loss: Callable[[object, Tensors], torch.Tensor] | None,
     ) -> None:
         super().__init__()
         self.data, self.root = data, data.root

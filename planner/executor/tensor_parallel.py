@@ -129,19 +129,6 @@ def tensor_parallel_context(enabled: bool) -> Generator[None]:
         yield
 
 
-def vocabulary_sharded(output: object) -> bool:
-    """Whether the logits lie sharded over the last dim, so that the loss must be computed in parallel."""
-    found = False
-
-    def look(tensor: DTensor) -> DTensor:
-        nonlocal found
-        found = found or any(isinstance(p, ShardPlacement) and p.dim == tensor.ndim - 1 for p in tensor.placements)
-        return tensor
-
-    tree_map_only(DTensor, look, output)
-    return found
-
-
 def redistribute(tensor: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """``tensor`` at ``placement``; its gradient arrives whole or sharded, never as partial sums."""
     moved = _Redistribute.apply(tensor, mesh, placement)

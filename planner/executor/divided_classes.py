@@ -1,0 +1,83 @@
+"""Logarithms of probabilities, and losses of them, where the ranks of a DTensor's mesh divide the classes.
+
+torch's ``loss_parallel`` has the forward passes. Its backward passes are those of cross entropy alone: of the two steps
+the first computes both and the second nothing, so that any other loss of ``log_softmax`` would get wrong gradients
+without a word. Here each step has its own. That takes one more reduction, of one number a token.
+"""
+
+# pyright: reportPrivateUsage=false
+# torch gives what loss_parallel switches on no public names, and DTensor no public way to add an operator.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss
+
+_aten = torch.ops.aten
+_Arguments = tuple[Any, ...]
+_Handler = Callable[[OpOverload, _Arguments, dict[str, object]], object]
+
+
+def register_divided_classes() -> None:
+    """Says to DTensor how it computes them; where the classes are not divided its own rules hold."""
+    handlers: dict[OpOverload, _Handler] = DTensor._op_dispatcher._custom_op_handlers
+    for operator, handler in loss.customized_loss_ops.items():
+        handlers[operator] = _where_divided(_BACKWARD.get(operator, handler), handlers)
+
+
+def _where_divided(handler: _Handler, handlers: dict[OpOverload, _Handler]) -> _Handler:
+    def handle(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> object:
+        scores, dim = _scores(operator, args)
+        if isinstance(scores, DTensor) and any(placement.is_shard(dim) for placement in scores.placements):
+            return handler(operator, args, kwargs)
+        own = handlers.pop(operator)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            handlers[operator] = own
+
+    return handle
+
+
+def _scores(operator: OpOverload, args: _Arguments) -> tuple[object, int]:
+    """The tensor that has a number for each class, and along which dim."""
+    is_forward = "backward" not in operator.name()
+    scores = args[0] if is_forward else args[1]
+    if operator in (_aten._log_softmax.default, _aten._log_softmax_backward_data.default):
+        return scores, (args[1] if is_forward else args[2]) % scores.ndim
+    return scores, min(1, scores.ndim - 1)
+
+
+def _log_softmax_backward(_: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> DTensor:
+    gradient, output, dim, dtype = args
+    gradient = gradient.redistribute(placements=output.placements)
+    (mesh_dim,) = [place for place, each in enumerate(output.placements) if each.is_shard(dim % output.ndim)]
+    local = gradient.to_local()
+    total = all_reduce(local.sum(dim, keepdim=True), "sum", group=(output.device_mesh, mesh_dim))
+    return _like(output, (local - output.to_local().exp() * total).to(dtype))
+
+
+def _nll_loss_backward(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> object:
+    """Its own share of what torch computes, which adds the probabilities of all classes: there are none."""
+    local = args[1].to_local()
+    nothing = local.new_full((), float("-inf")).expand(local.shape)
+    return loss._nll_loss_backward_handler(operator, (args[0], _like(args[1], nothing), *args[2:]), kwargs)
+
+
+def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+_BACKWARD: dict[OpOverload, _Handler] = {
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.nll_loss2d_backward.default: _nll_loss_backward,
+}
