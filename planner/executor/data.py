@@ -80,7 +80,7 @@ class TokenData:
                 f"the model's vocabulary is 0 to {self.vocab_size - 1}",
                 hint="were they written for another tokenizer, or with another --data-dtype?",
             )
-        return whole[:, :-1], whole[:, 1:]
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()  # losses take views of labels
 
 
 def load_tokens(path: Path | None, dtype: TokenDtype = TokenDtype.BYTES) -> torch.Tensor:

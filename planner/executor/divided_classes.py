@@ -2,7 +2,8 @@
 
 torch's ``loss_parallel`` has the forward passes. Its backward passes are those of cross entropy alone: of the two steps
 the first computes both and the second nothing, so that any other loss of ``log_softmax`` would get wrong gradients
-without a word. Here each step has its own. That takes one more reduction, of one number a token.
+without a word. Here each step has its own. That takes one more reduction, of one number a token. What ``gather`` picks
+of divided classes DTensor leaves as sums to be made, which it cannot make any more behind a ``squeeze``: they are here.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss
 
 _aten = torch.ops.aten
+_WITH_DIM = {_aten.gather.default, _aten._log_softmax.default, _aten._log_softmax_backward_data.default}
 _Arguments = tuple[Any, ...]
 _Handler = Callable[[OpOverload, _Arguments, dict[str, object]], object]
 
@@ -27,8 +29,8 @@ _Handler = Callable[[OpOverload, _Arguments, dict[str, object]], object]
 def register_divided_classes() -> None:
     """Says to DTensor how it computes them; where the classes are not divided its own rules hold."""
     handlers: dict[OpOverload, _Handler] = DTensor._op_dispatcher._custom_op_handlers
-    for operator, handler in loss.customized_loss_ops.items():
-        handlers[operator] = _where_divided(_BACKWARD.get(operator, handler), handlers)
+    for operator, handler in (loss.customized_loss_ops | _OWN).items():
+        handlers[operator] = _where_divided(handler, handlers)
 
 
 def _where_divided(handler: _Handler, handlers: dict[OpOverload, _Handler]) -> _Handler:
@@ -49,17 +51,36 @@ def _scores(operator: OpOverload, args: _Arguments) -> tuple[object, int]:
     """The tensor that has a number for each class, and along which dim."""
     is_forward = "backward" not in operator.name()
     scores = args[0] if is_forward else args[1]
-    if operator in (_aten._log_softmax.default, _aten._log_softmax_backward_data.default):
+    if operator in _WITH_DIM:
         return scores, (args[1] if is_forward else args[2]) % scores.ndim
     return scores, min(1, scores.ndim - 1)
+
+
+def _gather(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> DTensor:
+    scores, dim, picked = args
+    mesh, mesh_dim = scores.device_mesh, _divided(scores, dim)
+    size, first = scores.placements[mesh_dim].local_shard_size_and_offset(
+        scores.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+    )
+    picked = picked.full_tensor() if isinstance(picked, DTensor) else picked
+    here = (picked >= first) & (picked < first + size)
+    local = scores.to_local()
+    found = local.gather(dim, (picked - first).clamp(0, size - 1)) if size else local.new_zeros(picked.shape)
+    whole = wait_tensor(all_reduce(found.masked_fill(~here, 0.0), "sum", group=(mesh, mesh_dim)))
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _divided(scores: DTensor, dim: int) -> int:
+    """The dim of its mesh that divides ``dim`` of ``scores``."""
+    (found,) = [place for place, each in enumerate(scores.placements) if each.is_shard(dim % scores.ndim)]
+    return found
 
 
 def _log_softmax_backward(_: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> DTensor:
     gradient, output, dim, dtype = args
     gradient = gradient.redistribute(placements=output.placements)
-    (mesh_dim,) = [place for place, each in enumerate(output.placements) if each.is_shard(dim % output.ndim)]
     local = gradient.to_local()
-    total = all_reduce(local.sum(dim, keepdim=True), "sum", group=(output.device_mesh, mesh_dim))
+    total = all_reduce(local.sum(dim, keepdim=True), "sum", group=(output.device_mesh, _divided(output, dim)))
     return _like(output, (local - output.to_local().exp() * total).to(dtype))
 
 
@@ -76,7 +97,8 @@ def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-_BACKWARD: dict[OpOverload, _Handler] = {
+_OWN: dict[OpOverload, _Handler] = {
+    _aten.gather.default: _gather,
     _aten._log_softmax_backward_data.default: _log_softmax_backward,
     _aten.nll_loss_backward.default: _nll_loss_backward,
     _aten.nll_loss2d_backward.default: _nll_loss_backward,

@@ -48,6 +48,7 @@ class Case:
     is_compiled: bool = False
     offload: Offload = Offload.NONE
     shares: tuple[int, ...] = ()  # micro-batch sizes of groups of as many replicas each, where they differ
+    loss: str = "weighed"
     minimal_placements: bool = False  # column and row parallel layers and the embedding; not its tied head
 
     def plan(self) -> Plan:
@@ -149,6 +150,8 @@ CASES = {
     "tp4-llama": Case("llama", MeshSection(tp=4), micro_batch_size=4),
     "tp4-gpt-tied": Case("gpt-tied", MeshSection(tp=4), micro_batch_size=4),
     "tp4-sp-llama": Case("llama", MeshSection(tp=4), sequence_parallel=True, micro_batch_size=4),
+    "tp4-of-log-probabilities": Case("gpt", _TP4, loss="of log-probabilities", micro_batch_size=4),
+    "pp2-tp2-of-log-probabilities": Case("llama", _PP2_TP2, loss="of log-probabilities", micro_batch_size=4),
     "tp2-dp2-zero0": Case("gpt", MeshSection(dp_replicate=2, tp=2), micro_batch_size=2),
     "tp2-dp2-zero1-sp": Case("llama", _DP2_TP2, 1, sequence_parallel=True, micro_batch_size=2),
     "tp2-dp2-zero2-unusual": Case("unusual", _DP2_TP2, 2, micro_batch_size=4),

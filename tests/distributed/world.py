@@ -24,6 +24,7 @@ from torch._dynamo.utils import counters
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812
 
 from benchmarks import context_parity
 from benchmarks.parity_matrix import errors_of, representative, with_every_loss
@@ -42,7 +43,7 @@ from planner.executor.states_on_disk import put_on_disk
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.verify import measured
 from planner.model_file import LoadedModel, ModelKind, ModelSource, token_inputs
-from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss, next_token_loss, num_targets
+from planner.models.loss import IGNORED, NEXT_TOKEN, Batch, Reduction, TrainingLoss, next_token_loss, num_targets
 from planner.plan.manifest import Progress
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
@@ -77,7 +78,21 @@ def _counted(output: object, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return found, num_targets(batch)
 
 
-LOSSES = {"weighed": NEXT_TOKEN, "counted": TrainingLoss(_counted, Reduction.COUNTED)}
+def _of_log_probabilities(output: object, batch: Batch) -> torch.Tensor:
+    """What is made of them besides torch's cross entropy, each in its own way, and that too."""
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(batch, dict)
+    logs, labels = output.log_softmax(-1), batch["labels"]
+    taken = logs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).exp() + logs.mean(-1)
+    of_torch = F.nll_loss(logs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return of_torch - (taken * (labels != IGNORED)).sum()
+
+
+LOSSES = {
+    "weighed": NEXT_TOKEN,
+    "counted": TrainingLoss(_counted, Reduction.COUNTED),
+    "of log-probabilities": TrainingLoss(_of_log_probabilities, Reduction.SUM, num_targets),
+}
 LAYOUTS = {layout.name: layout for layout in (*representative(), *with_every_loss())}
 Parameters = dict[str, torch.Tensor]
 
@@ -144,7 +159,7 @@ def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
         if name in COUNTED_CASES:
             return _count(COUNTED_CASES[name])
         if name in TWICE_CASES:
-            return {loss: _twice(TWICE_CASES[name], LOSSES[loss]) for loss in LOSSES}
+            return {loss: _twice(TWICE_CASES[name], LOSSES[loss]) for loss in ("weighed", "counted")}
         if name in STARVED_CASES:
             return _decay(STARVED_CASES[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
@@ -225,7 +240,7 @@ def _run(case: Case) -> dict[str, object]:
     gathered = _gather(model)
     if dist.get_rank() != 0:
         return {}
-    before, expected, expected_loss = _train_serially(case.model)
+    before, expected, expected_loss = _train_serially(case.model, case.loss)
     return {
         "loss": losses[0],
         "expected_loss": expected_loss,
@@ -376,7 +391,8 @@ def _started(case: Case) -> tuple[ParallelModel, torch.optim.Optimizer]:
 def _loaded(case: Case) -> LoadedModel:
     """A toy model as a command has it."""
     source = ModelSource(case.model, ModelKind.PYTHON)
-    return LoadedModel(source, "", SEQ_LEN, VOCAB, MODELS[case.model].build, token_inputs, next_token_loss, NEXT_TOKEN)
+    build, loss = MODELS[case.model].build, LOSSES[case.loss]
+    return LoadedModel(source, "", SEQ_LEN, VOCAB, build, token_inputs, next_token_loss, loss)
 
 
 def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
@@ -392,12 +408,16 @@ def _train(case: Case, steps: int) -> tuple[ParallelModel, list[float]]:
 
 
 @functools.cache
-def _train_serially(name: str) -> tuple[Parameters, Parameters, float]:
+def _train_serially(name: str, of: str) -> tuple[Parameters, Parameters, float]:
     """Parameters before and after one step on the whole batch at once, in one process, with nothing of the executor."""
     module = _seeded(name)
     before = {fqn: p.detach().clone() for fqn, p in module.named_parameters(remove_duplicate=False)}
     tokens, labels = _global_batch(_data(), 0)
-    loss = next_token_loss(module(tokens), {"input_ids": tokens, "labels": labels})
+    batch: Batch = {"input_ids": tokens, "labels": labels}
+    if of == "of log-probabilities":
+        loss = _of_log_probabilities(module(tokens), batch) / num_targets(batch)
+    else:
+        loss = next_token_loss(module(tokens), batch)
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
     after = {fqn: p.detach() for fqn, p in module.named_parameters(remove_duplicate=False)}
