@@ -80,7 +80,7 @@ class LossOfParts:
         return (shares * degree / total).float().cpu()
 
     def of_part(self, output: object, batch: Tensors) -> torch.Tensor:
-        """The scaled loss of one micro-batch, as a local tensor; ``batch`` has its scale."""
+        """The scaled loss of one micro-batch, as a local tensor in float32; ``batch`` has its scale."""
         scale = number_in(batch[SCALE_KEY])
         if scale == 0.0:  # a mean over nothing is not a number
             return _nothing(output)
@@ -91,7 +91,7 @@ class LossOfParts:
         if isinstance(value, tuple):
             value, count = value
             self._counts.append(_local(count.detach()).double())
-        return _local(value) * scale
+        return _local(value).float() * scale
 
     def finish(self, losses: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """The sum of this rank's scaled losses. Of counted ones first divides gradients by all counts. Collective."""
