@@ -21,13 +21,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss
 
 _aten = torch.ops.aten
-_WITH_DIM = {_aten.gather.default, _aten._log_softmax.default, _aten._log_softmax_backward_data.default}
 _Arguments = tuple[Any, ...]
 _Handler = Callable[[OpOverload, _Arguments, dict[str, object]], object]
 
 
 def register_divided_classes() -> None:
-    """Says to DTensor how it computes them; where the classes are not divided its own rules hold."""
+    """Says to DTensor how it computes them; where the classes are not divided its own rules hold.
+
+    To be called before each step: where a loop of the user's leaves torch's ``loss_parallel``, nothing of it is left.
+    """
     handlers: dict[OpOverload, _Handler] = DTensor._op_dispatcher._custom_op_handlers
     for operator, handler in (loss.customized_loss_ops | _OWN).items():
         handlers[operator] = _where_divided(handler, handlers)
@@ -49,11 +51,9 @@ def _where_divided(handler: _Handler, handlers: dict[OpOverload, _Handler]) -> _
 
 def _scores(operator: OpOverload, args: _Arguments) -> tuple[object, int]:
     """The tensor that has a number for each class, and along which dim."""
-    is_forward = "backward" not in operator.name()
-    scores = args[0] if is_forward else args[1]
-    if operator in _WITH_DIM:
-        return scores, (args[1] if is_forward else args[2]) % scores.ndim
-    return scores, min(1, scores.ndim - 1)
+    place_of = {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
+    scores = args[1 if "grad_output" in place_of else 0]
+    return scores, args[place_of["dim"]] % scores.ndim if "dim" in place_of else min(1, scores.ndim - 1)
 
 
 def _gather(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> DTensor:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planner.executor.divided_classes import register_divided_classes
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
@@ -44,7 +43,6 @@ def register_sharding_rules() -> None:
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
-    register_divided_classes()
     for name in _WITHOUT_RULES:
         handlers[getattr(_aten, name).default] = _computed_alike
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from costmodels.vocabulary.choices import Partial, Replicate, Shard, parse_placement
 from planner.errors import PlanError
+from planner.executor.divided_classes import register_divided_classes
 from planner.plan.schema import ModulePlacement
 
 
@@ -125,6 +126,7 @@ def tensor_parallel_context(enabled: bool) -> Generator[None]:
     if not enabled:
         yield
         return
+    register_divided_classes()
     with implicit_replication():
         yield
 
