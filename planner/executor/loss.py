@@ -30,6 +30,10 @@ from planner.executor.tensor_parallel import redistribute
 from planner.models.loss import Reduction, TrainingLoss
 
 SCALE_KEY = "planner_loss_scale"  # travels with a micro-batch, through pipeline schedules too; losses do not see it
+SAY_HOW_PARTS_ADD_UP = (
+    "define loss_weight(batch), the number of terms that the loss of batch is the mean of, or let loss_fn return "
+    "(sum of terms, number of terms)"
+)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -39,8 +43,7 @@ def check_reduction(loss: TrainingLoss, num_parts: int) -> None:
         raise ModelError(
             f"a step computes the loss in {num_parts} parts, and what loss_fn returns of a part is neither a sum, nor "
             "a mean over sequences, nor a mean over labels that are not -100: how the parts add up is not known",
-            hint="define loss_weight(batch), the number of terms that the loss of batch is the mean of, or let loss_fn "
-            "return (sum of terms, number of terms); planner.parallelize sees that with labels among its inputs. What "
+            hint=f"{SAY_HOW_PARTS_ADD_UP}; planner.parallelize sees that with labels among its inputs. What "
             "forward returns of a batch as a whole, as a balance loss, is another number in each part",
         )
 

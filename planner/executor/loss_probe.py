@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner.errors import InputError
 from planner.executor.data import NUM_BYTE_TOKENS
+from planner.executor.loss import SAY_HOW_PARTS_ADD_UP
 from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, tensors_in, twin
 from planner.models.inputs import LABELS, call_model
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
@@ -246,8 +247,7 @@ def _num_whole_sequences(batch: Batch) -> float:
         raise InputError(
             f"the batch has labels that are {IGNORED}, and with them what loss_fn returns of a part of a batch is "
             "neither a mean over sequences nor one over the other labels: how the parts add up is not known",
-            hint="define loss_weight(batch), the number of terms that the loss of batch is the mean of, or let loss_fn "
-            "return (sum of terms, number of terms)",
+            hint=SAY_HOW_PARTS_ADD_UP,
         )
     return _num_sequences(batch)
 

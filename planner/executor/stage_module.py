@@ -51,9 +51,8 @@ def _pruned(module: nn.Module, prefix: str, program: StageProgram) -> nn.Module:
     # stages of a rank are shells of one module, and what FSDP hooks to one must not run, and reshard, for another.
     # The recording has what the user hooked to its forward pass.
     empty = {name: value for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
-    kept = {name for name in empty if not name.startswith("_forward")}
     state: dict[str, Any] = {
-        name: copy.copy(vars(module)[name]) if name in kept else value for name, value in empty.items()
+        name: value if name.startswith("_forward") else copy.copy(vars(module)[name]) for name, value in empty.items()
     }
     state |= {"_parameters": {}, "_buffers": {}, "_modules": {}}
     for kind in ("_parameters", "_buffers"):
