@@ -85,7 +85,7 @@ def decide(
         found.append(placement)
         for fqn, own in placement.parameters.items():
             parameter = graph.parameter_of[fqn]
-            if parameter.aliases:
+            if parameter.aliases or fqn in unit.tied_parameters:  # an earlier unit has it too
                 parameters.update(dict.fromkeys(parameter.names, own))
     return tuple(reversed(found))
 

@@ -31,7 +31,7 @@ from planner.problem import Problem
 from planner.table.keys import TensorSplit
 from tests.fake_world import fake_world
 from tests.planning import A100, BATCH_SIZE, cluster_of, graph_of, training_of
-from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_config
+from tests.unit.planner.graph.traced import HF_CONFIGS, loaded, loaded_from_code, loaded_from_config
 from tests.unit.planner.pricing.unit_prices import decision_of
 
 COLUMNS, ROWS = Shard(0), Shard(1)  # of nn.Linear's weight [out, in]
@@ -181,6 +181,39 @@ def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool)
     ]
     assert len(placements) == 2
     assert placements[0] == placements[1]
+
+
+TIED_BY_A_CALL = """
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1024, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.linear(x, self.embedding.weight)
+
+def build_model():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_weight_that_two_units_use_under_one_name_has_one_placement(tmp_path: Path, sequence_parallel: bool) -> None:
+    """The head divided what the embedding had whole: `planner run` looked up partial sums that nobody added up."""
+    graph = trace_model(loaded_from_code(TIED_BY_A_CALL, tmp_path), BATCH_SIZE, 64)
+    target = PricingTarget(graph, cluster_of(A100, 8), "bf16")
+    decision = decision_of(target, TensorSplit(2, sequence_parallel))
+    placements = [sharded.parameters.get("embedding.weight") for sharded in decision]
+    assert [each for each in placements if each is not None] == [Shard(0), Shard(0)]
+    (embedding,) = [sharded.module_outputs for sharded in decision if "embedding" in sharded.module_outputs]
+    assert embedding["embedding"] == (Shard(1) if sequence_parallel else Replicate())
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
