@@ -1,0 +1,66 @@
+"""Operators that DTensor has no rule for are computed on whole tensors, forward and backward.
+
+Both halves of what two ranks share are alike: a fake world's rank gathers its own twice.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from planner.executor.sharding_rules import register_sharding_rules
+from tests.fake_world import fake_world
+
+
+def halves_of(dim: int, *local: torch.Tensor) -> list[torch.Tensor]:
+    """DTensors of two ranks that have the same along ``dim``."""
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (2,))
+    return [DTensor.from_local(each, mesh, [Shard(dim)], run_check=False).requires_grad_() for each in local]
+
+
+def twice(dim: int, *local: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.cat([each, each], dim).requires_grad_() for each in local]
+
+
+def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    found = [each.grad for each in tensors if each.grad is not None]
+    assert len(found) == len(tensors)
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.GroupNorm(2, 16), nn.LSTM(8, 8, batch_first=True)],  # what is divided are channels, or the sequence
+    ids=["group norm", "LSTM"],
+)
+def test_gradients_of_a_divided_input_are_those_of_the_whole(layer: nn.Module) -> None:
+    """Group norm's backward pass ended in an error of torch's."""
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        output = layer(x)
+        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
+        return gradients(x, *layer.parameters())
+
+    local = torch.randn(2, 8, 8)
+    expected = run(*twice(1, local))
+    with fake_world(2), implicit_replication():
+        found = run(*halves_of(1, local))
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+def test_gradients_of_divided_weights_that_are_normed_are_those_of_the_whole() -> None:
+    def run(direction: torch.Tensor, size: torch.Tensor) -> list[torch.Tensor]:
+        torch._weight_norm(direction, size, 0).square().sum().backward()
+        return gradients(direction, size)
+
+    local = torch.randn(4, 8), torch.rand(4, 1)
+    expected = run(*twice(0, *local))
+    with fake_world(2):
+        found = run(*halves_of(0, *local))
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, whole)
