@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.errors import InputError, ModelError, PlanError
+from planner.errors import InputError, ModelError, PlanError, PlannerError
 from planner.executor.context_attention import (
     BlockAttention,
     Blocks,
@@ -261,8 +261,17 @@ def _on_some(
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=blocks.scale, enable_gqa=grouped)
 
-    with Sharded(attention, some), _NoDropout():
-        return call_model(module, {key: value[:, some] for key, value in tokens.items()})
+    try:
+        with Sharded(attention, some), _NoDropout():
+            return call_model(module, {key: value[:, some] for key, value in tokens.items()})
+    except PlannerError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"under context parallelism the model cannot be run: of {len(some)} of {len(every)} positions it makes "
+            f"nothing but {type(error).__name__}: {error}",
+            hint="index tables of positions with torch.arange(length), or plan with --cp 1",
+        ) from error
 
 
 def _are_those(found: object, expected: object, positions: torch.Tensor, length: int) -> bool:

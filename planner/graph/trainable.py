@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from costmodels.vocabulary.choices import Shard
 from planner.errors import InputError
 from planner.graph.model_graph import ModelGraph, Node, OpClass
+from planner.graph.node_operators import strategies
 from planner.operators.record import Trait
 from planner.operators.registry import op_name, operator_of
 
@@ -62,12 +66,14 @@ def unshared_positions(graph: ModelGraph, num_shards: int) -> tuple[str, ...]:
     counted = [
         node.module or "its forward" for node in graph.nodes if op_name(node.op) == "arange" and node.shape == (length,)
     ]
+    along = [f"{op_name(node.op)} {_place_of(node)}" for node in graph.nodes if _runs_along(node, graph, num_shards)]
     found = {
         "attention is {}, not scaled_dot_product_attention": other,
         "attention in {} is given a mask of its own": masked,
         "{} drops weights of attention": dropping,
         "{} takes the first positions of a table by a slice, not by torch.arange": tables,
         f"{{}} counts {length} of something else with torch.arange, as many as a rank has positions": counted,
+        "{} takes positions of a sequence together, or some of them": along,
     }
     return tuple(text.format(where[0]) for text, where in found.items() if where)
 
@@ -86,6 +92,28 @@ def _is_first_of_table(node: Node, seq_len: int) -> bool:
     )
 
 
+def _place_of(node: Node) -> str:
+    return f"at {node.source}" if node.source else "in loss_fn"
+
+
+def _runs_along(node: Node, graph: ModelGraph, num_shards: int) -> bool:
+    """Whether the dim that the operator is told is the sequence's, known by its length, and may not be divided."""
+    dims = node.attributes.get("dim")
+    if dims is None or not node.batch_dependent:
+        return False
+    rules = strategies(node, graph, num_shards)
+    for place, operand in enumerate(node.operands):
+        shape = graph.nodes[operand].shape if isinstance(operand, int) else ()
+        takes_all = node.op_class is OpClass.VIEW and node.shape == shape
+        if shape.count(graph.seq_len) != 1 or takes_all or len(node.shape) > len(shape):  # a new dim is none of these
+            continue
+        at = shape.index(graph.seq_len)
+        told = [dim % len(shape) for dim in (dims if isinstance(dims, Sequence) else [dims]) if isinstance(dim, int)]
+        if at in told and all(rule.operands[place] != Shard(at) for rule in rules):
+            return True
+    return False
+
+
 def _inputs(graph: ModelGraph) -> list[str]:
     consumers: dict[int, list[Node]] = {}
     for node in graph.nodes:
@@ -94,14 +122,20 @@ def _inputs(graph: ModelGraph) -> list[str]:
                 consumers.setdefault(operand, []).append(node)
 
     def is_label(node: Node) -> bool:
-        """Whether losses alone use it, or nothing at all: labels, which are there also where the loss wants none."""
-        used_by = consumers.get(node.id, [])
-        return all(
-            operator_of(user.op).has(Trait.TAKES_LABELS) or (user.op_class is OpClass.VIEW and is_label(user))
-            for user in used_by
-        )
+        """Whether no parameter has a part in what comes of it: labels, which are there also where no loss wants any."""
+        left, seen = [node.id], {node.id}
+        while left:
+            users = consumers.get(left.pop(), [])
+            if any(isinstance(operand, str) for user in users for operand in user.operands):
+                return False
+            new = {user.id for user in users} - seen
+            left += new
+            seen |= new
+        return True
 
-    found = [node for node in graph.nodes if node.op == "input" and not is_label(node)]
+    inputs = [node for node in graph.nodes if node.op == "input"]
+    labels = [node for node in inputs if is_label(node)]
+    found = [node for node in inputs if node not in labels[:1]]
     if len(found) == 1 and found[0].dtype == "int64":
         return []
     kinds = ", ".join(f"{node.dtype} {tuple(node.shape)}" for node in found) or "none"

@@ -31,7 +31,6 @@ class Trait(StrEnum):
 
     # What it does to values
     LOSS = "loss"  # turns logits into a loss: a recipe's facts about logits are about its copies of them
-    TAKES_LABELS = "takes_labels"  # compares predictions with the numbers of classes: its second operand is no input
     NORM = "norm"  # normalises rows: a recipe's facts about norms are about it
     CAST = "cast"  # changes a tensor's dtype, nothing else
     DROPOUT = "dropout"  # returns its input as it is where its probability is 0 or training is off

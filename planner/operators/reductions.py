@@ -129,7 +129,7 @@ REDUCTIONS = (
         saved=saved_rules.first_operand,
         placements=None,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.MIXES_POSITIONS),
     ),
     Operator(
         names=named("max_pool1d max_pool2d max_pool2d_with_indices"),
@@ -137,7 +137,7 @@ REDUCTIONS = (
         saved=saved_rules.first_operand_and_returned_indices,
         placements=None,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.MIXES_POSITIONS),
     ),
     Operator(
         names=named("interpolate upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
@@ -145,7 +145,7 @@ REDUCTIONS = (
         saved=saved_rules.nothing,
         placements=None,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.MIXES_POSITIONS),
     ),
     Operator(
         names=named("fft_rfft scan"),
@@ -188,7 +188,7 @@ NORMS = (
         saved=saved_rules.group_norm,
         placements=None,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.MIXES_POSITIONS),
     ),
     Operator(
         names=named("batch_norm"),
@@ -204,7 +204,7 @@ NORMS = (
         saved=saved_rules.instance_norm,
         placements=None,
         kept_as=REPEATED,
-        traits=PLAIN,
+        traits=traits(Trait.MIXES_POSITIONS),
     ),
 )
 
@@ -215,7 +215,7 @@ LOSSES = (
         saved=saved_rules.cross_entropy,
         placements=placement_rules.cross_entropy,
         kept_as=REPEATED,
-        traits=traits(Trait.LOSS, Trait.TAKES_LABELS),
+        traits=traits(Trait.LOSS),
     ),
     Operator(
         names=named("mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits"),
@@ -231,7 +231,7 @@ LOSSES = (
         saved=saved_rules.all_operands,
         placements=None,
         kept_as=REPEATED,
-        traits=traits(Trait.TAKES_LABELS),
+        traits=PLAIN,
     ),
     Operator(
         names=named("l1_loss"),

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from hardware_profiles.vocabulary import OpClass
 from planner.graph.model_graph import Node, Parameter
+from planner.graph.tracer import stand_ins
 from planner.graph.tracer.failure import Failure, TraceStoppedError
 from planner.graph.tracer.frames import short_place
 from planner.graph.tracer.fx_reading import (
@@ -45,6 +46,7 @@ from planner.operators.work import saved_for_backward, work_of
 
 _DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel", "sym_stride")
 _IGNORED_ARGUMENTS = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking", "generator"))
+_CALLS_LOSS = stand_ins.__file__
 _SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -355,7 +357,8 @@ class NodeBuilder:
         return next((name for name in reversed(_module_names(node)) if name in self._module_names), "")
 
     def _source_of(self, node: fx.Node) -> str:
-        lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
+        """The user's line; "" where torch names none: of what a loss does it knows that we called it."""
+        lines = [place for place in _SOURCE_LINE.findall(node.meta.get("stack_trace") or "") if place[0] != _CALLS_LOSS]
         own = [place for place in lines if "/site-packages/torch/" not in place[0]] or lines
         if not own:
             return ""

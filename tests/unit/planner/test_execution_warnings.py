@@ -181,3 +181,68 @@ def test_sequences_that_ranks_cannot_share(
     request = Request(str(path), 2, "cpu-gloo", seq_len=seq_len, global_batch_size=4, pins=Pins(cp=cp, tp=1, pp=1))
     start, end = "planner run cannot share this model's sequences (cp=2): ", ": pin --cp 1 to train with it"
     assert list(find_plan(request).plan.warnings) == [f"{start}{each}{end}" for each in says]
+
+
+BEYOND_ATTENTION = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 32), nn.Linear(32, 256)
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head({uses})
+
+def build_model():
+    return Model()
+
+def example_inputs(batch, seq_len):
+    return {{name: torch.randint(0, 256, (batch, seq_len)) for name in ("input_ids", "labels")}}
+
+def loss_fn(outputs, batch):
+    return F.cross_entropy({loss})
+"""
+ALL_LABELS, LATER_LABELS = (
+    'outputs.flatten(0, 1), batch["labels"].flatten()',
+    'outputs[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()',
+)
+
+
+def warnings_of(tmp_path: Path, uses: str, loss: str, pins: Pins) -> tuple[str, ...]:
+    path = tmp_path / "model.py"
+    path.write_text(BEYOND_ATTENTION.format(uses=uses, loss=loss))
+    return find_plan(Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=pins)).plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("uses", "loss", "operator"),
+    [
+        ("y", ALL_LABELS, None),
+        ("y[:, :16]", ALL_LABELS, None),
+        ("torch.stack([y, x], 1).amax(1)", ALL_LABELS, None),
+        ("y.topk(32, -1)[0]", ALL_LABELS, None),
+        ("y + y.mean(1, keepdim=True)", ALL_LABELS, "mean at model.py:14"),
+        ("y * x.softmax(1)", ALL_LABELS, "softmax at model.py:14"),
+        ("y - y[:, :1]", ALL_LABELS, "slice at model.py:14"),
+        ("torch.cat([y, x], 1)[:, ::2]", ALL_LABELS, "cat at model.py:14"),
+        ("y.gather(1, input_ids[..., None].expand(-1, -1, 32) % 16)", ALL_LABELS, "gather at model.py:14"),
+        ("y", LATER_LABELS, "slice in loss_fn"),
+    ],
+)
+def test_what_runs_along_a_sequence_is_told_when_planning(
+    tmp_path: Path, uses: str, loss: str, operator: str | None
+) -> None:
+    """`planner run` refused all but attention, after it had built the model."""
+    clause = f"{operator} takes positions of a sequence together, or some of them"
+    says = f"planner run cannot share this model's sequences (cp=2): {clause}: pin --cp 1 to train with it"
+    assert list(warnings_of(tmp_path, uses, loss, Pins(cp=2, tp=1, pp=1))) == ([] if operator is None else [says])
+
+
+def test_labels_that_a_loss_shifts_are_no_input_of_the_model(tmp_path: Path) -> None:
+    """`planner run` trains the model; its plan said that it did not."""
+    assert not warnings_of(tmp_path, "y", LATER_LABELS, Pins(dp=2))
