@@ -81,6 +81,7 @@ def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: Token
     """Loss, gradients and parameters after one step on the whole batch, on the CPU."""
     tokens, labels = data.global_batch(0, plan.training.global_batch_size)
     inputs = {next(iter(example_batch(loaded, plan))): tokens}
+    before = torch.get_rng_state()
     try:
         loss: object = loaded.loss_fn(call_model(module, inputs), {**inputs, "labels": labels})
         if isinstance(loss, tuple):  # the sum of terms and their number
@@ -94,6 +95,11 @@ def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: Token
             f"the model does not train in one process: {type(error).__name__}: {error}",
             hint="correct the model; its example_inputs say what it takes",
         ) from error
+    if not torch.equal(torch.get_rng_state(), before):
+        raise ModelError(
+            f"{loaded.source.name} draws random numbers in evaluation mode too: no two of its steps are alike",
+            hint="let it draw them where self.training is true",
+        )
     named = dict(module.named_parameters(remove_duplicate=False))
     gradients = {fqn: torch.zeros_like(p) if p.grad is None else p.grad for fqn, p in named.items()}
     torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()

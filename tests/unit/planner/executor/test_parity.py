@@ -1,0 +1,59 @@
+"""What one process makes of a step, which every plan is held against: its own gradients, or why there are none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.api import find_plan
+from planner.errors import ModelError
+from planner.executor.build import build_model
+from planner.executor.data import TokenData
+from planner.executor.parity import LEARNING_RATE, State, _one_process
+from planner.request import Request
+from tests.unit.planner.graph.traced import loaded_from_code
+
+CODE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        {line}
+        return self.head(x)
+
+def build_model():
+    return Model()
+"""
+
+
+def one_process(line: str, folder: Path) -> tuple[float, State, State]:
+    loaded = loaded_from_code(CODE.format(line=line), folder)
+    plan = find_plan(Request(str(folder / "model.py"), 1, "cpu-gloo", seq_len=8, global_batch_size=2)).plan
+    data = TokenData(torch.arange(200, dtype=torch.uint8), 8, 0)
+    return _one_process(build_model(loaded, 0).eval(), loaded, plan, data)
+
+
+def test_parameters_move_against_their_gradients(tmp_path: Path) -> None:
+    loss, gradients, parameters = one_process("x = nn.functional.dropout(x, 0.5, self.training)", tmp_path)
+    before = build_model(loaded_from_code(CODE.format(line=""), tmp_path), 0).state_dict()
+    assert 0 < loss < 10
+    assert all(bool(gradient.any()) for gradient in gradients.values())
+    for fqn, value in parameters.items():
+        torch.testing.assert_close(value, before[fqn] - LEARNING_RATE * gradients[fqn])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("x = x + torch.randn_like(x)", "draws random numbers in evaluation mode too"),  # all gradients were "wrong"
+        ("x = x.view(7, 7)", "does not train in one process: RuntimeError: shape '.7, 7.' is invalid"),
+    ],
+)
+def test_a_model_without_two_equal_steps_is_refused(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        one_process(f"if not torch.compiler.is_exporting():\n            {line}", tmp_path)
