@@ -4,6 +4,7 @@ torch's ``loss_parallel`` has the forward passes. Its backward passes are those 
 the first computes both and the second nothing, so that any other loss of ``log_softmax`` would get wrong gradients
 without a word. Here each step has its own. That takes one more reduction, of one number a token. What ``gather`` picks
 of divided classes DTensor leaves as sums to be made, which it cannot make any more behind a ``squeeze``: they are here.
+Label smoothing writes zeros into sums that are to be made, which DTensor refuses to do.
 """
 
 # pyright: reportPrivateUsage=false
@@ -32,13 +33,15 @@ def register_divided_classes() -> None:
     """
     handlers: dict[OpOverload, _Handler] = DTensor._op_dispatcher._custom_op_handlers
     for operator, handler in (loss.customized_loss_ops | _OWN).items():
-        handlers[operator] = _where_divided(handler, handlers)
+        handlers[operator] = _where(_are_divided, handler, handlers)
+    handlers[_aten.masked_fill_.Scalar] = _where(_are_sums_to_be_made, _mask_sums, handlers)
 
 
-def _where_divided(handler: _Handler, handlers: dict[OpOverload, _Handler]) -> _Handler:
+def _where(
+    applies: Callable[[OpOverload, _Arguments], bool], handler: _Handler, handlers: dict[OpOverload, _Handler]
+) -> _Handler:
     def handle(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> object:
-        scores, dim = _scores(operator, args)
-        if isinstance(scores, DTensor) and any(placement.is_shard(dim) for placement in scores.placements):
+        if applies(operator, args):
             return handler(operator, args, kwargs)
         own = handlers.pop(operator)
         try:
@@ -47,6 +50,11 @@ def _where_divided(handler: _Handler, handlers: dict[OpOverload, _Handler]) -> _
             handlers[operator] = own
 
     return handle
+
+
+def _are_divided(operator: OpOverload, args: _Arguments) -> bool:
+    scores, dim = _scores(operator, args)
+    return isinstance(scores, DTensor) and any(placement.is_shard(dim) for placement in scores.placements)
 
 
 def _scores(operator: OpOverload, args: _Arguments) -> tuple[object, int]:
@@ -68,6 +76,25 @@ def _gather(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -
     found = local.gather(dim, (picked - first).clamp(0, size - 1)) if size else local.new_zeros(picked.shape)
     whole = wait_tensor(all_reduce(found.masked_fill(~here, 0.0), "sum", group=(mesh, mesh_dim)))
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _are_sums_to_be_made(_: OpOverload, args: _Arguments) -> bool:
+    sums, mask, value = args
+    return (
+        value == 0
+        and isinstance(sums, DTensor)
+        and any(placement.is_partial("sum") for placement in sums.placements)
+        and not any(
+            placement.is_shard() for each in (sums, mask) if isinstance(each, DTensor) for placement in each.placements
+        )
+    )
+
+
+def _mask_sums(operator: OpOverload, args: _Arguments, kwargs: dict[str, object]) -> DTensor:
+    """Zeros in each rank's part of a sum are zeros in the sum."""
+    sums, mask, value = args
+    operator(sums.to_local(), mask.full_tensor() if isinstance(mask, DTensor) else mask, value, **kwargs)
+    return sums
 
 
 def _divided(scores: DTensor, dim: int) -> int:

@@ -84,8 +84,10 @@ def _of_log_probabilities(output: object, batch: Batch) -> torch.Tensor:
     assert isinstance(batch, dict)
     logs, labels = output.log_softmax(-1), batch["labels"]
     taken = logs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).exp() + logs.mean(-1)
-    of_torch = F.nll_loss(logs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return of_torch - (taken * (labels != IGNORED)).sum()
+    rows, targets = output.flatten(0, 1), labels.flatten()
+    of_torch = F.nll_loss(logs.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+    smooth = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=0.1)
+    return of_torch + smooth - (taken * (labels != IGNORED)).sum()
 
 
 LOSSES = {
