@@ -33,6 +33,22 @@ DEFAULT_IMAGE_SIZE = 224  # as in ImageNet training
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 
+def without_key_cache(module: nn.Module) -> nn.Module:
+    """``module``, told to keep no keys and values for tokens that come later: transformers' models do unless told.
+
+    No step of training reads them, and the object that holds them goes from block to block: ranks that have other
+    blocks have no part in it.
+    """
+    if "transformers" in sys.modules:
+        from transformers import PretrainedConfig
+
+        for each in module.modules():
+            config = getattr(each, "config", None)
+            if isinstance(config, PretrainedConfig) and getattr(config, "use_cache", False):
+                config.use_cache = False
+    return module
+
+
 @dataclass(frozen=True)
 class HuggingFaceModel:
     """A config and the class of ``transformers`` that it names."""

@@ -185,6 +185,16 @@ def test_a_hugging_face_model_is_traced_as_it_is() -> None:
     assert graph.forward_flops + graph.backward_flops == counter.get_total_flops()
 
 
+def test_a_hugging_face_model_is_traced_without_keys_for_later_tokens() -> None:
+    """transformers keeps them unless told; the trace had a copy of all keys and values, which no training makes."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 48}
+    modules = [transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=each)) for each in (True, False)]
+    graphs = [traced_anew(held_model(module), None, Precision.BF16) for module in modules]
+    assert [node.op for node in graphs[0].nodes] == [node.op for node in graphs[1].nodes]
+    assert modules[0].config.use_cache  # the user's own is left as it is until it is trained
+
+
 def test_the_module_is_not_changed() -> None:
     module = parts("gpt")[0]().eval().half()
     before = {name: (id(value), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}

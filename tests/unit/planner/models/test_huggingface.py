@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from planner.model_file import LoadedModel, load_model, resolve_model
+from tests.unit.planner.graph.traced import loaded_from_code
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -62,3 +64,30 @@ def test_what_it_does_not_learn_here_is_said(
     notes = loaded(tmp_path, model_type, others, name).training_notes
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+SCRIPT = """
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2,
+                                                  num_attention_heads=4, intermediate_size=64))
+    def forward(self, input_ids):
+        self.kept = self.inner(input_ids=input_ids)
+        return self.kept.logits
+
+def build_model():
+    return Wrapped()
+"""
+
+
+def test_models_of_scripts_keep_no_keys_for_later_tokens(tmp_path: Path) -> None:
+    """They went from block to block in one object: under tensor and pipeline parallelism that was our own defect."""
+    pytest.importorskip("transformers")
+    module = loaded_from_code(SCRIPT, tmp_path).build()
+    module(torch.zeros(1, 8, dtype=torch.int64))
+    kept: Any = module.kept
+    assert kept.past_key_values is None
