@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from planner.errors import InputError
 from planner.executor.data import NUM_BYTE_TOKENS
 from planner.executor.loss import SAY_HOW_PARTS_ADD_UP
-from planner.executor.stage_trace import CPU, META, Inputs, leaves_of, map_leaves, tensors_in, twin
+from planner.executor.stage_trace import CPU, META, Inputs, as_compiled, leaves_of, map_leaves, tensors_in, twin
 from planner.models.inputs import LABELS, call_model
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
@@ -172,7 +172,7 @@ def _labels(size: int, length: int) -> torch.Tensor:
 
 
 def _output_of(module: nn.Module, batch: Inputs) -> object:
-    with torch.no_grad(), META:
+    with torch.no_grad(), META, as_compiled():
         return call_model(twin(module, torch.float32, META), {key: value.to(META) for key, value in batch.items()})
 
 

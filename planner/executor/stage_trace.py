@@ -178,14 +178,9 @@ def trace_forward(
     return _trace(twin(module, dtype, META), META, opaque, inputs, call)
 
 
-def trace_as_compiled(
-    module: nn.Module,
-    opaque: frozenset[str],
-    inputs: Inputs,
-    call: Callable[[nn.Module, Inputs], object],
-    dtype: torch.dtype,
-) -> Trace:
-    """As ``trace_forward``, of what a model does where it is told that it is compiled, as the planner's trace is.
+@contextlib.contextmanager
+def as_compiled() -> Generator[None]:
+    """Models are told that they are compiled, and read no values where none are.
 
     Libraries read values only to take a short cut (Hugging Face looks whether sequences are packed), and leave it out
     under torch.compile.
@@ -193,9 +188,12 @@ def trace_as_compiled(
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        return trace_forward(module, opaque, inputs, call, dtype)
+        yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+trace_as_compiled = as_compiled()(trace_forward)
 
 
 def trace_real_forward(

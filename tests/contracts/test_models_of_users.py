@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.api import find_plan
 from planner.errors import InputError
+from planner.executor.stage_trace import as_compiled
 from planner.graph.tracer import trace_model
 from planner.layout.layout import Pins
 from planner.model_file import LoadedModel, load_model, resolve_model
@@ -40,7 +41,7 @@ def counted(model: LoadedModel, seq_len: int) -> tuple[int, int]:
 
     On the meta device, where an LSTM is one product after another and no size is too large.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), as_compiled():
         module = model.build()
         inputs = model.example_inputs(2, seq_len)
         batch = training_batch(inputs)
