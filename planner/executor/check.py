@@ -29,16 +29,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.vocabulary.choices import Offload
 from planner.errors import PlanError
-from planner.executor.build import example_batch, in_training, loaded_model
+from planner.executor.build import example_batch, in_training, loaded_model, named_inputs
 from planner.executor.cuda_kernels import cuda_kernels
 from planner.executor.executable import check_executable
 from planner.executor.live_memory import LiveMemory
+from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, place_of
 from planner.executor.optimizer import build_optimizer
 from planner.executor.parallelize import parallelize
 from planner.executor.ranks import quiet_torch
 from planner.executor.step import train_step
 from planner.model_file import LoadedModel
+from planner.models.loss import Reduction, TrainingLoss
+from planner.models.weightless import build_weightless
 from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 
@@ -113,8 +116,9 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     allocated, problem = None, None
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
+        loss = _loss_of(loaded, plan)  # outside: it is found out by numbers
         with FakeTensorMode(allow_non_fake_inputs=True), _meshes_have_values(), cuda_kernels():
-            allocated = _steps(plan, loaded, mesh)
+            allocated = _steps(plan, loaded, loss, mesh)
     except Exception as error:  # whatever the model or torch raises is what is looked for
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
@@ -124,9 +128,16 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     return RankCheck(0 if plan.pipeline.batch_shares else row, allocated, problem, time.perf_counter() - start_s)
 
 
-def _steps(plan: Plan, loaded: LoadedModel, mesh: DeviceMesh) -> int:
+def _loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
+    if loaded.training_loss.reduction is not Reduction.UNKNOWN:
+        return loaded.training_loss
+    module = build_weightless(loaded.build)
+    return recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
+
+
+def _steps(plan: Plan, loaded: LoadedModel, loss: TrainingLoss, mesh: DeviceMesh) -> int:
     inputs, training = example_batch(loaded, plan), plan.training
-    model = parallelize(in_training(_in_float32(loaded.build())), inputs, loaded.training_loss, plan, mesh)
+    model = parallelize(in_training(_in_float32(loaded.build())), inputs, loss, plan, mesh)
     optimizer = build_optimizer(model.parameters(), training.optimizer, None)
     if model.schedule is not None:
         model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,6 +18,7 @@ from planner.executor.build import loaded_model
 from planner.executor.check import _check_rank
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.layout.layout import Pins
+from planner.models.loss import Batch, TrainingLoss
 from planner.plan.plan_file import read_plan
 from planner.request import Request
 
@@ -50,6 +51,27 @@ def test_what_does_not_fit_is_told_with_its_reason() -> None:
     assert found.allocated_bytes is None
     assert found.problem is not None
     assert "layers.0" in found.problem  # the plan names modules that this model has not
+
+
+def cross_entropy(output: object, batch: Batch) -> torch.Tensor:
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(batch, dict)
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_a_loss_of_the_users_is_found_out_before_there_are_no_values() -> None:
+    """Of every file with a loss_fn it was said that nobody knows how its parts add up: `planner run` trained them."""
+    plan = read_plan(EXAMPLE)
+    loaded = replace(loaded_model(plan), training_loss=TrainingLoss(cross_entropy))
+    assert _check_rank(plan, loaded, 1).problem is None
+
+
+def test_a_loss_whose_parts_do_not_add_up_is_told() -> None:
+    plan = read_plan(EXAMPLE)
+    squared = TrainingLoss(lambda output, batch: cross_entropy(output, batch).square())
+    found = _check_rank(plan, replace(loaded_model(plan), training_loss=squared), 1)
+    assert found.problem is not None
+    assert "how the parts add up is not known" in found.problem
 
 
 WIDE = """
