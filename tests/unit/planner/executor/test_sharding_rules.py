@@ -33,11 +33,11 @@ def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.GroupNorm(2, 16), nn.LSTM(8, 8, batch_first=True)],  # what is divided are channels, or the sequence
-    ids=["group norm", "LSTM"],
+    [nn.GroupNorm(2, 16), nn.PReLU(16), nn.LSTM(8, 8, batch_first=True)],  # divided are channels, or the sequence
+    ids=["group norm", "PReLU", "LSTM"],
 )
 def test_gradients_of_a_divided_input_are_those_of_the_whole(layer: nn.Module) -> None:
-    """Group norm's backward pass ended in an error of torch's."""
+    """The backward passes of group norm and PReLU ended in errors of torch's."""
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
         layer.zero_grad()
