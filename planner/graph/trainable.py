@@ -101,7 +101,6 @@ def _runs_along(node: Node, graph: ModelGraph, num_shards: int) -> bool:
     dims = node.attributes.get("dim")
     if dims is None or not node.batch_dependent:
         return False
-    rules = strategies(node, graph, num_shards)
     for place, operand in enumerate(node.operands):
         shape = graph.nodes[operand].shape if isinstance(operand, int) else ()
         takes_all = node.op_class is OpClass.VIEW and node.shape == shape
@@ -109,7 +108,7 @@ def _runs_along(node: Node, graph: ModelGraph, num_shards: int) -> bool:
             continue
         at = shape.index(graph.seq_len)
         told = [dim % len(shape) for dim in (dims if isinstance(dims, Sequence) else [dims]) if isinstance(dim, int)]
-        if at in told and all(rule.operands[place] != Shard(at) for rule in rules):
+        if at in told and all(rule.operands[place] != Shard(at) for rule in strategies(node, graph, num_shards)):
             return True
     return False
 
