@@ -159,7 +159,7 @@ class _Ways:
             for operand in graph.nodes[i].operands:
                 if isinstance(operand, int):
                     self._users.setdefault(operand, []).append(i)
-        self.rules, self._own_tokens = rules.of, rules.own_tokens
+        self.rules, self._own_tokens, self._may_be_whole = rules.of, rules.own_tokens, rules.whole
         self._sums = partial_sums(graph, unit, self.rules, lambda node: bool(self._module_ended_by(node)))
 
     def entering(self, node: Node) -> Operator:
@@ -245,7 +245,7 @@ class _Ways:
         """What is fixed is respected; other matrix products split their weight wherever its dims divide.
 
         That is what a tensor-parallel degree means to users, and it saves the memory that they choose it for;
-        left free, slow links would leave everything replicated.
+        left free, slow links would leave everything replicated. Those that nothing takes parts of may be whole.
         """
         rules = self.rules(node)
         if self._degree == 1:
@@ -253,8 +253,8 @@ class _Ways:
         if any(operand in self._fixed for operand in node.operands if isinstance(operand, str)):
             return [rule for rule in rules if self._respects_fixed(node, rule)]
         split = [rule for rule in rules if splits_weight(node, rule.operands)]
-        is_matrix_product = node.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)
-        return split if split and is_matrix_product else [*rules, *self._sums.strategies(node)]
+        is_product = node.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM) and node.id not in self._may_be_whole
+        return split if split and is_product else [*rules, *self._sums.strategies(node)]
 
     def _respects_fixed(self, node: Node, rule: OpStrategy) -> bool:
         return all(

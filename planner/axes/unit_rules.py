@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from planner.axes.fused_gates import fused_gate_strategies
 from planner.axes.whole_experts import TokenSplit
 from planner.graph.model_graph import ModelGraph, Node, Unit
@@ -13,11 +15,14 @@ from planner.table.keys import TensorSplit
 class UnitRules:
     """Strategies of each operator of ``unit``; partial sums of experts stand apart.
 
-    ``splits_fused``: gate and up projection of experts that are one parameter are split each for itself.
+    ``splits_fused``: gate and up projection of experts that are one parameter are split each for itself. ``whole``:
+    node ids of matrix products that a rank may do whole; all others are split wherever their weight's dims divide.
     """
 
-    def __init__(self, graph: ModelGraph, unit: Unit, split: TensorSplit, *, splits_fused: bool) -> None:
-        self._graph, self._split = graph, split
+    def __init__(
+        self, graph: ModelGraph, unit: Unit, split: TensorSplit, *, splits_fused: bool, whole: Collection[int] = ()
+    ) -> None:
+        self._graph, self._split, self.whole = graph, split, whole
         self.own_tokens = TokenSplit(graph, unit, split)
         self._fused = fused_gate_strategies(graph, unit, split) if splits_fused else {}
         self._known: dict[int, list[OpStrategy]] = {}

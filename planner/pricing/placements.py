@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from costmodels.vocabulary.choices import Placement, Shard
+from planner.axes.dead_ends import dead_ends
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, Kernel
 from planner.axes.placement import Alternatives, Collectives, UnitPlacement, alternatives, decision
@@ -69,16 +70,24 @@ def decide(
     in_pieces = any(isinstance(each, Shard) and each.pieces > 1 for each in parameters.values())
     splits_fused = framework.recipe.splits_fused_gates or in_pieces
     found: list[UnitPlacement] = []
+
+    def solved(ways: Alternatives) -> PlacementSolution | None:
+        return solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
+
     for unit in reversed(representatives(graph)):
-        ways = _ways(
+        of_unit = partial(
+            _ways,
             _SameGraph(graph),
             unit.kind,
             split,
-            _key(parameters),
-            None if outputs is None else _key(outputs),
-            splits_fused,
+            (_key(parameters), None if outputs is None else _key(outputs)),
+            splits_fused=splits_fused,
         )
-        solution = solve(placement_problem(ways, machine, framework)) if ways.is_possible else None
+        ways = of_unit()
+        solution = solved(ways)
+        if solution is None and (closed := dead_ends(ways)):
+            ways = of_unit(whole=closed)
+            solution = solved(ways)
         if solution is None:
             return None
         placement = decision(ways, solution)
@@ -118,15 +127,19 @@ def _ways(
     same: _SameGraph,
     kind: int,
     split: TensorSplit,
-    parameters: _Key,
-    outputs: _Key | None,
+    given: tuple[_Key, _Key | None],
+    *,
     splits_fused: bool,
+    whole: frozenset[int] = frozenset(),
 ) -> Alternatives:
-    """The ways to place a unit of that kind, whatever the machine."""
-    graph = same.graph
+    """The ways to place a unit of that kind, whatever the machine.
+
+    ``given``: parameters and outputs of modules that are decided. ``whole``: products that need not be split.
+    """
+    graph, (parameters, outputs) = same.graph, given
     unit = next(each for each in representatives(graph) if each.kind == kind)
-    rules = UnitRules(graph, unit, split, splits_fused=splits_fused)
     decided = Decided(dict(parameters), None if outputs is None else dict(outputs))
+    rules = UnitRules(graph, unit, split, splits_fused=splits_fused, whole=whole)
     return alternatives(graph, unit, split, decided, rules)
 
 

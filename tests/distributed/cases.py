@@ -150,6 +150,8 @@ CASES = {
     "tp4-llama": Case("llama", MeshSection(tp=4), micro_batch_size=4),
     "tp4-gpt-tied": Case("gpt-tied", MeshSection(tp=4), micro_batch_size=4),
     "tp4-sp-llama": Case("llama", MeshSection(tp=4), sequence_parallel=True, micro_batch_size=4),
+    "tp4-encoder": Case("encoder", _TP4, micro_batch_size=4),
+    "pp2-tp2-sp-encoder": Case("encoder", _PP2_TP2, sequence_parallel=True, micro_batch_size=4),
     "tp4-of-log-probabilities": Case("gpt", _TP4, loss="of log-probabilities", micro_batch_size=4),
     "pp2-tp2-of-log-probabilities": Case("llama", _PP2_TP2, loss="of log-probabilities", micro_batch_size=4),
     "tp2-dp2-zero0": Case("gpt", MeshSection(dp_replicate=2, tp=2), micro_batch_size=2),

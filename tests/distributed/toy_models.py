@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
 from planner.plan.schema import ModulePlacement
+from tests.fixtures.encoder import Encoder
 from tests.fixtures.routed import Routed
 
 SEQ_LEN = 16
@@ -273,6 +274,23 @@ def _routed_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
     return tuple(entries)
 
 
+def _encoder_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    """Attention's fused weight is whole; of what behind it is split, parts are gathered where the module ends."""
+    entries = _entries(
+        {"layers.*.linear1": True, "head": True},
+        {"layers.*.linear2": True},
+        "embedding",
+        ("layers.*.norm1", "layers.*.norm2"),
+        sequence_parallel=sequence_parallel,
+    )
+    attention = "layers.*.self_attn"
+    return (
+        *entries,
+        ModulePlacement(module=f"{attention}.out_proj", parameters={"weight": "shard(0)", "bias": "shard(0)"}),
+        ModulePlacement(module=attention, output="shard(1)" if sequence_parallel else "replicate"),
+    )
+
+
 def _mixture_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
     """Attention as in Llama, and of every expert's matrices a part on each rank; reduced once for each token."""
     entries = [entry for entry in _llama_placements(sequence_parallel) if ".mlp." not in entry.module]
@@ -333,6 +351,7 @@ MODELS = {
         lambda sequence_parallel: (),
         tuple(f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")),
     ),
+    "encoder": ToyModel(lambda: Encoder(NUM_LAYERS), ("embedding",), _layers(""), ("head",), _encoder_placements),
     "routed": ToyModel(
         lambda: Routed(NUM_LAYERS, NUM_EXPERTS), ("embedding",), _layers(""), ("head",), _routed_placements
     ),

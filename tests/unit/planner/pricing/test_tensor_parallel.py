@@ -167,6 +167,16 @@ def test_hugging_faces_gpt2_pays_for_gathering_its_fused_projection() -> None:
     assert BATCH_SIZE * 1024 * 3 * 1600 * 2 in gathered
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_product_whose_parts_nothing_takes_is_whole_and_the_rest_is_split(sequence_parallel: bool) -> None:
+    """torch's attention views its fused product in three pieces: `--tp 2` was said to split no parameter at all."""
+    parameters = parameters_of("tests/fixtures/encoder.py", 64, 2, sequence_parallel)
+    whole = {name for name, placement in parameters.items() if placement == Replicate()}
+    assert {"self_attn.in_proj_weight", "self_attn.in_proj_bias"} <= whole
+    assert parameters["self_attn.out_proj.weight"] in (COLUMNS, ROWS)
+    assert (parameters["linear1.weight"], parameters["linear2.weight"]) == (COLUMNS, ROWS)
+
+
 @pytest.mark.parametrize("model", ["gpt2-1.5b", "gpt3-1.3b", "tests/fixtures/hf/gpt2", "gpt3-175b"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool) -> None:
@@ -304,8 +314,16 @@ def priced_and_run(
 
 
 # Under sequence parallelism the gradient of GPT's positions is gathered in the price and summed in the run; where
-# attention is not split, its gradient and its output are gathered, one more than priced in each of 3 blocks.
-EXTRA = {("gpt-tiny", True): {"gather": -1, "reduce": 1}, ("hf gpt2", True): {"gather": 3, "reduce": 0}}
+# attention is not split, its gradient and its output are gathered, one more than priced in each of 3 blocks. Of torch's
+# attention, which has one weight that is whole, DTensor divides parts of the backward pass by itself and gathers them
+# again: two to four more than priced in each of 4 blocks.
+ENCODER = "tests/fixtures/encoder.py"
+EXTRA = {
+    ("gpt-tiny", True): {"gather": -1, "reduce": 1},
+    ("hf gpt2", True): {"gather": 3, "reduce": 0},
+    (ENCODER, False): {"gather": 10, "reduce": 3},
+    (ENCODER, True): {"gather": 15, "reduce": 1},
+}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP and SP"])
@@ -317,6 +335,7 @@ EXTRA = {("gpt-tiny", True): {"gather": -1, "reduce": 1}, ("hf gpt2", True): {"g
         ("llama-tiny", 2),
         ("llama-tiny", 4),
         ("moe-tiny", 2),
+        (ENCODER, 2),
         ("hf gpt2", 2),
         ("hf llama", 2),
         ("hf qwen3", 4),
