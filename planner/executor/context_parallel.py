@@ -38,6 +38,7 @@ from planner.executor.context_attention import (
 )
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
 from planner.executor.tensor_parallel import redistribute
+from planner.models.causal_masks import NUM_SHARDS
 from planner.models.inputs import call_model
 from planner.models.loss import IGNORED, Reduction, TrainingLoss
 from planner.plan.schema import Plan
@@ -81,7 +82,7 @@ class Context:
     def mode(self) -> TorchFunctionMode:
         """Inside, the model is on this rank's shard. May be entered more than once."""
         positions = positions_of(self.group.rank(), self.group.size(), self.seq_len)
-        return Sharded(self._attention, positions)
+        return Sharded(self._attention, positions, self.group.size())
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         blocks = blocks._replace(rank=self.group.rank(), num_ranks=self.group.size())
@@ -127,11 +128,25 @@ _ATTENTION = F.scaled_dot_product_attention  # whatever stands for it in its mod
 
 
 class Sharded(TorchFunctionMode):
-    """Answers calls of attention by ``attention``, and of ``arange`` over the sequence by ``positions``."""
+    """Answers calls of attention by ``attention``, and of ``arange`` over the sequence by ``positions``.
 
-    def __init__(self, attention: _Attention, positions: torch.Tensor) -> None:
+    These are one of ``num_shards`` shards of it.
+    """
+
+    def __init__(self, attention: _Attention, positions: torch.Tensor, num_shards: int = 1) -> None:
         super().__init__()
-        self._attention, self._positions = attention, positions
+        self._attention, self._positions, self._num_shards = attention, positions, num_shards
+
+    def __enter__(self) -> Sharded:
+        """What asks for it is told that models see a part of each sequence."""
+        super().__enter__()
+        NUM_SHARDS.append(self._num_shards)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """And is not told any more."""
+        NUM_SHARDS.pop()
+        super().__exit__(*raised)
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None

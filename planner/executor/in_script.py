@@ -14,7 +14,7 @@ from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.models.held import nest_of
-from planner.models.huggingface import without_key_cache
+from planner.models.huggingface import for_training
 from planner.models.inputs import LABELS, by_name
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
@@ -41,7 +41,7 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
                         hint="build it on the CPU, with the same seed on every rank")  # fmt: skip
     check_world_size(plan)
     _check_equal(model)
-    model = without_key_cache(model)
+    model = for_training(model)
     name = next(iter(inspect.signature(model.forward).parameters))
 
     def tokens(batch_size: int, seq_len: int) -> Tensors:

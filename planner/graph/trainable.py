@@ -98,8 +98,8 @@ def _place_of(node: Node) -> str:
 
 def _runs_along(node: Node, graph: ModelGraph, num_shards: int) -> bool:
     """Whether the dim that the operator is told is the sequence's, known by its length, and may not be divided."""
-    dims = node.attributes.get("dim")
-    if dims is None or not node.batch_dependent:
+    dims, counts = node.attributes.get("dim"), op_name(node.op) == "cumsum"  # ones, to number positions
+    if dims is None or not (node.batch_dependent or counts):
         return False
     for place, operand in enumerate(node.operands):
         shape = graph.nodes[operand].shape if isinstance(operand, int) else ()

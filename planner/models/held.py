@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from planner.errors import ModelError
-from planner.models.huggingface import without_key_cache
+from planner.models.huggingface import for_training
 from planner.models.inputs import Batch, Nest, flattened, short_name
 
 MakesInputs = Callable[[int, int], object]
@@ -58,7 +58,7 @@ class HeldModule:
             raise ModelError(
                 f"{type(self.module).__name__} cannot be copied: {type(error).__name__}: {error}", hint=IN_A_FILE
             ) from error
-        copied = without_key_cache(copied)
+        copied = for_training(copied)
         return copied if self.nest is None else self.nest.adapted(copied)
 
 

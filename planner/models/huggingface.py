@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.models.causal_masks import without_plain_masks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,11 +34,11 @@ DEFAULT_IMAGE_SIZE = 224  # as in ImageNet training
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 
-def without_key_cache(module: nn.Module) -> nn.Module:
-    """``module``, told to keep no keys and values for tokens that come later: transformers' models do unless told.
+def for_training(module: nn.Module) -> nn.Module:
+    """``module``, whose models of transformers keep no keys and values for tokens that come later: they do unless told.
 
     No step of training reads them, and the object that holds them goes from block to block: ranks that have other
-    blocks have no part in it.
+    blocks have no part in it. Masks that say nothing are left out as well.
     """
     if "transformers" in sys.modules:
         from transformers import PretrainedConfig
@@ -46,7 +47,7 @@ def without_key_cache(module: nn.Module) -> nn.Module:
             config = getattr(each, "config", None)
             if isinstance(config, PretrainedConfig) and getattr(config, "use_cache", False):
                 config.use_cache = False
-    return module
+    return without_plain_masks(module)
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class HuggingFaceModel:
             with contextlib.redirect_stdout(sys.stderr):
                 for kind in kinds[:-1]:
                     with contextlib.suppress(ValueError, KeyError):  # what a model without such an attention raises
-                        return construct(_with_attention(config, kind))
+                        return without_plain_masks(construct(_with_attention(config, kind)))
                     torch.set_rng_state(drawn)  # so that initial values are those of the first try
-                return construct(_with_attention(config, kinds[-1]))
+                return without_plain_masks(construct(_with_attention(config, kinds[-1])))
         except Exception as error:
             raise ModelError(
                 f"{self.path}: transformers cannot build this model: {type(error).__name__}: {error}",

@@ -34,7 +34,7 @@ from torch import nn
 from planner.errors import ModelError
 from planner.models.config import usual_seq_len
 from planner.models.held import check_has_shapes, fixed_seq_len
-from planner.models.huggingface import without_key_cache
+from planner.models.huggingface import for_training
 from planner.models.inputs import Batch, Nest, flattened
 from planner.models.lazy import give_shapes, has_lazy
 from planner.models.loss import Reduction, TrainingLoss
@@ -89,7 +89,7 @@ class PythonModel:
                     f"{path}: {factory_name}() returned {type(model).__name__}, not a torch.nn.Module",
                     hint=f"let {factory_name} return the model",
                 )
-            return without_key_cache(model)
+            return for_training(model)
 
         with time_limit(time_limit_s, f"{factory_name}() of {path}"):
             model = build_weightless(build)

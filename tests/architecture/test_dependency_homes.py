@@ -26,7 +26,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.render_compare",
     ),
     "jinja2": ("planner.render_report",),
-    "transformers": ("planner.models.huggingface",),
+    "transformers": ("planner.models.huggingface", "planner.models.causal_masks"),
     "psutil": ("hardware_profiles.probes",),
     "yaml": ("planner.formats.documents",),
     "pynvml": ("hardware_profiles.probes",),

@@ -278,6 +278,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 BLOCKS = {  # how many repeated blocks, by kind in order of execution
     "deepseek_v3": [1, 2],
+    "gemma3": [5, 1],  # the last layer sees all positions: it needs no mask of its own
     "t5": [1, 2, 1, 2],  # the first layer of each stack computes the position bias
     "whisper": [3, 3],
     "mamba": [1, 2],  # the residual stream becomes float32 in the first

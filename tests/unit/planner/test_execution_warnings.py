@@ -232,6 +232,7 @@ def warnings_of(tmp_path: Path, uses: str, loss: str, pins: Pins) -> tuple[str, 
         ("torch.cat([y, x], 1)[:, ::2]", ALL_LABELS, "cat at model.py:14"),
         ("y.gather(1, input_ids[..., None].expand(-1, -1, 32) % 16)", ALL_LABELS, "gather at model.py:14"),
         ("y", LATER_LABELS, "slice in loss_fn"),
+        ("y + torch.ones(input_ids.shape).cumsum(1)[..., None]", ALL_LABELS, "cumsum at model.py:14"),
     ],
 )
 def test_what_runs_along_a_sequence_is_told_when_planning(
