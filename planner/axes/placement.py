@@ -397,11 +397,13 @@ class _Feeding:
         if not is_redistributed(user):
             return False
         if not isinstance(after.operands[self.position], Shard):
-            return not self._works_where_it_lies(before.placement)
+            return not self._works_where_it_lies(before.placement, after)
         return splits_weight(user, after.operands) or prod(node.shape) < prod(user.shape) or not node.batch_dependent
 
-    def _works_where_it_lies(self, placement: Placement) -> bool:
-        """Whether DTensor runs the operator on what each rank has: all but products follow a split operand."""
+    def _works_where_it_lies(self, placement: Placement, after: Alternative) -> bool:
+        """Whether DTensor runs the operator on what each rank has: all but products of split weights follow."""
+        if self.user.op_class is OpClass.GEMM and any(isinstance(operand, str) for operand in self.user.operands):
+            return isinstance(placement, Shard) and not splits_weight(self.user, after.operands)
         if self.user.op_class is not OpClass.MEMORY_BOUND:
             return False
         return any(rule.operands[self.position] == placement for rule in self.ways.rules(self.user))

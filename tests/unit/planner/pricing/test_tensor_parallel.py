@@ -177,6 +177,23 @@ def test_a_product_whose_parts_nothing_takes_is_whole_and_the_rest_is_split(sequ
     assert (parameters["linear1.weight"], parameters["linear2.weight"]) == (COLUMNS, ROWS)
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_product_that_is_whole_is_fed_with_whole_sequences(tmp_path: Path, norm_first: bool) -> None:
+    """DTensor gathers for a product whose weight is split, and goes on with a part where it is whole: attention failed.
+
+    Where the norm comes last, no module ends before attention, where a sequence could be gathered.
+    """
+    code = f"""
+from tests.fixtures.encoder import Encoder
+
+def build_model():
+    return Encoder(norm_first={norm_first})
+"""
+    target = PricingTarget(trace_model(loaded_from_code(code, tmp_path), BATCH_SIZE, 64), cluster_of(A100, 8), "bf16")
+    problem = Problem.build(target, training_of(8, 64), Pins(tp=2))
+    assert {layout.sequence_parallel for layout in problem.space.layouts} == ({False, True} if norm_first else {False})
+
+
 @pytest.mark.parametrize("model", ["gpt2-1.5b", "gpt3-1.3b", "tests/fixtures/hf/gpt2", "gpt3-175b"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tied_embeddings_have_one_placement(model: str, sequence_parallel: bool) -> None:
