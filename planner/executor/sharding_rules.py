@@ -19,10 +19,18 @@ from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
 _aten = torch.ops.aten
-# Recurrent layers by their libraries, what weight_norm runs, and those whose rule is of the forward pass alone.
+# Recurrent layers by their libraries, what weight_norm runs, and those whose rule is of the forward pass alone, or asks
+# in the backward pass for an input that is a DTensor: images are none.
 _WITHOUT_RULES = tuple(
     f"{name}{half}"
-    for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "_weight_norm_interface", "native_group_norm", "_prelu_kernel")
+    for name in (
+        "mkldnn_rnn_layer",
+        "_cudnn_rnn",
+        "_weight_norm_interface",
+        "native_group_norm",
+        "_prelu_kernel",
+        "convolution",
+    )
     for half in ("", "_backward")
 )
 _Rule = tuple[list[Placement | None], list[Placement | None]]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional as F  # noqa: N812
 
 from planner.executor.sharding_rules import register_sharding_rules
 from tests.fake_world import fake_world
@@ -33,8 +34,9 @@ def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.GroupNorm(2, 16), nn.PReLU(16), nn.LSTM(8, 8, batch_first=True)],  # divided are channels, or the sequence
-    ids=["group norm", "PReLU", "LSTM"],
+    # divided are channels, or the sequence
+    [nn.GroupNorm(2, 16), nn.PReLU(16), nn.LSTM(8, 8, batch_first=True), nn.Conv1d(16, 4, 3)],
+    ids=["group norm", "PReLU", "LSTM", "convolution"],
 )
 def test_gradients_of_a_divided_input_are_those_of_the_whole(layer: nn.Module) -> None:
     """The backward passes of group norm and PReLU ended in errors of torch's."""
@@ -49,6 +51,24 @@ def test_gradients_of_a_divided_input_are_those_of_the_whole(layer: nn.Module) -
     expected = run(*twice(1, local))
     with fake_world(2), implicit_replication():
         found = run(*halves_of(1, local))
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+def test_a_convolution_of_plain_images_has_gradients() -> None:
+    """The first layer of a vision transformer: its weight is a DTensor, its input is not; torch's rule wanted both."""
+    layer = nn.Conv2d(3, 8, 4, stride=4)
+    images = torch.randn(2, 3, 8, 8)
+    layer(images).square().sum().backward()
+    expected = gradients(*layer.parameters())
+    layer.zero_grad()
+    with fake_world(2), implicit_replication():
+        register_sharding_rules()
+        mesh = init_device_mesh("cpu", (2,))
+        whole = (DTensor.from_local(each.detach(), mesh, [Replicate()]) for each in layer.parameters())
+        weight, bias = (each.requires_grad_() for each in whole)
+        F.conv2d(images, weight, bias, stride=4).square().sum().backward()
+        found = gradients(weight, bias)
     for mine, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, whole)
 
