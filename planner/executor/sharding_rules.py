@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import _meta_registrations
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.operators.record import Trait
@@ -33,23 +33,21 @@ _WITHOUT_RULES = tuple(
     )
     for half in ("", "_backward")
 )
-_Rule = tuple[list[Placement | None], list[Placement | None]]
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @functools.cache
 def register_sharding_rules() -> None:
     """Registers them with DTensor, once a process.
 
-    The CPU's flash attention works on each sequence and head for itself: dims 0 and 1 of query,
-    key, value, output and log-sum-exp may be split, of a mask only where it is not broadcast. Results
-    whose size depends on values (which tokens an expert gets) are computed whole on every rank, and so are operators
-    of which torch has no rule.
+    The CPU's flash attention works on each sequence and head for itself. Results whose size depends on values (which
+    tokens an expert gets) are computed whole on every rank, and so are operators of which torch has no rule.
     DTensor asks for the shape of a grouped product, which torch knows in bfloat16 alone.
     """
-    register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_cpu_attention)
-    register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_cpu_attention_backward)
     _aten_library().impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
+    handlers |= dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _attended)
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
     for name in _WITHOUT_RULES:
@@ -91,24 +89,31 @@ def _computed_alike(operator: OpOverload, args: tuple[object, ...], kwargs: dict
     )
 
 
-def _cpu_attention(*arguments: object, attn_mask: object = None, **options: object) -> list[_Rule]:
-    return [
-        ([placement] * 2, [placement] * 3 + _mask_placements(attn_mask, placement))
-        for placement in (Shard(0), Shard(1), Replicate())
-    ]
+def _attended(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Attention, or its backward pass, of the sequences or heads that the query is split in; of all where it is whole.
+
+    The mask comes by name: rules of DTensor move no such argument, and do not look at one again.
+    """
+    is_backward = operator is _ATTENTION_BACKWARD
+    tensors, others = args[: 6 if is_backward else 3], args[6 if is_backward else 3 :]
+    mesh = next(each.device_mesh for each in tree_leaves((tensors, kwargs)) if isinstance(each, DTensor))
+    whole = [_as_dtensor(each, mesh) for each in tensors]
+    (split,) = whole[1 if is_backward else 0].placements
+    if not isinstance(split, Shard) or split.dim > 1 or any(each.shape[split.dim] % mesh.size() for each in whole):
+        split = Replicate()
+
+    def local(tensor: DTensor) -> torch.Tensor:
+        return tensor.redistribute(mesh, [split]).to_local()
+
+    mask = kwargs.get("attn_mask")
+    if mask is not None:
+        mask = _as_dtensor(mask, mesh)
+        is_own = isinstance(split, Shard) and mask.ndim == 4 and mask.shape[split.dim] > 1  # not broadcast
+        kwargs = {**kwargs, "attn_mask": local(mask) if is_own else mask.full_tensor()}
+    result = operator(*map(local, whole), *others, **kwargs)
+    return tree_map_only(torch.Tensor, lambda each: DTensor.from_local(each, mesh, [split], run_check=False), result)
 
 
-def _cpu_attention_backward(*arguments: object, attn_mask: object = None, **options: object) -> list[_Rule]:
-    return [
-        ([placement] * 3, [placement] * 6 + _mask_placements(attn_mask, placement))
-        for placement in (Shard(0), Shard(1), Replicate())
-    ]
-
-
-def _mask_placements(mask: object, placement: Placement) -> list[Placement | None]:
-    """The mask's placement, if there is one: a dim of size 1, or one it lacks, is broadcast and stays whole."""
-    if mask is None:
-        return []
-    shape = getattr(mask, "shape", torch.Size())
-    split = isinstance(placement, Shard) and len(shape) == 4 and shape[placement.dim] > 1
-    return [placement if split else Replicate()]
+def _as_dtensor(tensor: object, mesh: DeviceMesh) -> DTensor:
+    assert isinstance(tensor, torch.Tensor)
+    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
