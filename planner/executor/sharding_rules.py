@@ -19,19 +19,9 @@ from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
 _aten = torch.ops.aten
-# Recurrent layers by their libraries, what weight_norm runs, and those whose rule is of the forward pass alone, or asks
-# in the backward pass for an input that is a DTensor: images are none.
-_WITHOUT_RULES = tuple(
-    f"{name}{half}"
-    for name in (
-        "mkldnn_rnn_layer",
-        "_cudnn_rnn",
-        "_weight_norm_interface",
-        "native_group_norm",
-        "_prelu_kernel",
-        "convolution",
-    )
-    for half in ("", "_backward")
+# Their rules are of the forward pass alone, or want in the backward pass an input that is a DTensor: images are none.
+_HALF_RULED = tuple(
+    f"{name}{half}" for name in ("convolution", "native_group_norm", "_prelu_kernel") for half in ("", "_backward")
 )
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -42,7 +32,8 @@ def register_sharding_rules() -> None:
     """Registers them with DTensor, once a process.
 
     The CPU's flash attention works on each sequence and head for itself. Results whose size depends on values (which
-    tokens an expert gets) are computed whole on every rank, and so are operators of which torch has no rule.
+    tokens an expert gets) are computed whole on every rank, and so are operators of which torch has no rule: recurrent
+    layers, and backward passes that were forgotten.
     DTensor asks for the shape of a grouped product, which torch knows in bfloat16 alone.
     """
     _aten_library().impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
@@ -50,8 +41,10 @@ def register_sharding_rules() -> None:
     handlers |= dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _attended)
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
-    for name in _WITHOUT_RULES:
+    for name in _HALF_RULED:
         handlers[getattr(_aten, name).default] = _computed_alike
+    asked = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
+    DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
 
 
 @functools.cache
@@ -87,6 +80,28 @@ def _computed_alike(operator: OpOverload, args: tuple[object, ...], kwargs: dict
     return tree_map_only(
         torch.Tensor, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim, run_check=False), result
     )
+
+
+def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
+    """What DTensor asks for placements; where there is no rule the result of the operator, which it takes instead."""
+
+    @functools.wraps(propagate)
+    def asked(
+        operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], *others: object, **options: object
+    ) -> object:
+        try:
+            return propagate(operator, args, kwargs, *others, **options)
+        except NotImplementedError:
+            if not operator._schema.is_mutable:
+                return _computed_alike(operator, args, kwargs)
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+            if any(not placement.is_replicate() for each in leaves for placement in each.placements):
+                raise  # what is split cannot be changed as a whole
+            local_args, local_kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+            operator(*local_args, **local_kwargs)
+            return args[0]
+
+    return asked
 
 
 def _attended(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

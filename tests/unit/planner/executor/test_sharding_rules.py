@@ -99,6 +99,33 @@ def test_attention_with_a_mask_of_some_sequences_or_heads(dim: int, shape: tuple
         torch.testing.assert_close(mine.narrow(dim, 0, local.shape[dim]), theirs.narrow(dim, 0, local.shape[dim]))
 
 
+@torch.library.custom_op("planner_tests::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@_doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_doubled.register_autograd(lambda _, gradient: gradient * 2)
+
+
+def test_operators_that_nobody_has_a_rule_for_are_computed_whole() -> None:
+    """They ended in NotImplementedError: an operator of a user's own, and torch's adaptive pooling in place."""
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        F.adaptive_avg_pool1d(_doubled(x), 1).square().sum().backward()
+        return gradients(x)
+
+    local = torch.randn(2, 4, 8)
+    expected = run(*twice(1, local))
+    with fake_world(2):
+        found = run(*halves_of(1, local))
+    torch.testing.assert_close(found[0], expected[0])
+
+
 def test_gradients_of_divided_weights_that_are_normed_are_those_of_the_whole() -> None:
     def run(direction: torch.Tensor, size: torch.Tensor) -> list[torch.Tensor]:
         torch._weight_norm(direction, size, 0).square().sum().backward()
