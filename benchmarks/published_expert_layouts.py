@@ -29,9 +29,10 @@ from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Pins, Training
 from planner.model_file import load_model, resolve_model
 from planner.output_file import write_text
+from planner.pricing.decisions import decided
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided
+from planner.problem import Problem
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit
 
@@ -270,7 +271,7 @@ def _target(published: Published, graph: ModelGraph, recipe: str) -> PricingTarg
 def _priced(published: Published, target: PricingTarget) -> Evaluated:
     layout = published.layout
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, NOTHING, CpSatSolver())
+    decision = decided(target, split, NOTHING, CpSatSolver().solve_placement)
     assert decision is not None, published.title
     evaluator = Evaluator(build_table(target, published.training, {split: decision}, (layout,)), layout)
     blocks = [unit for unit, is_block in enumerate(evaluator.table.units.is_block) if is_block]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import factorial
 from typing import NamedTuple
 
 from costmodels.vocabulary.choices import Preference
 from costmodels.vocabulary.mesh import Mesh
-from planner.axes.base import Asked, divisors
+from planner.axes.base import Asked
 from planner.axes.unlike_devices import MAX_ORDERS, over_groups
 from planner.evaluation.dominance import undominated
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.shares import evaluator_of
 from planner.graph.disk_cache import DiskCache
-from planner.graph.experts import num_experts
 from planner.graph.graph_cache import default_folder
-from planner.graph.model_graph import OpClass
-from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
-from planner.layout.decided import NOTHING, Decided
 from planner.layout.layout import Layout, Limits, Pins, Training
+from planner.pricing.decisions import decided_for_degrees, limits_of, usual_tensor_degree
 from planner.pricing.ideal import ideal_step_s
-from planner.pricing.placements import Decision, decide
 from planner.pricing.rows import Decisions
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
@@ -40,7 +35,7 @@ from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
 from planner.space.shares import parts_of_shares
 from planner.table.cost_table import CostTable
-from planner.table.keys import TensorSplit
+from planner.table.keys import WorkKey
 
 # A search solves a few dozen programs, of some hundred bytes each.
 MOST_KNOWN_PLACEMENTS = 4096
@@ -71,7 +66,7 @@ class Problem:
     @staticmethod
     def build(target: PricingTarget, training: Training, pins: Pins, memory_risk: float = EVEN_RISK) -> Problem:
         """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best."""
-        decisions = decided_for_degrees(target, pins, placement_solver())
+        decisions = decided_for_degrees(target, pins, placement_solver().solve_placement)
         return Problem.of(target, training, pins, decisions, Deadline.never()).at_risk(memory_risk)
 
     @staticmethod
@@ -236,7 +231,11 @@ def space_of(
 ) -> SearchSpace:
     """Every layout that the framework can run, over unlike devices also their orders; typical ones without deadline."""
     whole = (training, pins, limits_of(target, decisions))
-    space = typical_space(*whole) if deadline is None else build_space(*whole, deadline)
+    if deadline is None:
+        space = typical_space(*whole)
+        space = replace(space, layouts=space.layouts.where(WorkKey, lambda key: key.tensor in decisions))
+    else:
+        space = build_space(*whole, deadline)
     if target.within is not None:
         return narrowed(space, target.within, may_be_empty=deadline is None)
     if target.cluster.mixed is not None:
@@ -280,14 +279,13 @@ def solved_by(
     """
     first: Solved | None = None
     try:
-        solver = placement_solver(deadline)
-        placed = decided_for_degrees(target, replace(pins, tp=_usual_tensor_degree(target, pins)), solver, deadline)
+        solve = placement_solver(deadline).solve_placement
+        usual = replace(pins, tp=usual_tensor_degree(target, pins))
+        placed = decided_for_degrees(target, usual, solve, deadline, are_typical=True)
         first = _first(
             Problem.of(target, training, pins, placed, deadline, is_typical=True).at_risk(memory_risk), deadline
         )
-        if first is not None:
-            deadline.promise()
-        placed = decided_for_degrees(target, pins, solver, deadline, placed)
+        placed = decided_for_degrees(target, pins, solve, deadline, placed)
         problem = Problem.of(target, training, pins, placed, deadline).at_risk(memory_risk)
         outcome = problem.solved(deadline, progress, known=None if first is None else first.outcome.best)
         if outcome.best is not None:
@@ -324,92 +322,6 @@ def _with(first: Outcome, outcome: Outcome) -> Outcome:
     return replace(outcome, best=best, ranking=ranking, bound_s=max(first.bound_s, outcome.bound_s))
 
 
-def _usual_tensor_degree(target: PricingTarget, pins: Pins) -> int:
-    """Of typical layouts with tensor parallelism: the largest that is possible up to eight."""
-    if pins.tp is not None:
-        return pins.tp
-    cluster = target.cluster
-    return max(d for d in divisors(cluster.num_devices) if d <= min(8, cluster.devices_per_node))
-
-
-def decided_for_degrees(
-    target: PricingTarget,
-    pins: Pins,
-    solver: PlacementSolver,
-    deadline: Deadline | None = None,
-    known: Decisions | None = None,
-) -> dict[TensorSplit, Decision]:
-    """Placements for every tensor-parallel degree of the space, with and without sequence parallelism.
-
-    ``known`` are taken as they are. Where the pinned degree splits nothing, those that do are found, to be named.
-    OutOfTimeError where the deadline is over before that.
-    """
-    found: dict[TensorSplit, Decision] = {}
-
-    def place(degrees: Iterable[int]) -> None:
-        for degree in sorted(degrees):
-            for split in _splits(target, pins, degree):
-                if deadline is not None:
-                    deadline.check()
-                decision = (known or {}).get(split) or decided(target, split, NOTHING, solver)
-                if decision is not None:
-                    found[split] = decision
-
-    cluster = target.cluster
-    degrees = {1, *(d for d in divisors(cluster.num_devices) if d <= cluster.devices_per_node)}
-    pinned = pins.tp if pins.tp is not None and pins.tp >= 1 else None
-    place(degrees if pinned is None else {1, pinned})
-    if pinned is not None and pinned > 1 and all(split.tp != pinned for split in _splitting(found)):
-        place(degrees - {1, pinned})
-    return found
-
-
-def _splitting(decisions: Decisions) -> list[TensorSplit]:
-    """Those that split a weight."""
-    return [split for split, units in decisions.items() if split.tp > 1 and any(unit.splits_weights for unit in units)]
-
-
-def _splits(target: PricingTarget, pins: Pins, degree: int) -> list[TensorSplit]:
-    """Ways to split operators over so many ranks; experts are whole where the framework can have that, or as pinned."""
-    if degree == 1:
-        return [TensorSplit(1, False)]
-    found = [TensorSplit(degree, sequence_parallel) for sequence_parallel in (False, True)]
-    has_whole = target.recipe.has_whole_experts if pins.etp is None else pins.etp == 1
-    return [*found, TensorSplit(degree, True, 1)] if has_whole and num_experts(target.graph) > 1 else found
-
-
-def counts_of(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline) -> tuple[int, ...]:
-    """Smaller numbers of devices that may do better, descending, where there is no problem over all of them."""
-    if target.cluster.mixed is not None:
-        return ()
-    placed = decided_for_degrees(target, pins, placement_solver(deadline), deadline)
-    return worthwhile_counts(training, pins, limits_of(target, placed))
-
-
-def decided(target: PricingTarget, split: TensorSplit, given: Decided, solver: PlacementSolver) -> Decision | None:
-    """Placements for one degree, as ``given`` where that says something; None where there are none."""
-    return decide(target.graph, split, given, target.machine, target.framework, solver.solve_placement)
-
-
-def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
-    """What this model on this cluster in this framework allows."""
-    graph, cluster = target.graph, target.cluster
-    has_attention = any(node.op_class is OpClass.ATTENTION for node in graph.nodes)
-    splitting = _splitting(decisions)
-    return Limits(
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        num_pipeline_units=len(graph.units),
-        tensor_degrees=frozenset(split.tp for split in splitting),
-        sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
-        whole_expert_degrees=frozenset(split.tp for split in splitting if split.etp == 1),
-        num_experts=num_experts(graph),
-        num_heads=num_heads(graph),
-        cp_methods=target.cp_methods,
-        context_splits=has_attention and not mixes_positions_outside_attention(graph),
-    )
-
-
 def baseline_space(training: Training, limits: Limits) -> Columns[Layout]:
     """Plain FSDP over all devices, whatever the user pinned; empty where the batch does not divide."""
     n = limits.num_devices
@@ -417,3 +329,11 @@ def baseline_space(training: Training, limits: Limits) -> Columns[Layout]:
         return Columns.of(Layout, ())
     pins = Pins(tp=1, pp=1, cp=1, ep=1, dp=n, dp_replicate=1, zero=3)
     return build_space(training, pins, limits).layouts
+
+
+def counts_of(target: PricingTarget, training: Training, pins: Pins, deadline: Deadline) -> tuple[int, ...]:
+    """Smaller numbers of devices that may do better, descending, where there is no problem over all of them."""
+    if target.cluster.mixed is not None:
+        return ()
+    placed = decided_for_degrees(target, pins, placement_solver(deadline).solve_placement, deadline)
+    return worthwhile_counts(training, pins, limits_of(target, placed))

@@ -24,10 +24,11 @@ from planner.evaluation.stage_program import stage_problem
 from planner.layout.columns import Columns
 from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Pins, Training
+from planner.pricing.decisions import decided, decided_for_degrees, limits_of
 from planner.pricing.placements import decide
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, decided, decided_for_degrees, limits_of
+from planner.problem import Problem
 from planner.problems import PlacementProblem, PlacementSolution
 from planner.request import check_offload, load_cluster, load_graph
 from planner.solver.bounds import bounds
@@ -77,7 +78,7 @@ class Space:
 
     def __init__(self, setting: Json) -> None:
         self._target, self._training = _target(setting)
-        decisions = decided_for_degrees(self._target, Pins(), CpSatSolver())
+        decisions = decided_for_degrees(self._target, Pins(), CpSatSolver().solve_placement)
         self._limits = limits_of(self._target, decisions)
 
     def with_pins(self, pins: Json) -> tuple[int, Callable[[int], Json]]:
@@ -95,9 +96,9 @@ class Table:
 
     def __init__(self, setting: Json, layouts: Sequence[Json]) -> None:
         target, training = _target(setting)
-        self._layouts, solver = [_chosen(layout) for layout in layouts], CpSatSolver()
+        self._layouts, solve = [_chosen(layout) for layout in layouts], CpSatSolver().solve_placement
         splits = Columns.of(Layout, self._layouts).by(TensorSplit)[0]
-        found = {split: decided(target, split, NOTHING, solver) for split in splits}
+        found = {split: decided(target, split, NOTHING, solve) for split in splits}
         decisions = {split: decision for split, decision in found.items() if decision is not None}
         self._table = build_table(target, training, decisions, self._layouts)
         self._evaluators = [Evaluator(self._table, layout) for layout in self._layouts]

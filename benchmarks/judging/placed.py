@@ -16,9 +16,9 @@ from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec
 from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout
+from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.target import PricingTarget
-from planner.problem import decided
 from planner.request import load_cluster, target_of
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.keys import TensorSplit
@@ -39,7 +39,7 @@ class Placed:
         """Least time of one sequence; None where operators cannot be split so, or no weight is."""
         split = TensorSplit(tp, sequence_parallel)
         if split not in self._decisions:
-            found = decided(self.target, split, NOTHING, CpSatSolver())
+            found = decided(self.target, split, NOTHING, CpSatSolver().solve_placement)
             is_split = found is not None and (tp == 1 or any(unit.splits_weights for unit in found))
             self._decisions[split] = found if is_split else None
         return self._decisions[split]

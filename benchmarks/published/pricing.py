@@ -37,10 +37,10 @@ from planner.graph.tracer import trace_model, traced_dtype
 from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Training
 from planner.model_file import ModelKind, ModelSource, family_model
+from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import decided
 from planner.solver.cp_sat import CpSatSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.table.cost_table import CostTable
@@ -154,7 +154,9 @@ class RunPricer:
         if key not in self._decisions:
             inside = profile.tiers[0].model_copy(update={"num_devices": None})
             cluster = target.cluster.model_copy(update={"profile": profile.model_copy(update={"tiers": (inside,)})})
-            self._decisions[key] = decided(replace(target, cluster=cluster), split, NOTHING, self._solver)
+            self._decisions[key] = decided(
+                replace(target, cluster=cluster), split, NOTHING, self._solver.solve_placement
+            )
         decision = self._decisions[key]
         if decision is None:
             raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")

@@ -28,10 +28,11 @@ from planner.evaluation.shares import AnyEvaluator, evaluator_of
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Pins, Training
 from planner.plan.schema import CaseSection, Plan, SearchSection
+from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import EVEN_RISK, Problem, Solved, at_its_smallest, decided, placement_solver, solved_by
+from planner.problem import EVEN_RISK, Problem, Solved, at_its_smallest, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
@@ -365,7 +366,7 @@ def planned_layout(
     if beyond:
         notes.append(f"{framework} itself cannot run this plan: {'; '.join(each.reason for each in beyond)}")
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, from_plan.placements_of(plan, graph), placement_solver())
+    decision = decided(target, split, from_plan.placements_of(plan, graph), placement_solver().solve_placement)
     if decision is None:
         raise PlanError(
             f"placements: those of this plan cannot run with tp={layout.mesh.tp} on {graph.source}",

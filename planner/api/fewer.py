@@ -11,10 +11,11 @@ from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout, Pins, Training
 from planner.plan.schema import Plan
+from planner.pricing.decisions import decided_for_degrees
 from planner.pricing.ideal import compute_device_s
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, Solved, counts_of, decided_for_degrees, placement_solver, solved_by, space_of
+from planner.problem import Problem, Solved, counts_of, placement_solver, solved_by, space_of
 from planner.solver.cutting import TOLERANCE
 from planner.solver.glance import rough_bound_s
 from planner.solver.search import NEAR, Progress
@@ -137,7 +138,7 @@ def _over_fewer(problem: Problem, num_devices: int, deadline: Deadline, best_s: 
     """
     target, pins, training = problem.target.over(num_devices), problem.space.pins, problem.space.training
     known = problem.decisions if target.prices_as(problem.target) else None
-    decisions = decided_for_degrees(target, pins, placement_solver(deadline), deadline, known)
+    decisions = decided_for_degrees(target, pins, placement_solver(deadline).solve_placement, deadline, known)
     space = space_of(target, training, pins, decisions, deadline)
     one_of_each = build_table(target, training, decisions, space.layouts.one_of_each(WorkKey), deadline)
     layouts = likely = undominated(one_of_each, space.layouts)

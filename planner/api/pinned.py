@@ -13,10 +13,11 @@ from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout, Training
 from planner.plan.checks import contradictions
 from planner.plan.schema import Plan
+from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import decided, placement_solver
+from planner.problem import placement_solver
 from planner.request import check_offload, check_precision, load_cluster, load_graph, target_of
 from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
@@ -85,7 +86,7 @@ def price_on(run: PinnedRun, target: PricingTarget, said: tuple[str, ...] = ()) 
     check_precision(target.cluster, training.precision)
     check_offload(target.cluster, layout.offload)
     split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
-    decision = decided(target, split, NOTHING, placement_solver())
+    decision = decided(target, split, NOTHING, placement_solver().solve_placement)
     if decision is None:
         raise PlanError(
             f"no placement of the operators of {run.model} for tp={layout.mesh.tp}", hint="does tp divide its heads?"

@@ -396,7 +396,7 @@ def _scarcity(table: CostTable, lower: Bounds) -> Array:
 def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, deadline: Deadline) -> Outcome:
     """The first layouts by their bounds that fit where they are cut evenly. Nothing is proved.
 
-    OutOfTimeError where the deadline is over before one fits.
+    OutOfTimeError where the deadline is over before one fits. From the first that does on the deadline has an answer.
     """
     listed = Columns.of(Layout, layouts)
     lower, best, visited = bounds(table, listed), Best(), 0
@@ -407,4 +407,6 @@ def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, dea
             deadline.check()
         visited += 1
         best.keep(probe(Pricer(table, listed[index]), solver, best.time_s))
+        if best.found:
+            deadline.promise()
     return Outcome(best.best, best.ranking(), 0.0, False, False, len(listed), visited, (), None)

@@ -1,13 +1,17 @@
 """A search that is cut short: what it answers, and what it claims."""
 
+from typing import Any
+
 import pytest
 
 from planner import problem as stages
 from planner.api import find_plan
 from planner.errors import TimeLimitError
 from planner.evaluation.evaluator import Evaluated
+from planner.graph.model_graph import ModelGraph
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import NO_PINS, Layout, Pins
+from planner.pricing import decisions
 from planner.pricing.ideal import ideal_step_s
 from planner.problem import solved_by
 from planner.request import Request
@@ -15,6 +19,7 @@ from planner.solver import search as by_estimates
 from planner.solver.base import StageSolver
 from planner.solver.bounds import bounds
 from planner.solver.cutting import Pricer
+from planner.table.keys import TensorSplit
 from tests.planning import A100, problem_of, training_of
 
 BATCH, SEQ_LEN = 64, 1024
@@ -60,6 +65,47 @@ def test_the_first_plan_comes_though_the_likeliest_layouts_do_not_fit(monkeypatc
     first = solved_by(made(), target, training_of(BATCH, SEQ_LEN), NO_PINS).outcome
     assert first.best is not None
     assert first.best.layout == tried[by_estimates.NUM_TYPICAL] == tried[-1]
+
+
+def test_the_first_layout_that_fits_is_an_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3 on 2,048 GPUs with a limit of a second: one had been found in time, and the others were looked at."""
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=SEQ_LEN).target
+    tried: list[Layout] = []
+    probe = by_estimates.probe
+
+    def counted(pricer: Pricer, solver: StageSolver, best_s: float | None = None) -> Evaluated | None:
+        tried.append(pricer.evaluator.layout)
+        return probe(pricer, solver, best_s)
+
+    monkeypatch.setattr(by_estimates, "probe", counted)
+    first = solved_by(made(), target, training_of(BATCH, SEQ_LEN), NO_PINS).outcome
+    assert first.best is not None
+    assert tried == [first.best.layout]
+
+
+def test_before_the_first_plan_only_typical_placements_are_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took most of the time before it."""
+    target = problem_of("moe-tiny", 8, batch=16, seq_len=64).target
+    asked: list[TensorSplit] = []
+    decide = decisions.decide
+
+    def counted(graph: ModelGraph, split: TensorSplit, *rest: Any) -> object:
+        asked.append(split)
+        return decide(graph, split, *rest)
+
+    monkeypatch.setattr(decisions, "decide", counted)
+    first = solved_by(made(), target, training_of(16, 64), NO_PINS).outcome
+    assert first.best is not None
+    assert asked == [TensorSplit(1, False), TensorSplit(8, True)]
+
+
+@pytest.mark.parametrize("pins", [NO_PINS, Pins(tp=8), Pins(tp=8, sequence_parallel=False)])
+def test_there_is_a_first_plan_though_the_sequence_cannot_be_split(pins: Pins) -> None:
+    """1,020 tokens over 8 ranks: what is placed for a first plan has its layouts, or none."""
+    target = problem_of("gpt3-1.3b", 16, batch=BATCH, seq_len=1020, pins=Pins(tp=1)).target
+    first = solved_by(made(), target, training_of(BATCH, 1020), pins).outcome
+    assert first.best is not None
+    assert first.best.layout.mesh.tp == (pins.tp or 1)
 
 
 @pytest.mark.parametrize(("model", "batch"), [("gpt3-1.3b", 64), ("moe-tiny", 16)])

@@ -23,8 +23,9 @@ from planner.layout.layout import Pins
 from planner.models.catalog import find_preset
 from planner.models.moe import MixtureOfExperts
 from planner.plan.schema import MeshSection
+from planner.pricing.decisions import limits_of
 from planner.pricing.target import PricingTarget
-from planner.problem import Problem, limits_of
+from planner.problem import Problem
 from planner.table.keys import DataKey, TensorSplit, WorkKey
 from tests.planning import A100, cluster_of, graph_of, training_of
 from tests.unit.planner.pricing.unit_prices import decision_of

@@ -18,10 +18,11 @@ from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.measured_memory import memory_as_measured
 from planner.layout.decided import NOTHING
 from planner.layout.layout import Layout
+from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import decided, placement_solver
+from planner.problem import placement_solver
 from planner.table.keys import TensorSplit
 from tests.planning import cluster_of, graph_of, training_of
 
@@ -55,7 +56,7 @@ def decisions(target: PricingTarget) -> dict[TensorSplit, Decision]:
     found: dict[TensorSplit, Decision] = {}
     for tp in (1, 2, 4, 8):
         split = TensorSplit(tp, tp > 1)
-        decision = decided(target, split, NOTHING, placement_solver())
+        decision = decided(target, split, NOTHING, placement_solver().solve_placement)
         assert decision is not None
         found[split] = decision
     return found

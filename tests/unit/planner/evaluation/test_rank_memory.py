@@ -27,9 +27,9 @@ from planner.model_file import ModelKind, ModelSource, family_model
 from planner.models.config import FamilyConfig, MlpType
 from planner.models.family import build_family
 from planner.models.loss import next_token_loss
+from planner.pricing.decisions import decided
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import decided
 from planner.solver.cp_sat import CpSatSolver
 from planner.table.cost_table import CostTable
 from planner.table.keys import TensorSplit
@@ -65,7 +65,7 @@ HOST_TIMES = ("host_s_per_kernel", "host_s_per_collective")
 def memory_of(graph: ModelGraph, choice: Layout, recipe: Recipe | None = None) -> tuple[RankMemory, ...]:
     target = PricingTarget(graph, cluster_of(A100, choice.mesh.world_size), "bf16", recipe or load_recipe())
     split = TensorSplit(choice.mesh.tp, choice.sequence_parallel)
-    decision = decided(target, split, NOTHING, CpSatSolver())
+    decision = decided(target, split, NOTHING, CpSatSolver().solve_placement)
     assert decision is not None
     batch = choice.mesh.dp * choice.micro_batch_size * choice.num_microbatches
     training = Training(batch, CONFIG.seq_len, Precision.BF16, Optimizer.ADAMW)
