@@ -21,23 +21,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodels.vocabulary.action import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    KINDS,
     WEIGHT_GRADIENT,
     Action,
+    ActionColumns,
     ActionLists,
+    Positions,
     Transfer,
 )
 
-Positions = NDArray[np.intp]
 ActionSeconds = tuple[tuple[float, ...], ...]  # laid out as the schedule is
 
 
@@ -169,40 +169,30 @@ def simulate_actions(
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-class SameSchedule:
-    """A schedule that is looked up by what it is, not by what is in it: its lists are long, and made once."""
+class _SameLists:
+    """Lists that are looked up by what they are, not by what is in them: they are long, and made once."""
 
-    def __init__(self, schedule: ActionLists) -> None:
-        self.schedule = schedule
+    def __init__(self, lists: ActionLists) -> None:
+        self.lists = lists
 
     def __hash__(self) -> int:
-        return id(self.schedule)
+        return id(self.lists)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameSchedule) and other.schedule is self.schedule
+        return isinstance(other, _SameLists) and other.lists is self.lists
 
 
-class _Columns(NamedTuple):
-    """All actions of a schedule, those of a rank behind those of the ranks before it."""
-
-    kind: Positions  # place in ``_KINDS``
-    stage: Positions
-    microbatch: Positions
-    ends: tuple[int, ...]  # of each rank's
-
-    def of_ranks(self, numbers: Positions) -> tuple[tuple[int, ...], ...]:
-        """A number of every action, rank by rank."""
-        each, starts = numbers.tolist(), (0, *self.ends)
-        return tuple(tuple(each[start:end]) for start, end in zip(starts, self.ends, strict=False))
+@lru_cache(maxsize=64)
+def _columns(same: _SameLists) -> ActionColumns:
+    return ActionColumns.of(same.lists)
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """What of ``_Problem`` does not depend on times; ``key_of_action``: of all ranks, one behind the other."""
+    """What of ``_Problem`` does not depend on times; ``keys``: of the actions of all ranks, as in their columns."""
 
-    keys: tuple[tuple[int, ...], ...]
-    key_of_action: Positions
-    producers: list[int]
+    keys: Positions
+    producers: Positions
     rank_of_stage: tuple[int, ...]
     num_microbatches: int
 
@@ -219,30 +209,18 @@ def seconds_of_actions(
         raise ValueError(f"{num_stages} stages have a forward time but {len(backward_s)} a backward time")
     input_s, weight_s = split_s or (backward_s, [0.0] * num_stages)
     all_s = [*forward_s, *backward_s, *input_s, *weight_s]
-    return tuple(
-        tuple([all_s[place] for place in places]) for places in _places_of_seconds(SameSchedule(schedule), num_stages)
-    )
+    places = _places_of_seconds(_columns(_SameLists(schedule)), num_stages)
+    return tuple(tuple([all_s[place] for place in of_rank]) for of_rank in places)
 
 
-_KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = range(len(_KINDS))
-
-
-@lru_cache(maxsize=64)
-def _columns(same: SameSchedule) -> _Columns:
-    ends = tuple(accumulate(map(len, same.schedule)))
-    actions = list(chain.from_iterable(same.schedule))
-    kinds, stages, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
-    place = np.zeros(128, dtype=np.intp)
-    place[[ord(kind) for kind in _KINDS]] = np.arange(len(_KINDS))
-    letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
-    return _Columns(place[letters], np.array(stages, dtype=np.intp), np.array(microbatches, dtype=np.intp), ends)
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(
+    KINDS.index, (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+)
 
 
 @lru_cache(maxsize=64)
-def place_of_seconds(same: SameSchedule, num_stages: int) -> Positions:
+def place_of_seconds(actions: ActionColumns, num_stages: int) -> Positions:
     """Place of each action's seconds among those of all kinds, each in all stages; of all ranks in turn."""
-    actions = _columns(same)
     unknown = actions.stage[(actions.stage < 0) | (actions.stage >= num_stages)]
     if len(unknown):
         raise ValueError(f"the schedule runs stage {unknown[0]}, but times are given for {num_stages} stages")
@@ -250,24 +228,32 @@ def place_of_seconds(same: SameSchedule, num_stages: int) -> Positions:
 
 
 @lru_cache(maxsize=64)
-def _places_of_seconds(same: SameSchedule, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def _places_of_seconds(actions: ActionColumns, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """The same rank by rank."""
-    return _columns(same).of_ranks(place_of_seconds(same, num_stages))
+    return actions.of_ranks(place_of_seconds(actions, num_stages))
 
 
 def _number(schedule: ActionLists, seconds: ActionSeconds, num_stages: int) -> _Problem:
-    known = numbered(SameSchedule(schedule), num_stages)
-    return _Problem(known.keys, seconds, known.producers, known.rank_of_stage, known.num_microbatches)
+    actions = _columns(_SameLists(schedule))
+    known = numbered(actions, num_stages)
+    keys, producers = _numbers_of_each(actions, num_stages)
+    return _Problem(keys, seconds, producers, known.rank_of_stage, known.num_microbatches)
 
 
 @lru_cache(maxsize=64)
-def numbered(same: SameSchedule, num_stages: int) -> Numbered:
+def _numbers_of_each(actions: ActionColumns, num_stages: int) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """``Numbered.keys`` rank by rank, and ``Numbered.producers``."""
+    known = numbered(actions, num_stages)
+    return actions.of_ranks(known.keys), known.producers.tolist()
+
+
+@lru_cache(maxsize=64)
+def numbered(actions: ActionColumns, num_stages: int) -> Numbered:
     """The keys of all actions and of their inputs; ValueError where actions are missing or stand twice."""
-    actions = _columns(same)
     num_microbatches = 1 + int(actions.microbatch.max(initial=-1))
     rank_of_stage = [-1] * num_stages
-    for rank, (start, end) in enumerate(zip((0, *actions.ends), actions.ends, strict=False)):
-        for stage in sorted(set(actions.stage[start:end].tolist())):
+    for rank, (start, end) in enumerate(actions.spans):
+        for stage in np.unique(actions.stage[start:end]).tolist():
             if rank_of_stage[stage] >= 0:
                 raise ValueError(f"stage {stage} runs on ranks {rank_of_stage[stage]} and {rank}")
             rank_of_stage[stage] = rank
@@ -276,16 +262,15 @@ def numbered(same: SameSchedule, num_stages: int) -> Numbered:
     per_kind = num_stages * num_microbatches
     offset = np.array([0, per_kind, per_kind, 2 * per_kind])
     keys = offset[actions.kind] + actions.stage * num_microbatches + actions.microbatch
-    producers = _producers(num_stages, num_microbatches)
-    return Numbered(actions.of_ranks(keys), keys, producers, tuple(rank_of_stage), num_microbatches)
+    return Numbered(keys, _producers(num_stages, num_microbatches), tuple(rank_of_stage), num_microbatches)
 
 
-def _is_complete(actions: _Columns, num_stages: int, num_microbatches: int) -> bool:
+def _is_complete(actions: ActionColumns, num_stages: int, num_microbatches: int) -> bool:
     """Whether each micro-batch has one F and then one B, or one I and after it one W, in every stage."""
     if (actions.microbatch < 0).any():
         return False
     pairs = actions.stage * num_microbatches + actions.microbatch  # a stage's actions are those of one rank, in order
-    shape = len(_KINDS), num_stages * num_microbatches
+    shape = len(KINDS), num_stages * num_microbatches
     counts = np.bincount(actions.kind * shape[1] + pairs, minlength=shape[0] * shape[1]).reshape(shape)
     at = np.zeros_like(counts)
     at[actions.kind, pairs] = np.arange(len(pairs))
@@ -312,12 +297,14 @@ def _held_s(problem: _Problem, ways_s: Sequence[float]) -> list[float]:
     return forward + backward + [0.0] * len(forward)
 
 
-def _producers(num_stages: int, per_stage: int) -> list[int]:
+def _producers(num_stages: int, per_stage: int) -> Positions:
     """For each key the key of its input; -1: none."""
     num_forward = num_stages * per_stage
-    forward = [-1] * per_stage + list(range(num_forward - per_stage))
-    backward = [*range(num_forward + per_stage, 2 * num_forward), *range(num_forward - per_stage, num_forward)]
-    return forward + backward + [-1] * num_forward
+    forward = np.arange(num_forward) - per_stage
+    forward[:per_stage] = -1
+    backward = num_forward + np.arange(num_forward) + per_stage
+    backward[-per_stage:] = np.arange(num_forward - per_stage, num_forward)
+    return np.concatenate([forward, backward, np.full(num_forward, -1)])
 
 
 def _way_to(problem: _Problem, ways_s: Sequence[float]) -> list[float]:

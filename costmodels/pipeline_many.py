@@ -14,12 +14,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.pipeline import Numbered, SameSchedule, numbered, place_of_seconds, ways_s
-from costmodels.vocabulary.action import ActionLists, Transfer
+from costmodels.pipeline import numbered, place_of_seconds, ways_s
+from costmodels.vocabulary.action import ActionColumns, Positions, Transfer
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
 
 Array = NDArray[np.float64]
-Positions = NDArray[np.intp]
 
 # Ends that are held at once, so many numbers: a long schedule takes its sets in several parts.
 MOST_NUMBERS = 4_000_000
@@ -50,7 +49,7 @@ class Levels:
 
 
 def simulate_many(
-    schedule: ActionLists,
+    schedule: ActionColumns,
     seconds: Array,
     send_s: Sequence[float],
     *,
@@ -121,18 +120,15 @@ def span_of(levels: Levels, end: Array, seconds: Array) -> Span:
     return Span(end[levels.last].max(axis=0), (end[levels.last] - began).max(axis=0))
 
 
-def levels_of(schedule: ActionLists, num_stages: int) -> Levels:
-    """The actions of a schedule level by level; ValueError as ``simulate_many``."""
-    return _levels(SameSchedule(schedule), num_stages)
-
-
 @lru_cache(maxsize=64)
-def _levels(same: SameSchedule, num_stages: int) -> Levels:
-    known = numbered(same, num_stages)
-    producers, keys = np.array(known.producers, dtype=np.intp), known.key_of_action
-    level = _level_of_keys(known, producers)
+def levels_of(schedule: ActionColumns, num_stages: int) -> Levels:
+    """The actions of a schedule level by level; ValueError as ``simulate_many``."""
+    known = numbered(schedule, num_stages)
+    producers, keys = known.producers, known.keys
+    level = _level_of_keys(schedule, keys, producers)
+    starts, stops = np.array([span for span in schedule.spans if span[0] < span[1]]).T
     before_keys = np.concatenate(([-1], keys[:-1]))
-    before_keys[[0, *np.cumsum([len(each) for each in known.keys if each])[:-1].tolist()]] = -1
+    before_keys[starts] = -1
     order = np.argsort(level[keys], kind="stable")
     number = np.zeros(3 * num_stages * known.num_microbatches + 1, dtype=np.intp)  # of a key; the last: none
     number[keys[order]] = 1 + np.arange(len(keys))
@@ -151,26 +147,26 @@ def _levels(same: SameSchedule, num_stages: int) -> Levels:
         producer=tuple([producer[part] for part in parts]),
         border=np.where(comes < 0, none, comes)[order],
         leaves=np.where(goes < 0, none, goes)[order],
-        seconds=place_of_seconds(same, num_stages)[order],
-        first=number[[each[0] for each in known.keys if each]],
-        last=number[[each[-1] for each in known.keys if each]],
+        seconds=place_of_seconds(schedule, num_stages)[order],
+        first=number[keys[starts]],
+        last=number[keys[stops - 1]],
     )
 
 
-def _level_of_keys(known: Numbered, producers: Positions) -> Positions:
+def _level_of_keys(schedule: ActionColumns, keys_of_actions: Positions, producers: Positions) -> Positions:
     """Actions on the longest chain before each key; ValueError where the lists wait for each other.
 
-    All ranks go on at once, each by one action if its input is there, as if every action took one step. ``producers``:
-    those of ``known``.
+    All ranks go on at once, each by one action if its input is there, as if every action took one step. The keys
+    of actions and of their inputs are those of ``numbered``.
     """
-    num_keys, lengths = len(producers), np.array([len(keys) for keys in known.keys])
+    num_keys, lengths = len(producers), np.diff(schedule.ends, prepend=0)
     never, always = num_keys, num_keys + 1  # a key behind the last of a rank, and the input of what needs none
     level = np.full(num_keys + 2, -1)
     level[always] = 0
     needed = np.append(np.where(producers < 0, always, producers), never)
     ranks = np.arange(len(lengths))
     following = np.full(lengths.sum() + len(ranks), never)
-    following[np.arange(lengths.sum()) + np.repeat(ranks, lengths)] = known.key_of_action
+    following[np.arange(lengths.sum()) + np.repeat(ranks, lengths)] = keys_of_actions
     place, left, step = lengths.cumsum() - lengths + ranks, int(lengths.sum()), 0
     while left:
         keys = following[place]

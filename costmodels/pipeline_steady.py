@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.pipeline_many import Array, Levels, Positions, Span, ends_of_actions, levels_of, simulate_many, span_of
-from costmodels.vocabulary.action import Transfer
+from costmodels.pipeline_many import Array, Levels, Span, ends_of_actions, levels_of, simulate_many, span_of
+from costmodels.vocabulary.action import Positions, Transfer
 from costmodels.vocabulary.schedules import STEADY_ROUNDS, Schedule
 
 # Rounds of the whole schedule to one that is tried: to look up a schedule takes as long as to simulate it.
@@ -52,13 +52,13 @@ def simulate_long(
         few = p, v, rules.shortened(p, m, seen)
         steady = _steady(rules, few, a_round)
         if steady is not None:
-            levels = levels_of(rules.actions(*few), p * v)
+            levels = levels_of(rules.columns(*few), p * v)
             span, round_s = _repeated(levels, (steady, a_round), seconds, (send_s, transfer))
             if round_s is not None:
                 more_s = (rounds - seen) * round_s
                 return Span(span.makespan_s + more_s, span.longest_rank_s + more_s)
         seen *= 2
-    return simulate_many(rules.actions(p, v, m), seconds, send_s, transfer=transfer)
+    return simulate_many(rules.columns(p, v, m), seconds, send_s, transfer=transfer)
 
 
 class _Steady(NamedTuple):
@@ -85,7 +85,7 @@ def _repeated(
 def _steady(rules: Schedule, shape: tuple[int, int, int], a_round: int) -> _Steady | None:
     """By the schedule of ``shape`` and that with a round more; None if nowhere."""
     p, v, m = shape
-    here, there = (levels_of(rules.actions(p, v, each), p * v) for each in (m, m + a_round))
+    here, there = (levels_of(rules.columns(p, v, each), p * v) for each in (m, m + a_round))
     followed, followed_there = _followed(here), _followed(there)
     differs = np.flatnonzero((followed != followed_there[:, a_round:]).any(axis=(0, 2)))
     since = int(differs.max(initial=-1)) + 1

@@ -60,7 +60,7 @@ class Makespans:
         forward, backward, weight = stages.reshape(3, choice.num_stages, -1)
         forward, backward = np.array([forward, backward]) + self._evaluator.beside_s[:, :, None]
         seconds = np.concatenate([forward, backward, backward - weight, weight])
-        schedule = rules.actions(choice.pp, choice.virtual_stages, num_microbatches)
+        schedule = rules.columns(choice.pp, choice.virtual_stages, num_microbatches)
         span = simulate_many(schedule, seconds, self._evaluator.send_s, transfer=self._evaluator.transfer)
         found = span.longest_rank_s if rules.overlaps_steps else span.makespan_s
         return found.reshape(len(places), len(cuts))

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
+from costmodels.vocabulary.action import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Kind
 from costmodels.vocabulary.schedules import ScheduleName
 
-# What an action adds to the micro-batches in flight, and to those that wait for their weight gradients.
+# What an action of each kind adds to the micro-batches in flight, and to those that wait for their weight gradients.
 _HELD: Mapping[Kind, int] = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
 _WAITING: Mapping[Kind, int] = {FORWARD: 0, BACKWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: -1}
+_ADDS = np.array([[_HELD[kind], _WAITING[kind]] for kind in KINDS])
 
 
 class BackwardPass(NamedTuple):
@@ -87,15 +88,13 @@ class HeldCounts(NamedTuple):
 def held_counts(name: ScheduleName, p: int, v: int, m: int) -> tuple[HeldCounts, ...]:
     """What each rank holds at every moment at which a backward pass goes on."""
     found: list[HeldCounts] = []
-    for actions in name.rules.actions(p, v, m):
-        kinds, stages, _ = zip(*actions, strict=True)
-        place_of = {stage: place for place, stage in enumerate(sorted(set(stages)))}
-        place = np.array([place_of[stage] for stage in stages])
-        every, changes = np.arange(len(actions)), np.zeros((len(actions), 2 * v), dtype=np.intp)
-        changes[every, place] = [_HELD[kind] for kind in kinds]
-        changes[every, v + place] = [_WAITING[kind] for kind in kinds]
+    columns = name.rules.columns(p, v, m)
+    for start, end in columns.spans:
+        kinds, place = columns.kind[start:end], np.unique(columns.stage[start:end], return_inverse=True)[1]
+        every, changes = np.arange(len(kinds)), np.zeros((len(kinds), 2 * v), dtype=np.intp)
+        changes[every, place], changes[every, v + place] = _ADDS[kinds].T
         held = np.cumsum(changes, axis=0) - changes
-        is_backward = np.array([kind != FORWARD for kind in kinds])
+        is_backward = kinds != KINDS.index(FORWARD)
         is_whole = is_backward & (not name.rules.splits_backward)
         begun = list(dict.fromkeys(place[is_whole].tolist()))  # stages in the order of their first passes
         num_made = np.maximum.accumulate(np.where(is_whole, np.argsort(begun)[place] + 1, 0)) if begun else place * 0

@@ -23,26 +23,23 @@ and "Efficient large-scale language model training on GPU clusters using Megatro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
-from itertools import chain, repeat, zip_longest
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.vocabulary.action import (
-    BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
     Action,
+    ActionColumns,
     ActionLists,
-    Kind,
 )
 from costmodels.vocabulary.bounds import MOST_PASSES
+from costmodels.vocabulary.run_ahead import Ahead, run_ahead
 from costmodels.vocabulary.v_shaped import (
     dual_pipe_v,
     held_by_dual_pipe_v,
@@ -78,7 +75,7 @@ class Schedule:
     """One pipeline schedule. p pipeline ranks hold v stages each and run m micro-batches in a step."""
 
     name: ScheduleName
-    actions_of_rank: Callable[[int, int, int, int], tuple[Action, ...]]  # of (rank, p, v, m), which must be legal
+    columns_of: Callable[[int, int, int], ActionColumns]  # of (p, v, m), which must be legal
     ahead_of_rank: Callable[[int, int], Ahead] | None = None  # of (rank, p), where forwards and backwards interleave
     # Micro-batches in flight down and up a V when (rank, p, m) holds most.
     held_by_rank: Callable[[int, int, int], tuple[int, int]] | None = None
@@ -151,7 +148,11 @@ class Schedule:
 
     def actions(self, p: int, v: int, m: int) -> ActionLists:
         """The actions of every rank; ValueError with all rules that the numbers break."""
-        return _actions(self.name, p, v, m)
+        return self.columns(p, v, m).lists
+
+    def columns(self, p: int, v: int, m: int) -> ActionColumns:
+        """The same in columns."""
+        return _columns(self.name, p, v, m)
 
     def microbatches_a_round(self, p: int, m: int) -> int:
         """After so many more micro-batches a long schedule repeats itself."""
@@ -208,19 +209,12 @@ class Schedule:
         return _in_flight_by_stage(self.name, p, v, m)
 
 
-def _gpipe(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
-    return _with_warmup(rank, m, m)
+def _gpipe(p: int, v: int, m: int) -> ActionColumns:
+    return run_ahead((p, v, m), [Ahead(m, None)] * p)
 
 
-def _one_f_one_b(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
-    return _with_warmup(rank, m, min(m, p - rank))
-
-
-class Ahead(NamedTuple):
-    """How far a rank of an interleaved schedule runs ahead."""
-
-    forwards: int  # before its first backward, besides those that the other stages of the rank need
-    delay: int | None  # input gradients that a weight gradient lets pass; None: backward passes are whole
+def _one_f_one_b(p: int, v: int, m: int) -> ActionColumns:
+    return run_ahead((p, v, m), [Ahead(p - 1 - rank, None) for rank in range(p)])
 
 
 def _interleaved_1f1b(rank: int, p: int) -> Ahead:
@@ -235,8 +229,12 @@ def _zb_2p(rank: int, p: int) -> Ahead:
     return Ahead(2 * (p - 1 - rank), 2 * rank)
 
 
-def _interleaving(ahead: Callable[[int, int], Ahead]) -> Callable[[int, int, int, int], tuple[Action, ...]]:
-    return lambda rank, p, v, m: _interleaved(rank, (p, v, m), ahead(rank, p))
+def _interleaving(ahead: Callable[[int, int], Ahead]) -> Callable[[int, int, int], ActionColumns]:
+    return lambda p, v, m: run_ahead((p, v, m), [ahead(rank, p) for rank in range(p)])
+
+
+def _v_shaped(of_rank: Callable[[int, int, int], tuple[Action, ...]]) -> Callable[[int, int, int], ActionColumns]:
+    return lambda p, v, m: ActionColumns.of(tuple(of_rank(rank, p, m) for rank in range(p)))
 
 
 SCHEDULES: Mapping[ScheduleName, Schedule] = {
@@ -262,7 +260,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
         ),
         Schedule(
             ScheduleName.ZBV_ZERO_BUBBLE,
-            lambda rank, p, v, m: zero_bubble_v(rank, p, m),
+            _v_shaped(zero_bubble_v),
             held_by_rank=held_by_zero_bubble_v,
             min_stages=2,
             max_stages=2,
@@ -270,7 +268,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
         ),
         Schedule(
             ScheduleName.DUAL_PIPE_V,
-            lambda rank, p, v, m: dual_pipe_v(rank, p, m),
+            _v_shaped(dual_pipe_v),
             held_by_rank=held_by_dual_pipe_v,
             min_stages=2,
             max_stages=2,
@@ -291,12 +289,12 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
 
 
 @lru_cache(maxsize=256)
-def _actions(name: ScheduleName, p: int, v: int, m: int) -> ActionLists:
+def _columns(name: ScheduleName, p: int, v: int, m: int) -> ActionColumns:
     rules = SCHEDULES[name]
     found = rules.violations(p, v, m)
     if found:
         raise ValueError("; ".join(found))
-    return tuple(rules.actions_of_rank(rank, p, v, m) for rank in range(p))
+    return rules.columns_of(p, v, m)
 
 
 @lru_cache(maxsize=1024)
@@ -353,19 +351,6 @@ def peak_in_flight(
     return peak
 
 
-def _actions_of(kind: Kind, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
-    """Long schedules have a million: made without a call of Python for each."""
-    fields = zip(repeat(kind), stages, microbatches, strict=False)
-    return list(map(partial(tuple.__new__, Action), fields))
-
-
-def _with_warmup(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
-    forwards = _actions_of(FORWARD, repeat(stage), range(num_microbatches))
-    backwards = _actions_of(BACKWARD, repeat(stage), range(num_microbatches))
-    in_turn = zip(backwards, forwards[num_warmup:], strict=False)
-    return (*forwards[:num_warmup], *chain.from_iterable(in_turn), *backwards[num_microbatches - num_warmup :])
-
-
 def _held_interleaved(shape: tuple[int, int, int], ahead: Sequence[Ahead]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What ``in_flight_by_stage`` says, without lists of actions; ``shape`` is (ranks, stages a rank, micro-batches).
 
@@ -392,28 +377,3 @@ def _of_chunk(
     """
     rounds, rest = np.divmod(positions, per_round * virtual_stages)
     return rounds * per_round + np.clip(rest - chunks * per_round, 0, per_round)
-
-
-def _interleaved(rank: int, shape: tuple[int, int, int], ahead: Ahead) -> tuple[Action, ...]:
-    """Forwards ahead, then one forward and one backward in turn; ``shape`` is (ranks, stages a rank, micro-batches)."""
-    num_ranks, virtual_stages, num_microbatches = shape
-    more_forwards, delay = ahead
-    per_round = num_microbatches // max(1, num_microbatches // num_ranks)
-    total = virtual_stages * num_microbatches
-    num_warmup = min(total, (virtual_stages - 1) * per_round + more_forwards)
-
-    one_round, within = np.divmod(np.arange(total), per_round * virtual_stages)
-    chunks, index = np.divmod(within, per_round)
-    microbatches = (one_round * per_round + index).tolist()
-
-    def of_kind(kind: Kind) -> list[Action]:
-        order = chunks if kind == FORWARD else virtual_stages - 1 - chunks
-        stages = (order * num_ranks + rank).tolist()
-        return _actions_of(kind, stages, microbatches)
-
-    forwards, gradients = of_kind(FORWARD), of_kind(BACKWARD if delay is None else INPUT_GRADIENT)
-    weights = [] if delay is None else of_kind(WEIGHT_GRADIENT)
-    behind = total if delay is None else min(delay, total)  # gradients before the first weights
-    in_turn = zip_longest(forwards[num_warmup:], gradients, [None] * behind + weights[: total - behind])
-    actions = [action for each in in_turn for action in each if action is not None]
-    return (*forwards[:num_warmup], *actions, *weights[total - behind :])

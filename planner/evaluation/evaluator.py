@@ -315,7 +315,7 @@ class Evaluator(LayoutUnits):
             elif exact:
                 span = simulate_long(rules, shape, times.of_actions, sends, transfer=self.transfer)
             else:
-                span = simulate_many(rules.actions(*shape), times.of_actions, sends, transfer=self.transfer)
+                span = simulate_many(rules.columns(*shape), times.of_actions, sends, transfer=self.transfer)
             return np.atleast_1d(span.longest_rank_s if rules.overlaps_steps else span.makespan_s)
 
         # With all exchanges hidden the busiest rank works no longer.

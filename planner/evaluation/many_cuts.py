@@ -241,7 +241,7 @@ class ManyCuts:
             return m * longest_s
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
-            schedule = rules.actions(p, layout.virtual_stages, num_microbatches)
+            schedule = rules.columns(p, layout.virtual_stages, num_microbatches)
             span = simulate_many(schedule, seconds[:, cuts], self._evaluator.send_s, transfer=self._evaluator.transfer)
             return span.longest_rank_s if rules.overlaps_steps else span.makespan_s
 

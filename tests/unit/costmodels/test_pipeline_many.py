@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.pipeline import simulate
 from costmodels.pipeline_many import simulate_many, whole_s
-from costmodels.vocabulary.action import Action, Transfer
+from costmodels.vocabulary.action import Action, ActionColumns, Transfer
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
 SETS = 4
@@ -28,7 +28,7 @@ def test_as_each_alone(name: ScheduleName, transfer: Transfer) -> None:
         weight = backward * rng.random()
         sends = [rng.random() / 4 for _ in range(num_stages - 1)]
         seconds = np.concatenate([forward, backward, backward - weight, weight])
-        together = simulate_many(schedule, seconds, sends, transfer=transfer)
+        together = simulate_many(name.rules.columns(p, v, m), seconds, sends, transfer=transfer)
         for at in range(SETS):
             split = (backward - weight)[:, at].tolist(), weight[:, at].tolist()
             one = forward[:, at].tolist(), backward[:, at].tolist()
@@ -46,7 +46,7 @@ def test_a_long_schedule_is_extrapolated_once_it_is_steady() -> None:
 
     def run(num_microbatches: int, sets: np.ndarray) -> np.ndarray:
         asked.append(num_microbatches)
-        return simulate_many(rules.actions(p, 1, num_microbatches), seconds[:, sets], [0.0] * (p - 1)).makespan_s
+        return simulate_many(rules.columns(p, 1, num_microbatches), seconds[:, sets], [0.0] * (p - 1)).makespan_s
 
     assert whole_s(run, rules, p, m, np.array([3.0, 1.5])).tolist() == pytest.approx([3009.0, 1504.5])
     assert max(asked) < m
@@ -55,4 +55,4 @@ def test_a_long_schedule_is_extrapolated_once_it_is_steady() -> None:
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
     schedule = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="exactly once"):
-        simulate_many(schedule, np.ones((8, 1)), [0.0])
+        simulate_many(ActionColumns.of(schedule), np.ones((8, 1)), [0.0])

@@ -6,7 +6,7 @@ import pytest
 from costmodels import pipeline_steady
 from costmodels.pipeline_many import simulate_many
 from costmodels.pipeline_steady import simulate_long
-from costmodels.vocabulary.action import ActionLists, Transfer
+from costmodels.vocabulary.action import ActionColumns, Transfer
 from costmodels.vocabulary.schedules import ScheduleName
 
 SHAPES = [(2, 1, 99), (3, 1, 130), (4, 1, 163), (2, 2, 96), (3, 2, 120), (4, 2, 174), (4, 3, 240), (8, 2, 416)]
@@ -17,8 +17,8 @@ def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The micro-batches of every schedule that is simulated whole."""
     found: list[int] = []
 
-    def run(schedule: ActionLists, seconds: np.ndarray, sends: list[float], *, transfer: Transfer) -> object:
-        found.append(1 + max(action.microbatch for action in schedule[0]))
+    def run(schedule: ActionColumns, seconds: np.ndarray, sends: list[float], *, transfer: Transfer) -> object:
+        found.append(1 + int(schedule.microbatch.max()))
         return simulate_many(schedule, seconds, sends, transfer=transfer)
 
     monkeypatch.setattr(pipeline_steady, "simulate_many", run)
@@ -40,7 +40,7 @@ def test_as_the_whole_schedule(name: ScheduleName, transfer: Transfer, whole_run
             weight = backward * rng.random()
             seconds = np.concatenate([forward, backward, backward - weight, weight])[:, None]
             long = simulate_long(name.rules, (p, v, m), seconds, sends, transfer=transfer)
-            whole = simulate_many(name.rules.actions(p, v, m), seconds, sends, transfer=transfer)
+            whole = simulate_many(name.rules.columns(p, v, m), seconds, sends, transfer=transfer)
             assert long.makespan_s == pytest.approx(whole.makespan_s, rel=1e-10)
             assert long.longest_rank_s == pytest.approx(whole.longest_rank_s, rel=1e-10)
     assert tried > 0

@@ -1,11 +1,12 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.vocabulary.action import Action
+from costmodels.vocabulary.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ActionColumns
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName, peak_in_flight
 
 
@@ -151,3 +152,33 @@ def test_only_backward_passes_that_are_split_stand_in_the_way_of_recomputation_a
     assert bool(rules.conflicts(zero_stage=2, recomputation=[])) is is_split
     assert rules.conflicts(zero_stage=1, recomputation=[]) == ()
     assert len(rules.conflicts(zero_stage=3, recomputation=["full", "selective"])) == 2 * is_split
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_columns_say_what_lists_say(name: ScheduleName) -> None:
+    tried = 0
+    for p, v, m in itertools.product((1, 2, 3, 5), (1, 2, 3), (1, 4, 5, 6, 12)):
+        if not name.rules.violations(p, v, m):
+            tried += 1
+            columns, lists = name.rules.columns(p, v, m), name.rules.actions(p, v, m)
+            again = ActionColumns.of(lists)
+            for mine, other in ((columns.kind, again.kind), (columns.stage, again.stage)):
+                assert mine.tolist() == other.tolist()
+            assert columns.microbatch.tolist() == again.microbatch.tolist()
+            assert columns.ends == again.ends == tuple(np.cumsum([len(each) for each in lists]).tolist())
+            assert {type(action) for each in lists for action in each} == {Action}
+    assert tried > 0
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 4), (4, 12), (5, 7)])
+def test_zb_2p_follows_its_description(p: int, m: int) -> None:
+    """torch has no lists of it. 2 (p-1-r) forwards more than one, then F and I in turn, and each W once 2r more Is."""
+    for rank, actions in enumerate(ScheduleName.ZB_2P.rules.actions(p, 1, m)):
+        left = {kind: [Action(kind, rank, i) for i in range(m)] for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)}
+        expected = [left[FORWARD].pop(0) for _ in range(min(m, 2 * (p - 1 - rank)))]
+        for _ in range(m):
+            expected += [left[FORWARD].pop(0)] if left[FORWARD] else []
+            expected.append(left[INPUT_GRADIENT].pop(0))
+            if expected[-1].microbatch >= 2 * rank:
+                expected.append(left[WEIGHT_GRADIENT].pop(0))
+        assert list(actions) == expected + left[WEIGHT_GRADIENT]
