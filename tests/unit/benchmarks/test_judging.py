@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.judging import records as recording
-from benchmarks.judging.audit import Auditor
+from benchmarks.judging.audit import Auditor, question_of
 from benchmarks.judging.choice import Choice, Facts, is_legal, obeys, read_choice, written
 from benchmarks.judging.edits import AXES, edits, even_cuts, primes
 from benchmarks.judging.enumeration import cuts, layouts, num_cuts, ordered_factors, recomputations
@@ -22,6 +22,7 @@ from benchmarks.judging.oracle import SMALL_SHAPES, Best, Oracle, disagreement
 from benchmarks.judging.pairs import Pair, lost
 from benchmarks.judging.questions import Question, Reply, ask
 from benchmarks.judging.rivals import Budget, annealing, best_of, evolution, first_of, megatron_rule, plain_fsdp
+from benchmarks.same_answers import differences
 from costmodels.vocabulary.choices import Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.layout.layout import NO_PINS, Pins
@@ -381,3 +382,17 @@ def test_a_run_that_was_stopped_goes_on_and_other_code_begins_anew(
     assert recording.Records(path, {"seed": 1}).by_index == {}
     monkeypatch.setattr(recording, "code_digest", lambda: "later")
     assert recording.Records(path, {"seed": 0}).by_index == {}
+
+
+def test_an_answer_that_is_not_the_judged_one_is_told(tmp_path: Path) -> None:
+    """Of a record of today none differs; of one with another step time, status or bound that one does."""
+    plan = ask(question_of(0, 1, Graphs(tmp_path))).plan  # llama-tiny on 8 devices, pp=1, ZeRO 2
+    assert plan is not None
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_time_s
+    record = {"index": 1, "status": "OPTIMAL", "step_time_s": step_s, "bound_s": step_s}
+    assert not list(differences("audit", 0, [record]))
+    for changed in ({"step_time_s": step_s * (1 + 1e-9)}, {"status": "FEASIBLE"}, {"bound_s": step_s / 2}):
+        ((_, before, now),) = differences("audit", 0, [{**record, **changed}])
+        assert before != now
+        assert now.step_time_s == [step_s]
