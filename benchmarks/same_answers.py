@@ -75,10 +75,8 @@ def main() -> int:
         different = list(differences(judge, options.seed, track(records, judge, console=console, transient=True)))
         for record, before, now in different:
             console.print(f"{judge} {record['index']}: {record['text']}: {before} before, {now} now")
-        said = (
-            f"{len(different)} of {len(records)} answers differ" if different else f"all {len(records)} answers alike"
-        )
-        console.print(f"{judge}: {said}, {time.process_time() - began:.0f} s of CPU")
+        taken_s = time.process_time() - began
+        console.print(f"{judge}: {len(different)} of {len(records)} answers differ, {taken_s:.0f} s of CPU")
         num_different += len(different)
     return int(num_different > 0)
 
@@ -108,8 +106,8 @@ def said_now(replies: Sequence[Reply]) -> Said:
     plans = [reply.plan for reply in replies]
     seconds = [None if plan is None or plan.prediction is None else plan.prediction.step_time_s for plan in plans]
     search = None if plans[0] is None else plans[0].search
-    is_proved = search is None or search.status == "OPTIMAL"
-    return Said([reply.status for reply in replies], seconds, seconds[0] if is_proved else search.bound_step_time_s)
+    bound_s = seconds[0] if search is None or search.status == "OPTIMAL" else search.bound_step_time_s
+    return Said([reply.status for reply in replies], seconds, bound_s)
 
 
 def _both(pair: Pair) -> list[Question]:
