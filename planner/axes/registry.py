@@ -19,7 +19,7 @@ from planner.axes.placement import UnitPlacement
 from planner.axes.recompute import RECOMPUTE
 from planner.axes.tensor import TENSOR
 from planner.axes.unlike_devices import UNLIKE_DEVICES
-from planner.graph.trainable import untrainable
+from planner.graph.trainable import changing_buffers, untrainable
 from planner.layout.layout import Training
 from planner.table.keys import DataKey, WorkKey
 
@@ -102,7 +102,24 @@ def _product_violations(asked: Asked) -> list[str]:
 
 def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
     """What `planner run` would refuse in a layout, and the pin that avoids it."""
-    found = [*untrainable(run.graph), *(warning for axis in AXES for warning in axis.unexecuted(run))]
+    found = [*untrainable(run.graph), *_changing_buffers(run)]
+    found += [warning for axis in AXES for warning in axis.unexecuted(run)]
     if training.precision.value in ("fp16", "fp8"):
         found.append(f"planner run does not execute {training.precision.value} yet: bf16 and fp32 it does")
     return tuple(found)
+
+
+def _changing_buffers(run: Executed) -> list[str]:
+    """Where ranks would each keep a copy of a buffer that the forward pass changes."""
+    mesh = run.layout.mesh
+    degrees = ", ".join(f"{name}={n}" for name, n in (("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp)) if n > 1)
+    modules = changing_buffers(run.graph)
+    if not (modules and degrees):
+        return []
+    first, *others = modules
+    more = f" and {len(others)} more" if others else ""
+    return [
+        f"planner run refuses this model with {degrees}: the forward pass changes buffers in {first}{more}, and "
+        "each rank would keep its own: use a layer that looks at one sample at a time (GroupNorm, LayerNorm), or pin "
+        f"--pp {mesh.world_size} --recompute none to train with it"
+    ]

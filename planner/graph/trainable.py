@@ -9,12 +9,22 @@ from planner.errors import InputError
 from planner.graph.model_graph import ModelGraph, Node, OpClass
 from planner.graph.node_operators import strategies
 from planner.operators.record import Trait
-from planner.operators.registry import op_name, operator_of
+from planner.operators.registry import base_of, op_name, operator_of
 
 
 def untrainable(graph: ModelGraph) -> tuple[str, ...]:
     """A sentence for each: inputs beside token ids."""
     return tuple(_inputs(graph))
+
+
+def changing_buffers(graph: ModelGraph) -> tuple[str, ...]:
+    """Modules whose forward pass writes to a tensor that was there before: one that is no parameter, a buffer."""
+    found = [
+        node.module or "the model"
+        for node in graph.nodes
+        if base_of(op_name(node.op)) != op_name(node.op) and node.operands and node.operands[0] is None
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def check_positions(graph: ModelGraph) -> None:
