@@ -29,7 +29,7 @@ from planner.executor.randomness import seed_rank
 from planner.executor.ranks import say
 from planner.executor.recompute import Surroundings, apply_recompute, repeated_in
 from planner.executor.recording import UnrecordableError
-from planner.executor.requirements import check_buffers, check_names, check_parameters, statistics_note
+from planner.executor.requirements import check_buffers, check_labels, check_names, check_parameters, statistics_note
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import StageModule, stage_root
@@ -282,6 +282,7 @@ def _check(
     """PlanError or ModelError where plan, model and loss do not go together."""
     plan, mesh, context = where
     check_executable(plan)
+    check_labels(module, inputs)
     num_parts = plan.pipeline.num_microbatches * place_of(mesh).num_parts
     check_reduction(training_loss, num_parts)
     check_names(module, plan)

@@ -22,6 +22,7 @@ from planner.executor.optimizer import build_optimizer
 from planner.executor.options import ParityOptions
 from planner.executor.parallelize import ParallelModel
 from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.requirements import check_labels
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.model_file import LoadedModel
@@ -81,6 +82,7 @@ def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: Token
     """Loss, gradients and parameters after one step on the whole batch, on the CPU."""
     tokens, labels = data.global_batch(0, plan.training.global_batch_size)
     inputs = {next(iter(example_batch(loaded, plan))): tokens}
+    check_labels(module, inputs)
     before = torch.get_rng_state()
     try:
         loss: object = loaded.loss_fn(call_model(module, inputs), {**inputs, "labels": labels})

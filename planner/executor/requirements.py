@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 from collections.abc import Generator, Sequence
 
 import torch
@@ -17,10 +18,22 @@ from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.data_parallel import keeps_whole
 from planner.executor.stage_trace import META, Inputs, twin
-from planner.models.inputs import call_model
+from planner.models.inputs import LABELS, call_model
 from planner.plan.schema import Plan
 
 NUM_NAMED = 3  # names in one message: enough to see which
+
+
+def check_labels(module: nn.Module, inputs: Inputs) -> None:
+    """ModelError where forward cannot be called without labels, which ``inputs`` do not have."""
+    parameter = inspect.signature(module.forward).parameters.get(LABELS)
+    if parameter is not None and parameter.default is parameter.empty and LABELS not in inputs:
+        raise ModelError(
+            f"the model's forward needs {LABELS}: it is given {', '.join(inputs)} alone, and the loss function has the "
+            "labels, the next tokens",
+            hint=f"give {LABELS} a default, and return logits where there are none; a loss of these other than "
+            f"next-token cross entropy is loss_fn(output, batch), which takes batch['{LABELS}']",
+        )
 
 
 def check_names(module: nn.Module, plan: Plan) -> None:

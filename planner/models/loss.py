@@ -96,6 +96,11 @@ NEXT_TOKEN = TrainingLoss(_next_token_sum, Reduction.SUM, num_targets)
 
 def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor:
     logits = logits_of(output)
+    if logits.dim() < 2:
+        raise ModelError(
+            f"the default loss takes logits, and the forward pass returns a tensor of shape {tuple(logits.shape)}",
+            hint="define loss_fn(output, batch) in a model.py: where the model returns its own loss, `return output`",
+        )
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if labels is None:
         logits, labels = logits[:, :-1], _tokens(batch)[:, 1:]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from planner.graph.tracer.frames import TORCH_FOLDER, short_place
 
 MAX_REASON = 200  # characters
 MAX_LINE = 80
+_LACKS_INPUTS = re.compile(r"forward\(\) missing \d+ required|forward\(\) got an unexpected keyword")
+_INPUTS_HINT = "define example_inputs(batch_size, seq_len) in a model.py: a dict or tuple of what forward takes"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Failure:
         reason = _first_sentence(text)
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             reason = "the control flow depends on the values of tensors"
-        return Failure(_failed_operator(error), place, f"{type(error).__name__}: {reason}")
+        hint = _INPUTS_HINT if isinstance(error, TypeError) and _LACKS_INPUTS.search(text) else ""
+        return Failure(_failed_operator(error), place, f"{type(error).__name__}: {reason}", hint)
 
     def __str__(self) -> str:
         return f"{self.operator or 'the forward pass'} failed{f' at {self.place}' if self.place else ''}: {self.reason}"

@@ -23,6 +23,7 @@ from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import (
     buffers_unchanged,
     check_buffers,
+    check_labels,
     check_names,
     check_parameters,
     hooked_parameters,
@@ -95,6 +96,28 @@ def plan_of(mesh: MeshSection, units: tuple[str, ...] = (), rules: tuple[Recompu
         placements=PlacementSection(sharded_units=units),
         recompute=rules,
     )
+
+
+class WithLabels(nn.Module):
+    """Its forward cannot do without them."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return input_ids + labels
+
+
+class MayHaveLabels(nn.Module):
+    """Its forward can."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return input_ids if labels is None else input_ids + labels
+
+
+def test_a_forward_that_needs_labels_is_refused() -> None:
+    """It ended in a TypeError: the data's labels go to the loss function."""
+    with pytest.raises(ModelError, match="needs labels: it is given input_ids alone"):
+        check_labels(WithLabels(), IDS)
+    check_labels(WithLabels(), {**IDS, "labels": IDS["input_ids"]})  # as a script may give them
+    check_labels(MayHaveLabels(), IDS)
 
 
 def test_unknown_modules_are_refused_by_name() -> None:

@@ -202,3 +202,29 @@ def build_model():
     loaded = loaded_from_code(f"from torch import nn\nNAME = {name!r}\n{code}", tmp_path)
     with pytest.raises(ModelError, match=f"is called .*, {len(name):,} characters"):
         trace_model(loaded, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason", "way_out"),
+    [
+        ("(self, input_ids, mask): return self.lookup(input_ids)", "missing 1 required", "define example_inputs"),
+        ("(self, input_ids): return self.lookup(input_ids).mean()", r"a tensor of shape \(\)", "define loss_fn"),
+    ],
+)
+def test_what_a_model_file_lacks_is_named(forward: str, reason: str, way_out: str, tmp_path: Path) -> None:
+    """The hint was to correct the line."""
+    code = f"""
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lookup = nn.Embedding(8, 8)
+    def forward{forward}
+
+def build_model():
+    return Net()
+"""
+    with pytest.raises(ModelError, match=reason) as error:
+        trace_model(loaded_from_code(code, tmp_path), 2, 16)
+    assert way_out in error.value.hint
