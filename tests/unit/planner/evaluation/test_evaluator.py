@@ -272,10 +272,15 @@ PASSING = (
 
 def _held(table: CostTable, choice: Layout, unit: int) -> dict[Holding, float]:
     """What the table says one micro-batch holds in one unit."""
-    ((key,), _) = Columns.of(Layout, [choice]).by(WorkKey)
-    (row,) = table.work_rows([key])
+    (row,) = table.work_rows([_work_key(choice)])
     num_bytes = table.num_bytes[row, list(Recompute).index(choice.recompute or Recompute.NONE), table.units.kinds[unit]]
     return dict(zip(Holding, num_bytes.tolist(), strict=True))
+
+
+@cache
+def _work_key(choice: Layout) -> WorkKey:
+    ((key,), _) = Columns.of(Layout, [choice]).by(WorkKey)
+    return key
 
 
 def _stages(starts: tuple[int, ...], num_units: int = 50) -> list[range]:
