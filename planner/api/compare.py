@@ -14,16 +14,17 @@ from planner.api.pinned import pinned_run, price_on
 from planner.api.within import refusals
 from planner.errors import PlannerError, TimeLimitError
 from planner.formats.completion import Given, completed
-from planner.formats.frameworks import OWN, RULES
+from planner.formats.frameworks import RULES
 from planner.formats.registry import read_config
 from planner.formats.settings import Layout
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Pins
 from planner.model_file import family_config_of
 from planner.plan.schema import Plan
+from planner.request import DEFAULT_FRAMEWORK as OURS
 from planner.request import Request, borrowed, check_offload, target_of
 
-FRAMEWORKS = (OWN, *RULES)
+FRAMEWORKS = (OURS, *RULES)
 NO_TIME = "the time limit came before any plan of it was found"
 
 
@@ -143,7 +144,7 @@ def _named(row: Row, framework: str) -> Row:
 def _answered(label: str, question: Question, deadline: Deadline, *, brief: bool = False) -> Row:
     """The plan that ``planner search --framework`` finds, or why there is none."""
     request, target = question.request, question.target
-    source = "planner run" if request.framework == OWN else RULES[request.framework].source
+    source = "planner run" if request.framework == OURS else RULES[request.framework].source
     row = Row(label, None, target.recipe.name, source)
     try:
         check_offload(target.cluster, request.pins.offload, activations=request.pins.offload_activations)

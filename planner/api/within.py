@@ -6,37 +6,52 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from costmodels.vocabulary.choices import Offload, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import NoLayoutError
 from planner.evaluation.evaluator import Evaluated
-from planner.formats.frameworks import OWN, ModelFacts, Rules, rules_of
 from planner.formats.settings import Layout, layout_of, stack_of
-from planner.formats.target import Refusal
 from planner.layout.layout import Pins, Training
 from planner.layout.within import Against, Choice, Within
 from planner.model_file import family_config_of
 from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget
+from planner.request import DEFAULT_FRAMEWORK as OURS
 from planner.solver.search import Outcome
+
+if TYPE_CHECKING:
+    from planner.formats.frameworks import ModelFacts, Rules
+    from planner.formats.target import Refusal
+
+
+def _rules_of(framework: str) -> Rules | None:
+    """As ``formats.frameworks`` says; the formats of other frameworks take time to import, which ours does not need."""
+    if framework == OURS:
+        return None
+    from planner.formats.frameworks import rules_of
+
+    return rules_of(framework)
 
 
 def model_facts(target: PricingTarget) -> ModelFacts:
     """What rules look at of the model of ``target``, as far as its source tells."""
+    from planner.formats.frameworks import ModelFacts
+
     source = target.graph.source
     return ModelFacts.of(source, family_config_of(source), target.cluster.devices_per_node)
 
 
 def refusals(plan: Plan, target: PricingTarget) -> list[Refusal]:
     """What of ``plan`` the framework of ``target`` cannot run; empty where it can, or where nothing is known of it."""
-    rules = rules_of(target.framework_name)
+    rules = _rules_of(target.framework_name)
     return [] if rules is None else rules.refusals(model_facts(target).with_layout(layout_of(plan)))
 
 
 def pins_under(framework: str, pins: Pins) -> Pins:
     """``pins`` with what the framework does always: a place for optimiser states, where that is not the devices."""
-    rules = rules_of(framework)
+    rules = _rules_of(framework)
     if rules is None or pins.offload is not None or Offload.NONE in rules.abilities.offloads:
         return pins
     return replace(pins, offload=rules.abilities.offloads[0])
@@ -44,7 +59,7 @@ def pins_under(framework: str, pins: Pins) -> Pins:
 
 def within_framework(target: PricingTarget) -> PricingTarget:
     """``target`` with the layouts that its framework can run; all where that is ours, or its rules are not known."""
-    rules, framework = rules_of(target.framework_name), target.framework_name
+    rules, framework = _rules_of(target.framework_name), target.framework_name
     if rules is None:
         return target
     can, model = rules.abilities, model_facts(target)
@@ -66,8 +81,8 @@ def within_framework(target: PricingTarget) -> PricingTarget:
 
 def said_of(target: PricingTarget) -> tuple[str, ...]:
     """What a search says of the framework that it is for; nothing of ours."""
-    framework, rules = target.framework_name, rules_of(target.framework_name)
-    if framework == OWN:
+    framework, rules = target.framework_name, _rules_of(target.framework_name)
+    if framework == OURS:
         return ()
     if rules is None:
         return (f"what {framework} can run is not known here: all layouts are searched",)

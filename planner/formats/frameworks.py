@@ -106,7 +106,6 @@ _REPLICAS = Abilities(
     optimizers=tuple(Optimizer),
 )
 _SHARDS = replace(_REPLICAS, axes=frozenset({"dp_replicate", "dp_shard"}), zero_stages=(2, 3))
-OWN = "planner"  # ours, which runs what `planner run` runs
 _MEGATRON = Rules(megatron_core.ABILITIES, "Megatron-LM core_v0.19.0", megatron_core.limits)
 
 RULES = {
