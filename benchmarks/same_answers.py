@@ -61,23 +61,22 @@ JUDGES: dict[str, tuple[str, Questions]] = {
 def main() -> int:
     """Exit code 0; 1 where an answer is another one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("judges", nargs="*", choices=[[], *JUDGES], metavar="JUDGE", help=", ".join(JUDGES))
+    parser.add_argument("judge", nargs="?", choices=JUDGES, help="default: all")
     parser.add_argument("--first", type=int, default=0, help="index of the first question")
     parser.add_argument("--num", type=int, help="so many questions; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console, num_different = Console(), 0
-    for judge in options.judges or JUDGES:
+    for judge in JUDGES if options.judge is None else [options.judge]:
         path = RESULTS / f"{JUDGES[judge][0]}_seed{options.seed}.json"
         records: list[Record] = json.loads(path.read_text(encoding="utf-8"))["records"]
         stop = None if options.num is None else options.first + options.num
-        began, records = time.process_time(), records[options.first : stop]
-        different = list(differences(judge, options.seed, track(records, judge, console=console, transient=True)))
-        for record, before, now in different:
-            console.print(f"{judge} {record['index']}: {record['text']}: {before} before, {now} now")
+        asked, began, known = records[options.first : stop], time.process_time(), num_different
+        for record, then, now in differences(judge, options.seed, track(asked, judge, console=console, transient=True)):
+            console.print(f"{judge} {record['index']}: {record['text']}: {then} then, {now} now")
+            num_different += 1
         taken_s = time.process_time() - began
-        console.print(f"{judge}: {len(different)} of {len(records)} answers differ, {taken_s:.0f} s of CPU")
-        num_different += len(different)
+        console.print(f"{judge}: {num_different - known} of {len(asked)} answers differ, {taken_s:.0f} s of CPU")
     return int(num_different > 0)
 
 

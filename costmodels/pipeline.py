@@ -26,11 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.vocabulary.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
     KINDS,
-    WEIGHT_GRADIENT,
     Action,
     ActionColumns,
     ActionLists,
@@ -213,9 +209,7 @@ def seconds_of_actions(
     return tuple(tuple([all_s[place] for place in of_rank]) for of_rank in places)
 
 
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(
-    KINDS.index, (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-)
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = range(len(KINDS))
 
 
 @lru_cache(maxsize=64)

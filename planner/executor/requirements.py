@@ -21,13 +21,15 @@ from planner.executor.stage_trace import META, Inputs, twin
 from planner.models.inputs import LABELS, call_model
 from planner.plan.schema import Plan
 
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NUM_NAMED = 3  # names in one message: enough to see which
 
 
 def check_labels(module: nn.Module, inputs: Inputs) -> None:
     """ModelError where forward cannot be called without labels, which ``inputs`` do not have."""
-    parameter = inspect.signature(module.forward).parameters.get(LABELS)
-    if parameter is not None and parameter.default is parameter.empty and LABELS not in inputs:
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _ANY_NUMBER]
+    if LABELS in needed and LABELS not in inputs and len(inputs) < len(needed):  # as many may come in order
         raise ModelError(
             f"the model's forward needs {LABELS}: it is given {', '.join(inputs)} alone, and the loss function has the "
             "labels, the next tokens",

@@ -22,7 +22,7 @@ def changing_buffers(graph: ModelGraph) -> tuple[str, ...]:
     found = [
         node.module or "the model"
         for node in graph.nodes
-        if base_of(op_name(node.op)) != op_name(node.op) and node.operands and node.operands[0] is None
+        if node.operands and node.operands[0] is None and base_of(op_name(node.op)) != op_name(node.op)
     ]
     return tuple(dict.fromkeys(found))
 

@@ -45,7 +45,8 @@ class Failure:
         reason = _first_sentence(text)
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             reason = "the control flow depends on the values of tensors"
-        hint = _INPUTS_HINT if isinstance(error, TypeError) and _LACKS_INPUTS.search(text) else ""
+        lacks_inputs = not own and isinstance(error, TypeError) and _LACKS_INPUTS.search(text)  # by our own call
+        hint = _INPUTS_HINT if lacks_inputs else ""
         return Failure(_failed_operator(error), place, f"{type(error).__name__}: {reason}", hint)
 
     def __str__(self) -> str:

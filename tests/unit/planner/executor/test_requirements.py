@@ -29,6 +29,7 @@ from planner.executor.requirements import (
     hooked_parameters,
     statistics_note,
 )
+from planner.models.inputs import by_name
 from planner.plan.schema import (
     MeshSection,
     ModelSection,
@@ -116,7 +117,9 @@ def test_a_forward_that_needs_labels_is_refused() -> None:
     """It ended in a TypeError: the data's labels go to the loss function."""
     with pytest.raises(ModelError, match="needs labels: it is given input_ids alone"):
         check_labels(WithLabels(), IDS)
-    check_labels(WithLabels(), {**IDS, "labels": IDS["input_ids"]})  # as a script may give them
+    both = IDS["input_ids"], IDS["input_ids"]
+    check_labels(WithLabels(), dict(zip(("input_ids", "labels"), both, strict=True)))  # as a script may give them
+    check_labels(WithLabels(), by_name(both))  # in order
     check_labels(MayHaveLabels(), IDS)
 
 

@@ -209,10 +209,11 @@ def build_model():
     [
         ("(self, input_ids, mask): return self.lookup(input_ids)", "missing 1 required", "define example_inputs"),
         ("(self, input_ids): return self.lookup(input_ids).mean()", r"a tensor of shape \(\)", "define loss_fn"),
+        ("(self, input_ids): return self.lookup.forward()", "missing 1 required", "correct the line"),
     ],
 )
 def test_what_a_model_file_lacks_is_named(forward: str, reason: str, way_out: str, tmp_path: Path) -> None:
-    """The hint was to correct the line."""
+    """Whatever it was, the hint was to correct the line; what is wrong inside it still is."""
     code = f"""
 from torch import nn
 
