@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from benchmarks.published.data import OUT_OF_MEMORY, RUNS, UNSEEN, shipped
 from benchmarks.published.page import Sections, write_page
 from benchmarks.published.pairs import POINTS, Pair, counts_of, pairs_of
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.summary import Row, Summary, document, row_of, skipped_row, summarise
+from benchmarks.published.summary import Row, Summary, document, price_rows, summarise
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile
-from planner.errors import PlannerError
-from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_out_of_memory, read_runs
+from planner.formats.run_table import Run, read_out_of_memory, read_runs
 
 
 def main() -> int:
@@ -67,25 +66,6 @@ def main() -> int:
             written["anchors"] = comparison.document(priced, rows)
         options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def price_rows(runs: Iterable[Run | Rejected], pricer: RunPricer) -> list[Row]:
-    """Every run priced, or skipped with the reason."""
-    rows: list[Row] = []
-    for run in runs:
-        if isinstance(run, Rejected):
-            rows.append(skipped_row(run, run.reason))
-            continue
-        try:
-            rows.append(row_of(run, pricer.price(run)))
-        except UnpriceableRunError as error:
-            rows.append(skipped_row(run, str(error)))
-        except (
-            ValueError,
-            PlannerError,
-        ) as error:  # the models' own rules, such as a dim that a degree does not divide
-            rows.append(skipped_row(run, f"{type(error).__name__}: {error}"))
-    return rows
 
 
 def named_profile(text: str) -> tuple[str, ClusterProfile]:

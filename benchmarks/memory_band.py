@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.calibrate import FAMILIES, put
-from benchmarks.fidelity import price_rows
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.frameworks import study_recipe_names
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
+from benchmarks.published.summary import price_rows
 from costmodels.memory_band import DEFAULT_RISK, MemoryBand, share_within, spreads
 from costmodels.recipe import list_recipes
 from planner.formats.run_table import Run, read_runs

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, cast
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fidelity import price_rows
 from benchmarks.judging.choice import Choice
 from benchmarks.judging.evaluated import Evaluations
 from benchmarks.judging.graphs import Graphs
@@ -48,7 +47,7 @@ from benchmarks.judging.rivals import (
 )
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.summary import MIN_GROUP_ROWS, Row
+from benchmarks.published.summary import MIN_GROUP_ROWS, Row, price_rows
 from costmodels.vocabulary.choices import Precision
 from planner.formats.run_table import Rejected, Run, read_runs
 from planner.output_file import write_text

@@ -24,10 +24,9 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.fidelity import price_rows
 from benchmarks.published.data import RUNS, shipped
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.summary import Row
+from benchmarks.published.summary import Row, price_rows
 from costmodels.stragglers import expected_largest
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.schema import DeviceProfile

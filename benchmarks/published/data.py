@@ -13,3 +13,8 @@ UNSEEN = "published_runs_moe_fp8.csv"  # 8-bit precisions and experts: no parame
 def shipped(name: str) -> Path | None:
     """The table called ``name``, where it is at hand."""
     return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)
+
+
+# Runs that no fit names and nobody had priced when they were gathered, and what was said of each first.
+BLIND_RUNS = ROOT / "benchmarks" / "data" / "blind" / "runs.csv"
+BLIND_PRICES = ROOT / "benchmarks" / "data" / "blind" / "first_prices.csv"

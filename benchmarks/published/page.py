@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.published.data import UNSEEN
+from benchmarks.published.blind import first_prices, lines_by, said_of
+from benchmarks.published.data import BLIND_RUNS, ROOT, UNSEEN
 from benchmarks.published.frameworks import recipe_called, study_recipe_names
 from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.summary import Row, Summary
 from costmodels.memory_band import DEFAULT_RISK
 from costmodels.recipe import list_recipes
 from hardware_profiles.sanity import quantities
-from planner.formats.run_table import Run
+from planner.formats.run_table import Run, read_runs
 
 INTRODUCTION = """# How close predictions come
 
@@ -88,6 +89,7 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         _memory_bands({row.recipe for row in priced}),
         _unfitted(priced),
         _unseen(sections.unseen),
+        _blind(),
         _pairs(sections.pairs),
         _by("source", priced, lambda row: row.source),
         _by("framework", priced, lambda row: row.framework),
@@ -221,6 +223,33 @@ def _unseen(rows: Sequence[Row]) -> str:
     if reasons:
         skipped = "; ".join(f"{number} × {reason}" for reason, number in sorted(reasons.items()))
         lines += ["", f"Skipped: {skipped}."]
+    return "\n".join(lines) + "\n"
+
+
+def _blind() -> str:
+    """Rows that were priced before anybody looked at them: what was said then, and what is said today."""
+    if not BLIND_RUNS.is_file():
+        return ""
+    runs, first = list(read_runs(BLIND_RUNS)), first_prices()
+    head = ["", "| source | rows | MAPE | median | bias | inside the 80 % band |", "|---|---|---|---|---|---|"]
+    tables = (
+        [*head, *(f"| {line} |" for line in lines_by(runs, said, lambda run: run.source, " | "))]
+        for said in (first, {said.run: said for said in said_of(runs)})
+    )
+    then, today = tables
+    skipped = sorted({said.skipped for said in first.values() if said.skipped})
+    lines = [
+        "## Blind\n",
+        f"`{BLIND_RUNS.relative_to(ROOT)}`: {len(runs)} rows of sources that no fit names, gathered by readers who saw",
+        "neither this code nor its predictions, and priced on the plain profiles of their GPUs, as users have them",
+        "(`python -m benchmarks.blind_runs`). The first price of each row is kept and never written again:",
+        *then,
+        "",
+        "Today, when those errors are known. What was changed with them in view is said in the history of that file:",
+        *today,
+    ]
+    if skipped:
+        lines += ["", f"Without a first price: {'; '.join(skipped)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -10,9 +10,10 @@ from math import ceil, sqrt
 from statistics import fmean, median
 
 from benchmarks.published.frameworks import FALLBACK_FRAMEWORK, UNKNOWN
-from benchmarks.published.pricing import Prediction
+from benchmarks.published.pricing import Prediction, RunPricer
+from planner.errors import PlannerError
 from planner.evaluation.measured_memory import memory_as_measured
-from planner.formats.run_table import Rejected, Run
+from planner.formats.run_table import Rejected, Run, UnpriceableRunError
 
 MIN_GROUP_ROWS = 4
 
@@ -98,6 +99,22 @@ def _assumed_framework(run: Run, prediction: Prediction) -> tuple[str, ...]:
 def skipped_row(run: Run | Rejected, reason: str) -> Row:
     """The row of a run without a price."""
     return Row(run.id, run.source, getattr(run, "group", ""), run.step_time_s, skipped=reason)
+
+
+def price_rows(runs: Iterable[Run | Rejected], pricer: RunPricer) -> list[Row]:
+    """Every run priced, or skipped with the reason."""
+    rows: list[Row] = []
+    for run in runs:
+        if isinstance(run, Rejected):
+            rows.append(skipped_row(run, run.reason))
+            continue
+        try:
+            rows.append(row_of(run, pricer.price(run)))
+        except UnpriceableRunError as error:
+            rows.append(skipped_row(run, str(error)))
+        except (ValueError, PlannerError) as error:  # the models' own rules: a dim that a degree does not divide
+            rows.append(skipped_row(run, f"{type(error).__name__}: {error}"))
+    return rows
 
 
 def summarise(rows: Sequence[Row], out_of_memory: Sequence[Row]) -> Summary:
