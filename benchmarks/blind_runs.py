@@ -6,7 +6,7 @@ kept (``first_prices.csv``) and is never written again, so that two figures stan
 anybody knew a row, and what is said today. Later changes of the models may have been made with these rows in view; the
 first figure is the honest one.
 
-    --record    prices the rows that have no first price yet, and keeps what comes out
+    --record    prices the rows that have no first price yet, those that could not be priced included, and keeps it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     runs = list(read_runs(BLIND_RUNS))
     first = first_prices()
     if options.record:
-        new = [run for run in runs if run.id not in first]
+        new = [run for run in runs if run.id not in first or first[run.id].predicted_s is None]
         first |= {said.run: said for said in said_of(new)}
         write_first_prices(first.values())
     today = {said.run: said for said in said_of(runs)}

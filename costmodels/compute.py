@@ -95,11 +95,13 @@ def _arithmetic(device: DeviceProfile, op_class: OpClass, dtype: str) -> tuple[f
         fp32 = device.peak_flops_per_s.get("fp32")
         return (1.0 / fp32.value if fp32 is not None and fp32.value > 0 else 0.0), 0.0
     efficiency = _efficiency(device, _CLASS_NAMES[op_class])
-    if efficiency.fraction.value <= 0:
+    is_eight_bit = dtype in DTYPES_OUTSIDE_GEMM and op_class in EIGHT_BIT_CLASSES
+    fraction = (efficiency.eight_bit_fraction if is_eight_bit else None) or efficiency.fraction
+    if fraction.value <= 0:
         raise ValueError(f"{device.name}: efficiency of {op_class.value} must be above 0")
     peak = peak_of_class(device, op_class, dtype)
     half_size = efficiency.half_size_flops.value if efficiency.half_size_flops is not None else 0.0
-    return 1.0 / (peak * efficiency.fraction.value), half_size
+    return 1.0 / (peak * fraction.value), half_size
 
 
 def peak_of_class(device: DeviceProfile, op_class: OpClass, dtype: str) -> float:

@@ -63,7 +63,9 @@ def scaled(profile: ClusterProfile, factors: Factors, constant_bytes: float = 0.
 def _device(device: DeviceProfile, factors: Factors) -> DeviceProfile:
     def of_class(name: OpClassName, known: Efficiency) -> Efficiency:
         factor = factors.get(FACTOR_OF_CLASS[name], 1.0)
-        return known.model_copy(update={"fraction": _at_most_one(known.fraction, factor)})
+        fractions = {"fraction": known.fraction, "eight_bit_fraction": known.eight_bit_fraction}
+        update = {each: _at_most_one(own, factor) for each, own in fractions.items() if own is not None}
+        return known.model_copy(update=update)
 
     efficiency = {name: of_class(name, known) for name, known in device.efficiency.items()}
     return device.model_copy(update={"efficiency": efficiency})

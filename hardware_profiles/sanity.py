@@ -167,6 +167,8 @@ def _efficiencies(device: DeviceProfile) -> Iterator[str]:
             yield from _share(place, fraction)
         elif not 0 < fraction.value <= CAUSAL_FRACTION:
             yield f"{place}: must be above 0 and at most {CAUSAL_FRACTION:g}, is {fraction.value:g}"
+        if efficiency.eight_bit_fraction is not None:
+            yield from _share(f"device.efficiency.{op_class}.eight_bit_fraction", efficiency.eight_bit_fraction)
         yield from _at_most(f"device.efficiency.{op_class}.residual_spread", efficiency.residual_spread, LARGEST_FACTOR)
         half_s = _half_size_s(device, efficiency)
         if half_s > LONGEST_LATENCY_S:

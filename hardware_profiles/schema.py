@@ -83,13 +83,14 @@ class Efficiency(_Value):
 
     ``half_size_flops``: work at which half of ``fraction`` is reached beyond the launch cost (0: constant efficiency).
     ``half_rows``, of attention: rows of queries (batch · heads · positions) at which half of it is reached, since
-    blocks of rows are what a device's processors share. ``residual_spread``: standard deviation of
-    log(measured / predicted).
+    blocks of rows are what a device's processors share. ``eight_bit_fraction``: in place of ``fraction`` where operands
+    have 8 bits (None: the same). ``residual_spread``: standard deviation of log(measured / predicted).
     Attention is counted as graph.json counts it, the full product without regard to a mask, and the
     fraction is of a causal kernel, which skips half of it.
     """
 
     fraction: Quantity
+    eight_bit_fraction: Quantity | None = None
     half_size_flops: Quantity | None = None
     half_rows: Quantity | None = None
     residual_spread: Annotated[float, Field(ge=0)] = 0.1

@@ -32,6 +32,7 @@ from hardware_profiles.schema import (
     Weakest,
 )
 
+EIGHT_BITS: DTypeName = "fp8"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -140,9 +141,27 @@ def _device(mixed: MixedCluster, counts: Sequence[int]) -> DeviceProfile:
         if name == "memory_bound":
             rates = [(device, bandwidth.value, device.memory_bandwidth_bytes_per_s.value) for device in devices]
         else:
-            rates = [(d, peaks[dtype].value, d.peak_flops_per_s[dtype].value) for dtype in shared for d in devices]
-        efficiency[name] = _efficiency(name, rates)
+            wide: list[DTypeName] = [dtype for dtype in shared if dtype != EIGHT_BITS] or shared
+            rates = [(d, peaks[dtype].value, d.peak_flops_per_s[dtype].value) for dtype in wide for d in devices]
+        eight_bit = _eight_bit_fraction(name, devices, peaks)
+        efficiency[name] = _efficiency(name, rates).model_copy(update={"eight_bit_fraction": eight_bit})
     return weakest(devices, counts, {"peak_flops_per_s": peaks, "efficiency": efficiency})
+
+
+def _eight_bit_fraction(
+    name: OpClassName, devices: Sequence[DeviceProfile], peaks: Mapping[DTypeName, Quantity]
+) -> Quantity | None:
+    """Of the shared 8-bit rate, what the slowest device reaches; None where all reach what they do in other dtypes."""
+    known = [device.efficiency[name] for device in devices]
+    if EIGHT_BITS not in peaks or all(each.eight_bit_fraction is None for each in known):
+        return None
+    fractions = [each.eight_bit_fraction or each.fraction for each in known]
+    own = [device.peak_flops_per_s[EIGHT_BITS].value for device in devices]
+    reached = [
+        fraction.model_copy(update={"value": fraction.value * rate / peaks[EIGHT_BITS].value})
+        for fraction, rate in zip(fractions, own, strict=True)
+    ]
+    return least(reached)
 
 
 def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float]]) -> Efficiency:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from benchmarks.published.frameworks import (
@@ -20,7 +20,6 @@ from benchmarks.published.machines import cluster_of
 from costmodels.communication import collective_time_s
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
 from costmodels.vocabulary.choices import Optimizer, Precision
-from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
 from hardware_profiles.calibrated import Factors
@@ -28,7 +27,7 @@ from hardware_profiles.schema import Calibration, ClusterProfile, ClusterSpec, D
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.evaluation.stage_program import stage_problem
 from planner.formats.run_table import Architecture, Run, Software, UnpriceableRunError
-from planner.formats.table_run import check_split, precision_of, schedule_of, shape_of
+from planner.formats.table_run import check_split, mesh_of, precision_of, schedule_of, shape_of
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
 from planner.frameworks.kernels import dispatches_once_a_node
 from planner.frameworks.registry import Where
@@ -101,10 +100,10 @@ class RunPricer:
         kernel = self.kernels.get(name) or attention_kernel(name)
         graph = self.graph(run, precision, recipe.dropout)
         target = PricingTarget(graph, cluster, precision.value, recipe, kernel, dispatches_once_a_node(words))
-        decision = self._decision(target, run)
+        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)
+        decision = self._decision(target, run, split)
         target = self._calibrated(target, run, factors)
         training = Training(run.layout.global_batch_size, run.architecture.seq_len, precision, Optimizer.ADAMW)
-        split = TensorSplit(layout.mesh.tp, layout.sequence_parallel)
         table = build_table(target, training, {split: decision}, (layout,))
         sharing = _sharing(run)
         if sharing is VocabularySharing.ENDS or layout.mesh.pp == 1:
@@ -145,10 +144,9 @@ class RunPricer:
             self._graphs[key] = trace_model(loaded, TRACED_BATCH_SIZE, config.seq_len, traced_dtype(precision))
         return self._graphs[key]
 
-    def _decision(self, target: PricingTarget, run: Run) -> Decision:
+    def _decision(self, target: PricingTarget, run: Run, split: TensorSplit) -> Decision:
         """Placements as Megatron splits blocks, whatever the links: those that are best inside a node."""
-        layout, profile = run.layout, target.cluster.profile
-        split = TensorSplit(layout.tp, layout.sequence_parallel)
+        profile = target.cluster.profile
         of_graph = run.architecture, target.recipe.dropout
         key = (*of_graph, target.recipe.name, target.precision, profile.device.name, split)
         if key not in self._decisions:
@@ -159,7 +157,7 @@ class RunPricer:
             )
         decision = self._decisions[key]
         if decision is None:
-            raise UnpriceableRunError(f"no placement of the operators for tp={layout.tp}")
+            raise UnpriceableRunError(f"no placement of the operators for tp={split.tp}")
         return decision
 
 
@@ -179,7 +177,11 @@ def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
             f"stage_layers tell {sum(stage_layers)} blocks in {len(stage_layers)} stages, the run has {len(blocks)} in "
             f"{evaluator.num_stages}"
         )
-    return (0, *(blocks[before] for before in accumulate(stage_layers[:-1])))
+    borders = [*blocks, blocks[-1] + 1]  # a last stage may have the head alone
+    starts = (0, *(borders[before] for before in accumulate(stage_layers[:-1])))
+    if any(one >= next_one for one, next_one in pairwise((*starts, len(evaluator.table.units.is_block)))):
+        raise UnpriceableRunError(f"stage_layers {'-'.join(map(str, stage_layers))} leave a stage without work")
+    return starts
 
 
 def _sharing(run: Run) -> VocabularySharing:
@@ -219,7 +221,7 @@ def layout_of(run: Run) -> Layout:
     if problems:
         raise UnpriceableRunError("; ".join(problems))
     return Layout(
-        mesh=_mesh(run),
+        mesh=mesh_of(run),
         zero_stage=_zero_stage(run),
         micro_batch_size=layout.micro_batch_size,
         num_microbatches=num_microbatches,
@@ -233,16 +235,3 @@ def layout_of(run: Run) -> Layout:
 def _zero_stage(run: Run) -> int:
     layout, recipe = run.layout, recipe_called(recipe_name_of(run))
     return effective_zero_stage(recipe, layout.zero_stage, num_ranks=layout.dp * layout.cp, pp=layout.pp)
-
-
-def _mesh(run: Run) -> Mesh:
-    layout = run.layout
-    shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
-    if layout.dp % shard:
-        raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
-    if layout.zero_stage == 0:
-        shard = 1
-    if shard * layout.cp % layout.ep:
-        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {shard * layout.cp} ranks that shard")
-    replicas = layout.dp // shard
-    return Mesh(layout.pp, dp_replicate=replicas, dp_shard=shard, cp=layout.cp, tp=layout.tp, ep=layout.ep)

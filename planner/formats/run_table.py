@@ -71,8 +71,8 @@ class Hardware:
 class Layout:
     """How the work was split.
 
-    ``shard_size``: ranks that ZeRO divides over (None: all data-parallel ranks). ``shards_in_node``: where that is not
-    said, those of one node.
+    ``etp``: ranks that split an expert between them (None: not said). ``shard_size``: ranks that ZeRO divides over
+    (None: all data-parallel ranks). ``shards_in_node``: where that is not said, those of one node.
     """
 
     dp: int
@@ -90,6 +90,7 @@ class Layout:
     recompute: Recompute
     offload: str
     shards_in_node: bool = False
+    etp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,7 @@ def _layout(row: Mapping[str, str], assumed: list[str]) -> Layout:
         recompute=Recompute(recompute),
         offload=row.get("offload") or "none",
         shards_in_node="HSDP" in words.upper(),
+        etp=int(_optional(row, "etp") or 0) or None,
     )
 
 

@@ -43,7 +43,7 @@ def layout_of(run: Run) -> Layout:
     """How ``run`` was split; UnpriceableRunError where that does not add up, or is not priced."""
     layout = run.layout
     check_split(run)
-    mesh = _mesh(run)
+    mesh = mesh_of(run)
     microbatches = layout.global_batch_size // (layout.dp * layout.micro_batch_size)
     schedule = schedule_of(layout.schedule if layout.pp > 1 else "none")
     if schedule is ScheduleName.ONE_F_ONE_B and 0 < microbatches < layout.pp:
@@ -56,6 +56,7 @@ def layout_of(run: Run) -> Layout:
         cp=mesh.cp,
         tp=mesh.tp,
         ep=mesh.ep,
+        etp=mesh.etp,
         zero_stage=layout.zero_stage if mesh.dp_shard * mesh.cp > 1 else 0,
         micro_batch_size=layout.micro_batch_size,
         num_microbatches=microbatches,
@@ -98,13 +99,27 @@ def shape_of(architecture: Architecture, dropout: float = 0.0) -> FamilyConfig:
     )
 
 
-def _mesh(run: Run) -> Mesh:
+def mesh_of(run: Run) -> Mesh:
+    """The degrees of ``run``; UnpriceableRunError where shards or experts do not divide its ranks.
+
+    Experts are split over the tensor-parallel ranks unless the row says otherwise, or the data-parallel ranks alone
+    cannot hold them: they are whole on a rank then, and lie across its tensor-parallel ranks, too.
+    """
     layout = run.layout
     shard = min(layout.dp, layout.shard_size or (run.hardware.devices_per_node if layout.shards_in_node else layout.dp))
-    shard = 1 if layout.zero_stage == 0 else shard
+    if layout.zero_stage == 0:
+        shard = layout.dp if layout.ep > 1 else 1  # nothing is sharded, but experts lie among these ranks
     if layout.dp % shard:
         raise UnpriceableRunError(f"shards of {shard} do not divide the {layout.dp} data-parallel ranks")
-    return Mesh(layout.pp, layout.dp // shard, shard, layout.cp, layout.tp, layout.ep)
+    ranks, etp = shard * layout.cp, None
+    if layout.etp not in (None, 1, layout.tp):
+        raise UnpriceableRunError(f"etp {layout.etp} is neither 1 nor tp = {layout.tp}")
+    is_told_whole = layout.etp == 1 and min(layout.tp, layout.ep) > 1
+    if is_told_whole or (layout.etp is None and ranks % layout.ep and layout.sequence_parallel):
+        ranks, etp = ranks * layout.tp, 1
+    if ranks % layout.ep:
+        raise UnpriceableRunError(f"ep {layout.ep} does not divide the {ranks} ranks that shard")
+    return Mesh(layout.pp, layout.dp // shard, shard, layout.cp, layout.tp, layout.ep, etp)
 
 
 def schedule_of(name: str) -> ScheduleName:

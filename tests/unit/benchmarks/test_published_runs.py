@@ -25,6 +25,7 @@ from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.catalog import list_profiles
 from hardware_profiles.sanity import violations
 from planner.formats.run_table import Rejected, Run, Software, UnpriceableRunError, read_out_of_memory, read_runs
+from planner.formats.table_run import mesh_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {
@@ -225,6 +226,46 @@ def ran(toy: Run, framework: str, version: str = "", kernels: str = "", **more: 
     """``toy`` under another framework."""
     software = replace(toy.software, framework=framework, version=version, kernels=tuple(kernels.split()))
     return replace(toy, software=replace(software, **more))
+
+
+@pytest.mark.parametrize(
+    ("zero", "ep", "sp", "shard", "etp"),
+    [(1, 2, True, 2, None), (0, 2, False, 2, None), (0, 1, False, 1, None), (1, 4, True, 2, 1)],
+)
+def test_experts_lie_among_the_ranks_that_can_hold_them(
+    toy: Run, zero: int, ep: int, sp: bool, shard: int, etp: int | None
+) -> None:
+    """dp = tp = 2: four ways of expert parallelism need the tensor-parallel ranks, whose experts are whole then."""
+    layout = replace(toy.layout, zero_stage=zero, ep=ep, sequence_parallel=sp)
+    run = replace(toy, layout=layout, architecture=replace(toy.architecture, experts=4, top_k=2, expert_ffn=512))
+    mesh = mesh_of(run)
+    assert (mesh.dp_shard, mesh.ep, mesh.etp, mesh.dp) == (shard, ep, etp, 2)
+    assert not mesh.violations()
+    assert RunPricer().price(run).priced.step_time_s > 0
+
+
+def test_experts_are_whole_where_the_row_says_so(toy: Run) -> None:
+    layout = replace(toy.layout, ep=2, sequence_parallel=True)
+    assert [mesh_of(replace(toy, layout=replace(layout, etp=etp))).etp for etp in (None, 1, 2)] == [None, 1, None]
+    with pytest.raises(UnpriceableRunError, match="etp 4 is neither 1 nor tp = 2"):
+        mesh_of(replace(toy, layout=replace(layout, etp=4)))
+
+
+def test_experts_that_no_ranks_can_hold_are_refused(toy: Run) -> None:
+    run = replace(toy, layout=replace(toy.layout, ep=4, sequence_parallel=False))
+    with pytest.raises(UnpriceableRunError, match="ep 4 does not divide the 2 ranks that shard"):
+        mesh_of(run)
+
+
+def test_the_end_stages_may_have_the_embedding_or_the_head_alone(toy: Run, pricer: RunPricer) -> None:
+    """Megatron counts both as a block each where it is told to: 2 blocks in 4 stages of one."""
+    layout = replace(toy.layout, pp=4, dp=1)
+    software = replace(toy.software, stage_layers=(0, 1, 1, 0), partition="weighted")
+    run = replace(toy, layout=layout, software=software, architecture=replace(toy.architecture, layers=2))
+    assert pricer.price(run).priced.step_time_s > 0
+    wrong = replace(run, software=replace(software, stage_layers=(0, 0, 1, 1)))
+    with pytest.raises(UnpriceableRunError, match="stage_layers 0-0-1-1 leave a stage without work"):
+        pricer.price(wrong)
 
 
 def test_the_nanotron_sweep_is_parted_by_its_clusters(toy: Run) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from costmodels.calibrated import USUAL_DELAY_S, host_factor, recipe_on, scaled_recipe
 from costmodels.recipe import Recipe, load_recipe
+from hardware_profiles.calibrated import scaled
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, Quantity
 from tests.recipes import STUDY_RECIPES
@@ -65,3 +66,12 @@ def test_the_profiles_reading_of_its_hosts_scales_all_that_hosts_do() -> None:
     assert recipe_on(recipe, load_profile("cpu-gloo")) == recipe
     # Nothing is known of the hosts that other recipes' times were fitted on.
     assert recipe_on(load_recipe("torchtitan"), read("dgx-h100-80gb", 1.0)) == load_recipe("torchtitan")
+
+
+def test_a_factor_of_products_reaches_those_in_eight_bits() -> None:
+    profile = load_profile("dgx-h100-80gb")
+    before = profile.device.efficiency["gemm"].eight_bit_fraction
+    after = scaled(profile, {"product_rate": 0.9}).device.efficiency["gemm"].eight_bit_fraction
+    assert before is not None
+    assert after is not None
+    assert after.value == pytest.approx(0.9 * before.value)

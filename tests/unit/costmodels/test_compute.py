@@ -93,6 +93,16 @@ def test_attention_does_not_run_in_eight_bits() -> None:
     assert gemm_in_8 == pytest.approx(gemm_in_16 / 2)
 
 
+def test_products_of_eight_bits_may_reach_another_share_of_their_peak() -> None:
+    device = make_device()
+    peaks = {**device.peak_flops_per_s, "fp8": quantity(2 * PEAK_BF16)}
+    own = device.efficiency["gemm"].model_copy(update={"eight_bit_fraction": quantity(0.25)})
+    device = device.model_copy(update={"peak_flops_per_s": peaks, "efficiency": {**device.efficiency, "gemm": own}})
+    assert 1 / roofline(device, OpClass.GEMM, "fp8").seconds_per_flop == pytest.approx(0.25 * 2 * PEAK_BF16)
+    in_sixteen = own.fraction.value * PEAK_BF16
+    assert 1 / roofline(device, OpClass.GEMM, "bf16").seconds_per_flop == pytest.approx(in_sixteen)
+
+
 def test_a_missing_efficiency_is_named() -> None:
     with pytest.raises(ValueError, match="toy has no efficiency for convolution operators"):
         op_time_s(OpWorkload(OpClass.CONVOLUTION, 1, 1), make_device(), "bf16")

@@ -5,6 +5,8 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from costmodels.compute import roofline
+from costmodels.vocabulary.workload import OpClass
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.mixed import mixed_cluster
 from hardware_profiles.schema import DeviceProfile, Fit, NodeProfile, Quantity, SoftwareProfile, Weakest
@@ -69,6 +71,20 @@ def test_what_all_devices_know_is_kept_of_a_mixed_cluster():
         sum(n * price.value for n, price in zip((24, 8), prices, strict=True) if price) / 32
     )
     assert mixed.device.detected_names == ()
+
+
+def test_products_in_eight_bits_are_those_of_the_device_that_is_slowest_at_them():
+    """An L40S has 733e12 FLOP/s in 8 bits, an H100 1979e12, of which it reaches a share of its own."""
+    parts = [load_profile("h100").device, load_profile("l40s-x8").device]
+    mixed = slowest_profile(mixed_cluster("h100:8,l40s-x8:8")).device
+
+    def rate(device: DeviceProfile) -> float:
+        return 1 / roofline(device, OpClass.GEMM, "fp8").seconds_per_flop
+
+    assert parts[0].efficiency["gemm"].eight_bit_fraction is not None
+    assert rate(mixed) == pytest.approx(min(map(rate, parts)))
+    alike = slowest_profile(mixed_cluster("h100:8,h200:8")).device
+    assert rate(alike) == pytest.approx(rate(parts[0]))
 
 
 def test_a_fitted_number_says_its_fit_and_no_other_has_one():
