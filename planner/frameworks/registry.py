@@ -126,7 +126,12 @@ FRAMEWORKS = (
     # Options of single runs that change much: named as frameworks, so that --framework takes them.
     Framework(("megatron-core-expert-overlap",), (Generation("megatron-core-expert-overlap"),)),
     Framework(("dualpipe",), (Generation("dualpipe"),), borrows="of DeepSeek's trainer no kernel was ever calibrated"),
-    Framework(("nemo", "megatron-bridge"), (Generation("nemo"),), chosen=_BRIDGE),
+    Framework(
+        ("nemo", "megatron-bridge"),
+        # NeMo Megatron of 2022 trained with apex, before Transformer Engine and overlaps.
+        (Generation("megatron-lm-2022", last_year=2022), Generation("nemo")),
+        chosen=_BRIDGE,
+    ),
     # Under DeepSpeed's engine of 2021 and 2022 ranks wait at every collective of tensor parallelism.
     Framework(
         ("megatron-deepspeed", "gpt-neox"),
@@ -140,7 +145,8 @@ FRAMEWORKS = (
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),
     Framework(("torchtitan",), (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan"))),
     Framework(("llm-foundry", "fsdp-llm-foundry"), (Generation("fsdp-llm-foundry"),)),
-    Framework(("fms-fsdp",), (Generation("fsdp-compiled"),)),
+    # Compiled unless it says otherwise, as since April 2024.
+    Framework(("fms-fsdp",), (Generation("fsdp-llm-foundry", with_kernel="eager-mode"), Generation("fsdp-compiled"))),
     Framework(("fsdp", "accelerate", "lit-gpt"), _FSDP, borrows="PyTorch's FSDP was calibrated under two trainers"),
     Framework(
         ("torchtune",),

@@ -241,7 +241,7 @@ def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_
     reply, best = ask(question), Oracle.of(question, graphs).best()
     assert best.is_whole
     assert best.choice is not None
-    assert [share.size for share in best.choice.shares] == [2, 4]
+    assert [share.size for share in best.choice.shares] == [3, 9]
     assert disagreement(reply, best) == ""
     auditor = Auditor.of(question, graphs, tmp_path)
     document = document_of(plan_in(reply), question.model)
@@ -249,10 +249,10 @@ def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_
     assert choice.shares == best.choice.shares
     assert written(choice, document, auditor.facts, auditor.placed.section) == document
     changed = [edit.choice for edit in edits(choice, auditor.facts) if edit.kind == "shares"]
-    assert {tuple(share.size for share in each.shares) for each in changed} == {(1, 5), (3, 3)}
-    alike = choice._replace(shares=(), micro_batch_size=3)
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(2, 10), (4, 8), ()}
+    alike = choice._replace(shares=(), micro_batch_size=6)
     changed = [edit.choice for edit in edits(alike, auditor.facts) if edit.kind == "shares"]
-    assert {tuple(share.size for share in each.shares) for each in changed} == {(2, 4), (4, 2)}
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(5, 7), (7, 5)}
     verdict = auditor.verdict(plan_in(reply))
     assert verdict.agrees
     assert verdict.refutations == ()

@@ -137,7 +137,7 @@ def test_everything_that_shows_a_plan_shows_shares(tmp_path: Path) -> None:
 
 
 def test_explain_prices_all_that_it_names() -> None:
-    plan = plan_on()
+    plan = plan_on(batch=128)
     found = explain(plan)
     unlike = [each for each in found.runners_up if each.candidate is not None and each.candidate.micro_batch_sizes]
     assert unlike

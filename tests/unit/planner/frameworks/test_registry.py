@@ -23,7 +23,7 @@ def test_no_name_stands_twice_and_the_last_generation_takes_what_is_left() -> No
     for framework in FRAMEWORKS:
         assert framework.generations[-1].is_of(None, (), {}), framework.names
         for generation in framework.generations:
-            assert generation.is_of(1990, ("compile",), {"tp-comm": False}), framework.names
+            assert generation.is_of(1990, (generation.with_kernel,), {"tp-comm": False}), framework.names
 
 
 def test_an_unknown_framework_is_refused_with_what_there_is() -> None:
@@ -83,6 +83,11 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("megatron-core", "core-0.9", "", {"grad-reduce": True}, "megatron-core-overlap"),
         ("megatron-core", "2025", "", {"grad-reduce": False, "tp-comm": False}, "megatron-core"),
         ("megatron-bridge", "26.02", "te", {}, "nemo"),
+        ("nemo", "24.05", "", {}, "nemo"),
+        ("nemo", "22.03", "apex", {}, "megatron-lm-2022"),
+        ("fms-fsdp", "2024-02", "flash2 eager-mode", {}, "fsdp-llm-foundry"),
+        ("fms-fsdp", "2024-06", "flash2 compile", {}, "fsdp-compiled"),
+        ("fms-fsdp", "", "", {}, "fsdp-compiled"),
         ("torchtitan", "2025-06", "compile", {}, "torchtitan-compiled"),
         ("torchtitan", "2025-06", "eager-mode", {}, "torchtitan"),
         ("fsdp", "", "compile", {}, "fsdp-compiled"),
