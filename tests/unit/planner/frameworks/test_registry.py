@@ -85,7 +85,7 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("megatron-bridge", "26.02", "te", {}, "nemo"),
         ("nemo", "24.05", "", {}, "nemo"),
         ("nemo", "22.03", "apex", {}, "megatron-lm-2022"),
-        ("fms-fsdp", "2024-02", "flash2 eager-mode", {}, "fsdp-llm-foundry"),
+        ("fms-fsdp", "2024-02", "flash2 eager-mode", {}, "torchtitan"),
         ("fms-fsdp", "2024-06", "flash2 compile", {}, "fsdp-compiled"),
         ("fms-fsdp", "", "", {}, "fsdp-compiled"),
         ("torchtitan", "2025-06", "compile", {}, "torchtitan-compiled"),
