@@ -145,8 +145,8 @@ FRAMEWORKS = (
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),
     Framework(("torchtitan",), (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan"))),
     Framework(("llm-foundry", "fsdp-llm-foundry"), (Generation("fsdp-llm-foundry"),)),
-    # Compiled unless it says otherwise. Not compiled it is nearest to torchtitan of its year: llm-foundry's recipe has the
-    # network of one cluster in its rate of data parallelism.
+    # Compiled unless it says otherwise; not compiled it is nearest to torchtitan of its year. (llm-foundry's recipe has
+    # the network of one cluster in its rate of data parallelism.)
     Framework(("fms-fsdp",), (Generation("torchtitan", with_kernel="eager-mode"), Generation("fsdp-compiled"))),
     Framework(("fsdp", "accelerate", "lit-gpt"), _FSDP, borrows="PyTorch's FSDP was calibrated under two trainers"),
     Framework(
