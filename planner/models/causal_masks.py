@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,16 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
 
 def _leave(*_module_and_tensors: object) -> None:
     _counted.pop()
+
+
+@contextmanager
+def unfinished_passes_forgotten() -> Generator[None]:
+    """Forward passes that end inside are over behind it: of one that is given up in a trace no hook may be called."""
+    depth = len(_counted)
+    try:
+        yield
+    finally:
+        del _counted[depth:]
 
 
 _Question = Callable[..., object]

@@ -31,6 +31,7 @@ from planner.graph.tracer.program import Program
 from planner.graph.tracer.recording import record_step
 from planner.graph.tracer.stand_ins import Sizes, StandIn, TrainingStep, on_fake_cpu, on_meta, on_valued_cpu
 from planner.model_file import LoadedModel
+from planner.models.causal_masks import unfinished_passes_forgotten
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 
@@ -83,7 +84,8 @@ def trace_model(
     for tier in tiers:
         for way in ways[tier]:
             try:
-                traced = way()
+                with unfinished_passes_forgotten():
+                    traced = way()
             except TraceStoppedError as error:
                 stopped[tier] = error.failure
             else:

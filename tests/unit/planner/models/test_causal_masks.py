@@ -88,3 +88,26 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     with torch.no_grad():
         found, expected = (each(tokens, position_ids=packed).logits for each in (model, mistral()))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_trace_that_fails_leaves_other_models_their_masks(tmp_path: Path) -> None:
+    """No hook is called of a pass that is given up in a trace: what it had counted stood in every later model's way."""
+    theirs, tokens = mistral(), torch.randint(64, (2, SEQ_LEN))
+    packed = torch.cat((torch.arange(20), torch.arange(12))).expand(2, -1)
+    with torch.no_grad():
+        expected = theirs(tokens, position_ids=packed).logits
+    code = f"""
+from transformers import MistralConfig, MistralForCausalLM
+
+def fail(*_):
+    raise RuntimeError("no layer of this model runs")
+
+def build_model():
+    model = MistralForCausalLM(MistralConfig(**{SIZES}))
+    model.model.layers[0].register_forward_hook(fail)
+    return model
+"""
+    with pytest.raises(ModelError, match="no layer of this model runs"):
+        trace_model(loaded_from_code(code, tmp_path), 2, SEQ_LEN)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens, position_ids=packed).logits, expected)
