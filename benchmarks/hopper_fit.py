@@ -16,8 +16,7 @@ from benchmarks.published.data import BLIND_RUNS
 from benchmarks.published.pricing import RunPricer
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import DeviceProfile
-from planner.errors import PlannerError
-from planner.formats.run_table import Run, UnpriceableRunError, read_runs
+from planner.formats.run_table import Run, read_runs
 
 PROFILE = "dgx-h100-80gb"
 FRACTIONS = (0.60, 0.65, 0.70, 0.75, 0.80)
@@ -25,8 +24,7 @@ FRACTIONS = (0.60, 0.65, 0.70, 0.75, 0.80)
 
 def main() -> int:
     """Exit code 0."""
-    device, pricer = load_profile(PROFILE).device, RunPricer(is_plain=True)
-    runs = [run for run in dense_runs() if _has_price(run, pricer)]
+    device, runs = load_profile(PROFILE).device, dense_runs()
     errors = {fraction: _errors(runs, device, fraction) for fraction in FRACTIONS}
     own = [_without_error([errors[fraction][place] for fraction in FRACTIONS]) for place in range(len(runs))]
     for run, fraction in zip(runs, own, strict=True):
@@ -57,14 +55,6 @@ def with_fraction(device: DeviceProfile, fraction: float) -> DeviceProfile:
     gemm = device.efficiency["gemm"]
     moved = gemm.model_copy(update={"fraction": gemm.fraction.model_copy(update={"value": fraction})})
     return device.model_copy(update={"efficiency": {**device.efficiency, "gemm": moved}})
-
-
-def _has_price(run: Run, pricer: RunPricer) -> bool:
-    try:
-        pricer.price(run)
-    except (UnpriceableRunError, PlannerError, ValueError):
-        return False
-    return True
 
 
 def _errors(runs: Sequence[Run], device: DeviceProfile, fraction: float) -> list[float]:

@@ -240,12 +240,13 @@ def _blind() -> str:
     skipped = sorted({said.skipped for said in first.values() if said.skipped})
     lines = [
         "## Blind\n",
-        f"`{BLIND_RUNS.relative_to(ROOT)}`: {len(runs)} rows of sources that no fit names, gathered by readers who saw",
-        "neither this code nor its predictions, and priced on the plain profiles of their GPUs, as users have them",
+        f"`{BLIND_RUNS.relative_to(ROOT)}`: {len(runs)} rows of sources that no recipe is fitted to, gathered by",
+        "readers who saw neither this code nor its predictions, and priced on the plain profiles of their GPUs, as",
+        "users have them",
         "(`python -m benchmarks.blind_runs`). The first price of each row is kept and never written again:",
         *then,
         "",
-        "Today, when those errors are known: 20 of these rows have told what share of its peak an H100 reaches",
+        "Today, when those errors are known: 21 of these rows have told what share of its peak an H100 reaches",
         "(`python -m benchmarks.hopper_fit`), and what else was changed with them in view stands in `README.md` beside",
         "the rows. This table is no blind one:",
         *today,
