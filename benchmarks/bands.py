@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import calibrate
 from benchmarks.published.anchors import anchored
-from benchmarks.published.data import RUNS, shipped
+from benchmarks.published.data import RUNS
 from benchmarks.published.frameworks import recipe_called, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
@@ -43,11 +43,11 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="table of runs")
     parser.add_argument("--write", action="store_true", help="put the bands into costmodels/recipes/bands.json")
     options = parser.parse_args()
-    path = options.runs or shipped(RUNS)
-    if path is None:
+    paths = calibrate.tables_of(options.runs)
+    if not paths:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
-    runs = calibrate.priceable(path, RunPricer())
+    runs = [run for path in paths for run in calibrate.priceable(path, RunPricer())]
     cold: dict[str, list[float]] = {}
     warm: dict[int, dict[str, list[float]]] = {number: {} for number in NUMBERS}
     for source, pricer in held_out_pricers(runs).items():
@@ -88,7 +88,7 @@ def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
         recipes = dict(plain.recipes)
         for names, rows in families.items():
             rest = [run for run in rows if run.source != source]
-            if len(rest) < len(rows):
+            if len(rest) < len(rows) and names[0] not in calibrate.NOT_FITTED:
                 few = calibrate.thinned(rest, MAX_ROWS)
                 values = calibrate.fit(names, few, plain, middle).fit.values if rest else middle
                 recipes |= {name: with_values(recipe_called(name), values) for name in names}
@@ -98,9 +98,8 @@ def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
 
 def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer) -> calibrate.FamilyFit:
     recipe = recipe_called(names[0])
-    facts = {name: getattr(recipe, name) for name in PARAMETERS}
-    values = {name: PARAMETERS[name].neutral if fact is None else fact.value for name, fact in facts.items()}
-    had = tuple(name for name, fact in facts.items() if fact is not None)
+    values = calibrate.values_of(recipe)
+    had = tuple(name for name in PARAMETERS if getattr(recipe, name) is not None)
     few = calibrate.thinned(rows, MAX_ROWS)
     told = told_by(had, calibrate.residuals_of(names, few, pricer), values)
     sources = tuple(sorted({run.source for run in rows}))

@@ -1,10 +1,10 @@
 """Predictions of published runs that nobody had priced before: ``python -m benchmarks.blind_runs``.
 
 ``benchmarks/data/blind/runs.csv`` holds them, in the columns of the table of published runs. They were gathered by
-readers who saw neither this code nor its predictions, from sources that no recipe is fitted to. The first price of each
-row is kept (``first_prices.csv``) and is never written again, so that two figures stand side by side: what was said
-before anybody knew a row, and what is said today. Later changes of the models may have been made with these rows in
-view; the first figure is the honest one.
+readers who saw neither this code nor its predictions, from sources that no recipe was fitted to. The first price of
+each row is kept (``first_prices.csv``) and is never written again, so that two figures stand side by side: what was
+said before anybody knew a row, and what is said today. Later changes of the models were made with these rows in view,
+and recipes are fitted to them (``benchmarks/calibrate.py``); the first figure is the honest one.
 
     --record    prices the rows that have no first price yet, those that could not be priced included, and keeps it
 """

@@ -2,8 +2,9 @@
 
 A group of n ranks spans c_t domains of network tier t (c_0: NVLink domains or nodes, and so on outwards; c_{-1} = n).
 With b_t = bandwidth that one rank owns at tier t (links of a node shared by all its devices, because every group along
-the axis communicates at once; times efficiency, efficiency at that number of nodes, over oversubscription) and g_t =
-ranks of the group inside one domain of tier t-1 (g_0 = 1), whose links the group uses together:
+the axis communicates at once; times efficiency, efficiency at that number of nodes, and the share of groups of that
+size, over oversubscription) and g_t = ranks of the group inside one domain of tier t-1 (g_0 = 1), whose links the group
+uses together:
 
     bus bandwidth   B = min over crossed tiers of g_t · b_t
     ring            k · (n-1)/n · S / B  + k · Σ_t (c_{t-1} - c_t) · latency_t
@@ -215,8 +216,9 @@ def tiers_used(group: GroupPlacement, cluster: ClusterSpec, kind: CollectiveKind
         outer = min(inner, spanned(tier.num_devices))
         if outer < inner:
             rate = None if kind is None else _rate_of(tier, kind)
+            found = _for_group(tier, 2 if kind in _BETWEEN_NEIGHBOURS else ceil(inner / outer))
             uses.append(
-                _use(cluster, tier if rate is None else _with_rate(tier, rate), group, (inner, outer), num_nodes)
+                _use(cluster, found if rate is None else _with_rate(found, rate), group, (inner, outer), num_nodes)
             )
         inner = outer
     if inner > 1:
@@ -239,6 +241,16 @@ def fraction_at_scale(points: tuple[EfficiencyAtScale, ...], num_nodes: int) -> 
             weight = (log2(num_nodes) - log2(low)) / (log2(high) - log2(low))
             return at_low + weight * (at_high - at_low)
     return known[-1][1]
+
+
+def _for_group(tier: NetworkTier, num_ranks: int) -> NetworkTier:
+    """``tier`` as groups of so many ranks of one of its domains find it."""
+    shares = (share.fraction.value for share in tier.share_of_groups if share.num_ranks == num_ranks)
+    share = next(shares, None)
+    if share is None:
+        return tier
+    link = tier.bandwidth_bytes_per_s
+    return tier.model_copy(update={"bandwidth_bytes_per_s": link.model_copy(update={"value": share * link.value})})
 
 
 def _rate_of(tier: NetworkTier, kind: CollectiveKind) -> CollectiveRate | None:

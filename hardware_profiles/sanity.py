@@ -242,11 +242,20 @@ def _tier(place: str, tier: NetworkTier, devices_per_node: int) -> Iterator[str]
             f"{place}.links_per_node: a tier inside a node has one link a device, {devices_per_node}, "
             f"not {tier.links_per_node}"
         )
+    yield from _parts_of_a_tier(place, tier)
+
+
+def _parts_of_a_tier(place: str, tier: NetworkTier) -> Iterator[str]:
     nodes = [point.num_nodes for point in tier.efficiency_at_scale]
     if nodes != sorted(set(nodes)):
         yield f"{place}.efficiency_at_scale: num_nodes must rise, is {nodes}"
     for index, point in enumerate(tier.efficiency_at_scale):
         yield from _share(f"{place}.efficiency_at_scale.{index}.fraction", point.fraction)
+    ranks = [group.num_ranks for group in tier.share_of_groups]
+    if ranks != sorted(set(ranks)):
+        yield f"{place}.share_of_groups: num_ranks must rise, is {ranks}"
+    for index, group in enumerate(tier.share_of_groups):
+        yield from _share(f"{place}.share_of_groups.{index}.fraction", group.fraction)
 
 
 def _software(profile: ClusterProfile) -> Iterator[str]:

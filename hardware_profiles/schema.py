@@ -146,6 +146,13 @@ class EfficiencyAtScale(_Value):
     fraction: Quantity
 
 
+class GroupShare(_Value):
+    """Fraction of ``bandwidth * efficiency`` that groups of ``num_ranks`` devices of one domain reach."""
+
+    num_ranks: Annotated[int, Field(ge=2)]
+    fraction: Quantity
+
+
 class CollectiveRate(_Value):
     """What one kind of collective reaches on one tier, where it was measured by itself."""
 
@@ -172,6 +179,9 @@ class NetworkTier(_Value):
     all_to_all_efficiency: Quantity | None = None  # None: as ``efficiency``
     all_reduce_efficiency: Quantity | None = None  # None: as ``efficiency``; differs where switches reduce
     efficiency_at_scale: tuple[EfficiencyAtScale, ...] = ()
+    # Where devices are wired to one another without a switch, a group has the links between its own devices alone; and
+    # with a switch, too, groups of two or three are a little slower. Groups of sizes that are not named reach all.
+    share_of_groups: tuple[GroupShare, ...] = ()
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     residual_spread: Annotated[float, Field(ge=0)] = 0.15
     collectives: dict[CollectiveName, CollectiveRate] = {}  # where known, in place of the tier's own numbers

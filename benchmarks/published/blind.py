@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean, median
 
 from benchmarks.published.data import BLIND_PRICES, ROOT
@@ -17,8 +18,6 @@ from benchmarks.published.summary import Row, price_rows
 from costmodels.bands import time_tier, with_bands
 from planner.formats.run_table import Rejected, Run
 from planner.output_file import write_text
-
-COLUMNS = ("run", "predicted_s", "low", "high", "known", "recipe", "fits", "skipped", "commit")
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,13 @@ def _read(row: Mapping[str, str]) -> Said:
 
 def write_first_prices(every: Iterable[Said]) -> None:
     """The file, whole or not at all."""
-    lines = [",".join(COLUMNS)]
+    lines = io.StringIO()
+    table = csv.DictWriter(lines, [field.name for field in fields(Said)], lineterminator="\n")
+    table.writeheader()
     for said in every:
-        numbers = ("" if value is None else f"{value:.6g}" for value in (said.predicted_s, said.low, said.high))
-        skipped = said.skipped.replace('"', "'")
-        quoted = f'"{skipped}"' if skipped else ""
-        lines.append(",".join((said.run, *numbers, said.known, said.recipe, said.fits, quoted, said.commit)))
-    write_text(BLIND_PRICES, "\n".join(lines) + "\n")
+        values: dict[str, str | float | None] = asdict(said)
+        table.writerow({k: f"{value:.6g}" if isinstance(value, float) else value for k, value in values.items()})
+    write_text(BLIND_PRICES, lines.getvalue())
 
 
 def _commit() -> str:

@@ -15,6 +15,6 @@ def shipped(name: str) -> Path | None:
     return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)
 
 
-# Runs that no fit names and nobody had priced when they were gathered, and what was said of each first.
+# Runs that nobody had priced when they were gathered, and what was said of each first.
 BLIND_RUNS = ROOT / "benchmarks" / "data" / "blind" / "runs.csv"
 BLIND_PRICES = ROOT / "benchmarks" / "data" / "blind" / "first_prices.csv"

@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 
 from hardware_profiles.catalog import list_profiles, load_profile
-from hardware_profiles.schema import ClusterProfile, ClusterSpec, NetworkTier, NodeProfile, Quantity
+from hardware_profiles.schema import ClusterProfile, ClusterSpec, GroupShare, NetworkTier, NodeProfile, Quantity
 from planner.formats.run_table import GIB, Hardware, Run, UnpriceableRunError
 
 # Words of a GPU's name, and the profile of a machine that holds such GPUs; the first entry with all of them counts.
 PROFILE_OF_GPU = (
     (("A100", "PCIE"), "a100-pcie-80gb-x8"),
     (("A100",), "dgx-a100-80gb"),
-    (("A800",), "dgx-a100-80gb"),
+    (("A800",), "a800-sxm"),
     (("V100", "SXM3"), "dgx-2-v100-32gb"),
     (("V100",), "dgx-1-v100-32gb"),
     (("H100", "HBM2E"), "h100-hbm2e-96gb-x8"),
@@ -117,4 +117,16 @@ def _with_network(profile: ClusterProfile, hardware: Hardware) -> ClusterProfile
 def _inside(tier: NetworkTier, per_node: int) -> NetworkTier:
     if tier.num_devices is None or tier.num_devices == per_node:
         return tier
-    return tier.model_copy(update={"num_devices": per_node, "links_per_node": per_node})
+    update: dict[str, object] = {"num_devices": per_node, "links_per_node": per_node}
+    if tier.share_of_groups:
+        update["share_of_groups"] = _shares_of_joined(per_node)
+    return tier.model_copy(update=update)
+
+
+def _shares_of_joined(num_devices: int) -> tuple[GroupShare, ...]:
+    """Of a smaller node without a switch, whose devices have as many links to each of the others."""
+    source = f"each of {num_devices} devices has as many links to each of the others: nodes of 4 V100 have 2"
+    return tuple(
+        GroupShare(num_ranks=n, fraction=Quantity(value=(n - 1) / (num_devices - 1), tag="specified", source=source))
+        for n in range(2, num_devices)
+    )

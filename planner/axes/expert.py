@@ -1,6 +1,7 @@
 """Expert parallelism: a rank holds 1 / ep of the experts of every layer, and rows travel to the rank of their expert.
 
-    experts of a rank  = experts / ep, so its grouped products read 1 / ep of the weights
+    experts of a rank  = experts / ep, so its grouped products read 1 / ep of the weights; of one expert alone they are
+                         plain products, as fast as others
     rows of a rank     = tokens · top_k · imbalance: ep ranks send each other as much as one rank's tokens make
     all-to-all         = rows · width · bytes: dispatch and combine forward, and the gradients of both backward
 
@@ -25,7 +26,7 @@ from typing import ClassVar, NamedTuple
 from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import Group, Mesh, even_dim
 from costmodels.vocabulary.terms import Pass, Term
-from costmodels.vocabulary.workload import CollectiveKind
+from costmodels.vocabulary.workload import CollectiveKind, OpClass
 from planner.axes.base import Asked, Axis, Executed, divisors, listed, pinned_degrees
 from planner.axes.framework import Framework
 from planner.axes.lowered import (
@@ -110,7 +111,7 @@ class ExpertAxis(Axis[ExpertKey]):
         exchanges = tuple(_as_run(each, framework) for each in _exchanges(experts, own, copies))
         if framework.recipe.splits_exchanges and own.mesh.expert_tp > 1:
             exchanges = _in_parts(exchanges, own, framework)
-        unit = _on_one_rank(work.unit, experts, own.mesh.expert_parts, rows)
+        unit = _on_one_rank(work.unit, experts, own.mesh, rows)
         return replace(work, unit=unit, collectives=(*work.collectives, *exchanges))
 
     def states(self, states: RankStates, own: ExpertKey, placement: UnitPlacement) -> RankStates:
@@ -221,12 +222,19 @@ def _as_run(exchange: Collective, framework: Framework) -> Collective:
     )
 
 
-def _on_one_rank(unit: RankUnit, experts: ExpertRows, parts: float, rows: float) -> RankUnit:
-    """``unit`` with one of so many parts of its experts' weights and ``rows`` times their rows."""
+def _on_one_rank(unit: RankUnit, experts: ExpertRows, mesh: Mesh, rows: float) -> RankUnit:
+    """``unit`` with the rank's part of its experts' weights and ``rows`` times their rows."""
     grown = experts.kernels.union(experts.dispatched)
+    has_one = experts.num_experts == mesh.ep
+
+    def on_rank(kernel: Kernel) -> Kernel:
+        shared = _shared(kernel, mesh.expert_parts, rows)
+        is_grouped = kernel.op_class is OpClass.GROUPED_GEMM
+        return replace(shared, op_class=OpClass.GEMM) if is_grouped and has_one else shared
+
     return replace(
         unit,
-        kernels=tuple(_shared(k, parts, rows) if k.id in experts.kernels else k for k in unit.kernels),
+        kernels=tuple(on_rank(k) if k.id in experts.kernels else k for k in unit.kernels),
         tensors=unit.tensors
         if rows == 1.0
         else {i: tensor.grown(rows) if i in grown else tensor for i, tensor in unit.tensors.items()},

@@ -202,6 +202,7 @@ class ExpertRows:
     dispatched: tuple[int, ...]
     combined: tuple[int, ...]
     rows_per_token: float
+    num_experts: int
 
 
 @dataclass(frozen=True)

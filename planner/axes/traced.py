@@ -18,7 +18,7 @@ from planner.axes.lowered import (
     Tensor,
     Work,
 )
-from planner.graph.experts import expert_parameters, expert_work
+from planner.graph.experts import expert_parameters, expert_work, num_experts
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import (
     are_heads_aligned,
@@ -172,4 +172,4 @@ def _experts(graph: ModelGraph, unit: Unit) -> ExpertRows | None:
     if work is None:
         return None
     rows = graph.nodes[work.dispatched[0]].shape[0] / (graph.batch_size * graph.seq_len)
-    return ExpertRows(frozenset(work.inside), work.dispatched, work.combined, rows)
+    return ExpertRows(frozenset(work.inside), work.dispatched, work.combined, rows, num_experts(graph))

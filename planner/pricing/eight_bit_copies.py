@@ -50,7 +50,10 @@ def with_copies(
 
 def _inside_experts(unit: RankUnit) -> set[int]:
     """Tensors between the products of experts: what one of them takes that is made of another's outputs, and these."""
-    products = [kernel for kernel in unit.kernels if kernel.op_class is OpClass.GROUPED_GEMM]
+    if unit.experts is None:
+        return set()
+    of_experts = (kernel for kernel in unit.kernels if kernel.id in unit.experts.kernels)
+    products = [kernel for kernel in of_experts if kernel.op_class in EIGHT_BIT_CLASSES]
     outputs = {kernel.id for kernel in products}
     made_of = {kernel.id: outputs.intersection(kernel.inputs) for kernel in unit.kernels if kernel.id not in outputs}
     taken = {i for kernel in products for i in kernel.inputs if made_of.get(i)}

@@ -58,6 +58,8 @@ def write(job: Job) -> Written:
     layout = job.layout
     notes = ["the learning rate, its schedule, data and number of steps are left to you"]
     zero: dict[str, object] = {"stage": layout.zero_stage}
+    if layout.zero_stage in (1, 2):  # of 3 it is the default
+        zero["overlap_comm"] = True
     if layout.dp_replicate > 1 and layout.zero_stage == 3:
         zero["mics_shard_size"] = layout.dp_shard
         notes.append("build the model under deepspeed.zero.MiCS_Init, which mics_shard_size needs")
@@ -122,6 +124,8 @@ def read(text: str) -> Read:
     notes: list[str] = []
     if "activation_checkpointing" in document:
         notes.append("activation_checkpointing is there, so the model is taken to recompute every block")
+    if stage in (1, 2) and not flag(zero, "overlap_comm"):
+        notes.append("priced with gradients reduced beside the backward pass, though overlap_comm is not true")
     return Read(settings, notes=(*notes, *unread_note(document)))
 
 

@@ -30,6 +30,11 @@ def write(job: Job) -> Written:
     else:
         notes.append("the recipe must be of a model of the same family: sizes are overridden, its operators are not")
     notes += megatron_core.notes(layout)
+    if layout.tp > 1 and layout.sequence_parallel:
+        notes.append(
+            "priced with collectives of tensor parallelism beside the products: the recipe must have comm_overlap = "
+            "CommOverlapConfig(tp_comm_overlap=True), which many have not"
+        )
     model = {**megatron_core.parallelism(layout), "seq_length": layout.seq_len}
     cut = megatron_core.layout_text(layout)
     if cut is not None:

@@ -16,7 +16,7 @@ from costmodels.communication import (
     tiers_used,
 )
 from costmodels.vocabulary.workload import Collective, CollectiveKind, GroupPlacement
-from hardware_profiles.schema import ClusterSpec, CollectiveRate
+from hardware_profiles.schema import ClusterSpec, CollectiveRate, GroupShare
 from tests.unit.costmodels.toy_cluster import NIC, NVLINK, at_scale, make_cluster, make_tiers, quantity
 
 KINDS = list(CollectiveKind)
@@ -93,6 +93,26 @@ def test_a_ring_shift_takes_what_was_measured_of_it_else_what_was_of_messages_on
     assert shift_s(with_rates()) == pytest.approx(ONE_GIB / NVLINK)
     assert shift_s(with_rates(send_recv=0.5)) == pytest.approx(2 * ONE_GIB / NVLINK)
     assert shift_s(with_rates(send_recv=0.5, ring_shift=0.25)) == pytest.approx(4 * ONE_GIB / NVLINK)
+
+
+def test_without_a_switch_a_group_has_the_links_between_its_ranks() -> None:
+    shares = (GroupShare(num_ranks=2, fraction=quantity(1 / 6)), GroupShare(num_ranks=4, fraction=quantity(0.5)))
+    inside, outside = make_tiers()
+    tiers = (inside.model_copy(update={"share_of_groups": shares}), outside)
+
+    def ratio(kind: CollectiveKind, num_ranks: int, stride: int = 1) -> float:
+        """Seconds in such nodes over those in nodes with a switch."""
+        collective = Collective(kind, ONE_GIB, GroupPlacement(num_ranks, stride))
+        return collective_time_s(collective, make_cluster(32, tiers)) / seconds(kind, num_ranks, stride)
+
+    assert ratio(CollectiveKind.ALL_REDUCE, 2) == pytest.approx(6)
+    assert ratio(CollectiveKind.ALL_GATHER, 4) == pytest.approx(2)
+    assert ratio(CollectiveKind.REDUCE_SCATTER, 8) == pytest.approx(1)
+    # A sender has its links to one neighbour, however many ranks there are in a row.
+    assert ratio(CollectiveKind.SEND_RECV, 4) == pytest.approx(6)
+    # Two ranks on each of four nodes: 2 · 25 GB/s of the NICs are more than a sixth of 200 GB/s.
+    assert ratio(CollectiveKind.ALL_GATHER, 8, 4) == pytest.approx(2 * NIC / (NVLINK / 6))
+    assert ratio(CollectiveKind.ALL_REDUCE, 4, 8) == pytest.approx(1)  # one rank a node uses none of them
 
 
 def test_switches_that_reduce_speed_up_all_reduce_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from costmodels.recipe import Recipe, load_recipe
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.terms import Pass
-from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from planner.axes.context import CONTEXT
 from planner.axes.data import DATA
 from planner.axes.expert import EXPERT, ExpertKey
@@ -183,16 +183,20 @@ def test_gradients_that_products_reduce_apart() -> None:
 
 @pytest.mark.parametrize("imbalance", [None, 1.5])
 def test_rows_of_every_chosen_expert_travel(imbalance: float | None) -> None:
-    """Tokens · top_k · hidden · bytes each way; grouped products read 1 / ep of the weights, and do what they did."""
+    """Tokens · top_k · hidden · bytes each way; products of experts read 1 / ep of the weights, and do what they did.
+
+    Of one expert alone they are plain products.
+    """
     rows = imbalance or 1.0
     work = lowered("mixtral-8x7b", WorkKey(TensorSplit(1, False), 8, 1, 1), framework_of(imbalance=imbalance))
     for role in (Role.DISPATCH, Role.COMBINE):
         size = SEQ_LEN * 2 * 4096 * BF16 * rows
         assert sent(work, role) == {(CollectiveKind.ALL_TO_ALL, run, size): 1 for run in Pass}
     before = {kernel.id: kernel for kernel in whole_of("mixtral-8x7b").unit.kernels}
-    grouped = [kernel for kernel in work.unit.kernels if kernel.op_class.value == "grouped_gemm"]
-    assert len(grouped) == 3
-    for kernel in grouped:
+    of_experts = [kernel for kernel in work.unit.kernels if before[kernel.id].op_class is OpClass.GROUPED_GEMM]
+    assert len(of_experts) == 3
+    for kernel in of_experts:
+        assert kernel.op_class is OpClass.GEMM
         assert kernel.forward.flops == before[kernel.id].forward.flops * rows
         assert kernel.forward.weight_bytes == 4096 * 14336 * BF16  # one of eight experts
         assert kernel.backward.weight_bytes == 2 * 4096 * 14336 * BF16

@@ -10,7 +10,7 @@ from costmodels.recipe import load_recipe
 from costmodels.vocabulary.choices import Replicate, Shard
 from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.terms import Element
-from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement
+from costmodels.vocabulary.workload import CollectiveKind, GroupPlacement, OpClass
 from planner.axes.data import DATA
 from planner.axes.framework import Framework
 from planner.axes.lowered import RankWork, Role, StateKind
@@ -76,9 +76,11 @@ def test_a_rank_sends_the_rows_of_its_own_tokens(ep: int) -> None:
 @pytest.mark.parametrize("ep", [2, 8])
 def test_a_rank_reads_whole_experts_and_works_on_its_part_of_the_rows(ep: int) -> None:
     kernels = {each.id: each for each in lowered(WorkKey(WHOLE, ep, 1, 1)).unit.kernels}
-    grouped = [each for each in kernels.values() if each.op_class.value == "grouped_gemm"]
-    assert len(grouped) == 3
-    for each in grouped:
+    of_experts = [each for each in kernels.values() if each.operator == "_grouped_mm"]
+    assert len(of_experts) == 3
+    for each in of_experts:
+        # Products of one expert alone are plain products.
+        assert each.op_class is (OpClass.GEMM if ep == EXPERTS else OpClass.GROUPED_GEMM)
         assert each.forward.flops == pytest.approx(2 * SEQ_LEN * TOP_K * HIDDEN * WIDTH / TP)
         assert each.forward.weight_bytes == pytest.approx(EXPERTS / ep * HIDDEN * WIDTH * BF16)
         assert each.backward.flops == pytest.approx(2 * each.forward.flops)

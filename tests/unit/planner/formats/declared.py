@@ -151,7 +151,7 @@ TORCHTITAN: dict[str, dict[str, object]] = {
 DEEPSPEED: dict[str, object] = {
     "train_batch_size": int, "train_micro_batch_size_per_gpu": int, "gradient_accumulation_steps": int,
     "zero_optimization": {
-        "stage": [0, 1, 2, 3], "mics_shard_size": int,
+        "stage": [0, 1, 2, 3], "mics_shard_size": int, "overlap_comm": bool,
         "offload_optimizer": {"device": ["none", "cpu", "nvme"], "nvme_path": str},
     },
     "optimizer": {"type": ["Adam", "AdamW", "SGD"]},

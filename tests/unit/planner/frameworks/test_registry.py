@@ -1,5 +1,7 @@
 """Every framework has a recipe for every version, and a version's year chooses the generation."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.errors import InputError
@@ -85,13 +87,16 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("megatron-bridge", "26.02", "te", {}, "nemo"),
         ("nemo", "24.05", "", {}, "nemo"),
         ("nemo", "22.03", "apex", {}, "megatron-lm-2022"),
-        ("fms-fsdp", "2024-02", "flash2 eager-mode", {}, "torchtitan"),
+        ("fms-fsdp", "2024-02", "flash2 eager-mode", {}, "fsdp-eager"),
         ("fms-fsdp", "2024-06", "flash2 compile", {}, "fsdp-compiled"),
         ("fms-fsdp", "", "", {}, "fsdp-compiled"),
         ("torchtitan", "2025-06", "compile", {}, "torchtitan-compiled"),
         ("torchtitan", "2025-06", "eager-mode", {}, "torchtitan"),
         ("fsdp", "", "compile", {}, "fsdp-compiled"),
-        ("fsdp", "", "", {}, "fsdp-llm-foundry"),
+        ("fsdp", "", "", {}, "fsdp-eager"),
+        ("accelerate", "", "", {}, "fsdp-eager"),
+        ("llm-foundry", "2023", "", {}, "fsdp-llm-foundry"),
+        ("maxtext", "", "", {}, "maxtext"),
         ("megatron-deepspeed", "2022-02", "", {}, "megatron-deepspeed-2022"),
         ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2021"),
         ("megatron-deepspeed", "2023", "", {}, "megatron-deepspeed"),
@@ -105,9 +110,15 @@ def test_a_run_finds_its_generation(
     assert recipe_for(framework, version, kernels.split(), overlap).name == recipe
 
 
-def test_options_that_a_run_does_not_name_are_off_and_nothing_is_said_of_runs_that_name_none() -> None:
+def test_options_that_a_run_does_not_name_are_off_and_of_runs_that_name_none_the_rare_ones() -> None:
+    """Before, tensor parallelism of Megatron-LM was priced beside the products, which our export never asked for."""
     megatron = framework_of("megatron-core")
-    assert megatron.overlap_of({}) == {}
+    assert megatron.overlap_of({}) == {"tp-comm": False}
+    assert framework_of("nemo").overlap_of({}) == {}
+    software = Software.named("megatron-core")
+    assert software.recipe.tensor_overlap.value == 0
+    assert software.recipe.overlaps_reduction
+    assert replace(software, overlap=(("tp-comm", True),)).recipe.tensor_overlap.value == 0.75
     assert megatron.overlap_of({"grad-reduce": True}) == {"grad-reduce": True, "param-gather": False, "tp-comm": False}
     assert framework_of("torchtitan").overlap_of({"tp-comm": True}) == {"tp-comm": True}
 
