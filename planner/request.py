@@ -19,7 +19,7 @@ from costmodels.vocabulary.bounds import (
     MOST_TOKENS,
 )
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
-from costmodels.vocabulary.software import named
+from costmodels.vocabulary.software import TENSOR_OVERLAP, named
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import cluster_for
 from hardware_profiles.schema import ClusterSpec
@@ -106,10 +106,10 @@ class Software:
     def named(text: str) -> Software:
         """``torchtitan``, ``megatron-lm@2022``, ``accelerate+compile``.
 
-        InputError where the version says no year, or a kernel is unknown.
+        InputError where the version says no year, a kernel is unknown, or an option is another framework's.
         """
         name, version, kernels = named(text)
-        framework_of(name)  # as it was written, which lower case would not be
+        framework = framework_of(name)  # as it was written, which lower case would not be
         if version and year_of(version) is None:
             raise InputError(
                 f"the version {version!r} of {name} says no year, by which recipes are chosen",
@@ -118,7 +118,13 @@ class Software:
         unknown = [word for word in kernels if word not in KERNEL_WORDS]
         if unknown:
             raise InputError(f"no kernel {unknown[0]!r} is known", hint=f"known are {', '.join(KERNEL_WORDS)}")
-        return Software(name.lower(), version, kernels)
+        asked = TENSOR_OVERLAP in kernels
+        if asked and not framework.rare_overlaps:
+            raise InputError(
+                f"{TENSOR_OVERLAP} is an option of Megatron-LM, and not of {name}", hint=f"leave out +{TENSOR_OVERLAP}"
+            )
+        overlap = tuple((option, True) for option in framework.overlap_options) if asked else ()
+        return Software(name.lower(), version, kernels, overlap)
 
     @property
     def recipe(self) -> Recipe:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Collectives of tensor parallelism run beside the products, where a framework has an option for that.
+TENSOR_OVERLAP = "tp-comm-overlap"
+
 
 class Named(NamedTuple):
     """A framework, a version of it, and words for the kernels that a run chose; blank where it is not said."""
@@ -16,6 +19,11 @@ class Named(NamedTuple):
     def is_compiled(self) -> bool:
         """By torch.compile."""
         return "compile" in self.kernels
+
+    @property
+    def overlaps_tensors(self) -> bool:
+        """Its run asks for the option that has collectives of tensor parallelism beside the products."""
+        return TENSOR_OVERLAP in self.kernels
 
 
 def named(software: str) -> Named:

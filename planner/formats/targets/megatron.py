@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from costmodels.vocabulary.software import TENSOR_OVERLAP, named
 from planner.errors import InputError
 from planner.formats import megatron_core
 from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented
@@ -70,6 +71,8 @@ def _layout_arguments(job: Job) -> list[tuple[str, ...]]:
         found.append(("--pipeline-model-parallel-layout", cut))
     elif layout.virtual_stages > 1:
         found.append(("--num-virtual-stages-per-pipeline-rank", str(layout.virtual_stages)))
+    if named(job.plan.framework).overlaps_tensors and fields["sequence_parallel"]:
+        found.append(("--tp-comm-overlap",))
     if layout.zero_stage > 1:
         found.append(("--ckpt-format", "fsdp_dtensor"))  # arguments.py asks for it with Megatron-FSDP
     if layout.offload is Offload.CPU:
@@ -148,8 +151,9 @@ _WORDS = (
 )
 _SWITCHES = (
     "sequence-parallel use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 overlap-grad-reduce "
-    "overlap-param-gather bf16 fp16 swiglu squared-relu untie-embeddings-and-output-weights group-query-attention "
-    "optimizer-cpu-offload recompute-activations disable-bias-linear qk-layernorm multi-latent-attention "
+    "overlap-param-gather tp-comm-overlap bf16 fp16 swiglu squared-relu untie-embeddings-and-output-weights "
+    "group-query-attention optimizer-cpu-offload recompute-activations disable-bias-linear qk-layernorm "
+    "multi-latent-attention "
     "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split use-rotary-position-embeddings"
 )
 # Layouts that are not priced: an import says no rather than pricing something else.
@@ -180,7 +184,8 @@ def read(text: str) -> Read:
         notes.append(
             "priced with gradients reduced beside the backward pass, though --overlap-grad-reduce is not given"
         )
-    return Read(settings, _shape(given, numbers), notes=tuple(notes))
+    kernels = (TENSOR_OVERLAP,) if given["tp_comm_overlap"] else ()
+    return Read(settings, _shape(given, numbers), notes=tuple(notes), kernels=kernels)
 
 
 def _numbers(given: Mapping[str, object]) -> dict[str, int]:

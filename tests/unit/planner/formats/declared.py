@@ -30,7 +30,8 @@ MEGATRON: dict[str, str | list[str]] = {
     "--moe-token-dispatcher-type": ["allgather", "alltoall", "flex"], "--multi-latent-attention": SWITCH,
     # training/arguments.py
     "--pipeline-model-parallel-layout": WORD, "--num-virtual-stages-per-pipeline-rank": NUMBER,
-    "--overlap-grad-reduce": SWITCH, "--overlap-param-gather": SWITCH, "--use-distributed-optimizer": SWITCH,
+    "--overlap-grad-reduce": SWITCH, "--overlap-param-gather": SWITCH, "--tp-comm-overlap": SWITCH,
+    "--use-distributed-optimizer": SWITCH,
     "--data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "--num-distributed-optimizer-instances": NUMBER, "--expert-tensor-parallel-size": NUMBER,
     "--cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -198,10 +199,14 @@ def test_variables_and_arrays_of_a_script_are_read() -> None:
     assert any("--lr" in note for note in read.notes)
 
 
-@pytest.mark.parametrize("name", ["accelerate", "torchtitan"])
-@pytest.mark.parametrize("kernels", [(), ("compile",)])
-def test_what_torch_compile_does_to_the_price_comes_back(name: str, kernels: tuple[str, ...]) -> None:
-    plain = job(model="llama3-8b", dp_shard=8, zero=3)
-    software = "+".join((name, *kernels))
-    text = written(target_called(name), replace(plain, plan=plain.plan.model_copy(update={"framework": software}))).text
+@pytest.mark.parametrize(
+    ("name", "word"), [("accelerate", "compile"), ("torchtitan", "compile"), ("megatron", "tp-comm-overlap")]
+)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_a_kernel_does_to_the_price_comes_back(name: str, word: str, is_given: bool) -> None:
+    target, kernels = target_called(name), (word,) if is_given else ()
+    split: dict[str, Any] = {"tp": 4, "sequence_parallel": True} if name == "megatron" else {"dp_shard": 8, "zero": 3}
+    plain = job(model="llama3-8b", **split)
+    plan = plain.plan.model_copy(update={"framework": "+".join((target.framework or name, *kernels))})
+    text = written(target, replace(plain, plan=plan)).text
     assert read_config(FILE_NAMES[name], text)[1].kernels == kernels

@@ -1,7 +1,5 @@
 """Every framework has a recipe for every version, and a version's year chooses the generation."""
 
-from dataclasses import replace
-
 import pytest
 
 from planner.errors import InputError
@@ -118,7 +116,11 @@ def test_options_that_a_run_does_not_name_are_off_and_of_runs_that_name_none_the
     software = Software.named("megatron-core")
     assert software.recipe.tensor_overlap.value == 0
     assert software.recipe.overlaps_reduction
-    assert replace(software, overlap=(("tp-comm", True),)).recipe.tensor_overlap.value == 0.75
+    asked = Software.named("megatron-core+tp-comm-overlap")
+    assert asked.recipe.tensor_overlap.value == 0.75
+    assert asked.recipe.overlaps_reduction
+    with pytest.raises(InputError, match="option of Megatron-LM, and not of torchtitan"):
+        Software.named("torchtitan+tp-comm-overlap")
     assert megatron.overlap_of({"grad-reduce": True}) == {"grad-reduce": True, "param-gather": False, "tp-comm": False}
     assert framework_of("torchtitan").overlap_of({"tp-comm": True}) == {"tp-comm": True}
 
