@@ -1,9 +1,10 @@
 """Makes the bands by what is known of a cluster: ``python -m benchmarks.bands --write`` (``costmodels/bands.py``).
 
 Every source is left out in turn: recipes that others' runs tell, too, are fitted without it, all others have what other
-recipes have on average (``benchmarks/calibrate.py``), and clusters have the plain profiles of their GPUs. The residuals
-of sources whose recipe or GPU family no other source has are those of a user about whom nothing is known. Then so many
-rows of each cluster of the source calibrate it, and the residuals of the others are those of a calibrated cluster.
+recipes have on average (``benchmarks/calibrate.py``), and clusters have the plain profiles of their GPUs. Runs that
+were priced blind once (``benchmarks/data/blind``) count like others. The residuals of sources whose recipe or GPU family
+no other source has are those of a user about whom nothing is known. Then so many rows of each cluster of the source
+calibrate it, and the residuals of the others are those of a calibrated cluster.
 
 Recipes start from the shipped values and are fitted to at most ``MAX_ROWS`` rows each, so that this takes minutes. The
 errors with each source left out go to standard error.
@@ -16,14 +17,14 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks import calibrate
 from benchmarks.published.anchors import anchored
-from benchmarks.published.data import RUNS
+from benchmarks.published.data import BLIND_RUNS, RUNS, shipped
 from benchmarks.published.frameworks import recipe_called, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
@@ -43,28 +44,45 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="table of runs")
     parser.add_argument("--write", action="store_true", help="put the bands into costmodels/recipes/bands.json")
     options = parser.parse_args()
-    paths = calibrate.tables_of(options.runs)
-    if not paths:
+    runs = runs_of(options.runs)
+    if not runs:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
-    runs = [run for path in paths for run in calibrate.priceable(path, RunPricer())]
-    cold: dict[str, list[float]] = {}
-    warm: dict[int, dict[str, list[float]]] = {number: {} for number in NUMBERS}
-    for source, pricer in held_out_pricers(runs).items():
-        own = [run for run in runs if run.source == source]
-        cold[source] = ratios(own, pricer)
+    without = Without.each(calibrate.runs_of(options.runs, RunPricer()))
+
+    def of_source(source: str) -> tuple[list[float], dict[int, dict[str, list[float]]]]:
+        own, pricer = [run for run in runs if run.source == source], without.pricer(source)
+        warm: dict[int, dict[str, list[float]]] = {number: {} for number in NUMBERS}
         for number in NUMBERS:
             found = anchored(own, number, pricer)
             rest = [run for run in own if run.software.cluster in found.anchors and run.id not in found.ids]
             for name in found.anchors:
                 of_cluster = [run for run in rest if run.software.cluster == name]
                 warm[number][f"{name}, {source}"] = ratios(of_cluster, found.calibrated(pricer))
+        return ratios(own, pricer), warm
+
+    sources = sorted({run.source for run in runs})
+    cold: dict[str, list[float]] = {}
+    warm: dict[int, dict[str, list[float]]] = {number: {} for number in NUMBERS}
+    for source, (of_own, of_clusters) in zip(sources, calibrate.side_by_side(of_source, sources), strict=True):
+        cold[source] = of_own
+        for number in NUMBERS:
+            warm[number] |= of_clusters[number]
     report(cold)
     document = bands_of(runs, cold, warm)
     print(json.dumps(document, indent=1))
     if options.write:
         BANDS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def runs_of(asked: Path | None) -> list[Run]:
+    """The runs of the table that is asked for, or of the shared one and all that were priced blind once."""
+    shared = shipped(RUNS)
+    if asked is None and shared is None:
+        return []
+    paths = [asked] if asked is not None else [path for path in (shared, BLIND_RUNS) if path is not None]
+    return [run for path in paths for run in calibrate.priceable(path, RunPricer())]
 
 
 def report(cold: Ratios) -> None:
@@ -76,24 +94,32 @@ def report(cold: Ratios) -> None:
         print(f"MAPE {mape:6.1%}  median {middle:6.1%}  bias {bias:+6.1%}  {source}", file=sys.stderr, flush=True)
 
 
-def held_out_pricers(runs: Sequence[Run]) -> dict[str, RunPricer]:
-    """For each source what prices its runs without having seen it, on plain profiles."""
-    families = calibrate.by_family(runs)
-    plain = RunPricer(is_plain=True)
-    shipped_fits = {names: _shipped_fit(names, rows, plain) for names, rows in families.items()}
-    found: dict[str, RunPricer] = {}
-    for source in sorted({run.source for run in runs}):
-        others = [each.fit for each in shipped_fits.values() if set(each.sources) != {source}]
+@dataclass(frozen=True)
+class Without:
+    """What prices the runs of a source without having seen it, on plain profiles."""
+
+    families: Mapping[tuple[str, ...], Sequence[Run]]  # that recipes are fitted to
+    shipped: Mapping[tuple[str, ...], calibrate.FamilyFit]
+    plain: RunPricer
+
+    @classmethod
+    def each(cls, fitted: Sequence[Run]) -> Without:
+        """Of each source, from the runs that recipes are fitted to."""
+        families, plain = calibrate.by_family(fitted), RunPricer(is_plain=True)
+        return cls(families, {names: _shipped_fit(names, rows, plain) for names, rows in families.items()}, plain)
+
+    def pricer(self, source: str) -> RunPricer:
+        """The shipped recipes, and others in place of those that this source's runs are part of."""
+        others = [each.fit for each in self.shipped.values() if set(each.sources) != {source}]
         middle = {name: what_others_say(name, others) for name in PARAMETERS}
-        recipes = dict(plain.recipes)
-        for names, rows in families.items():
+        recipes = dict(self.plain.recipes)
+        for names, rows in self.families.items():
             rest = [run for run in rows if run.source != source]
-            if len(rest) < len(rows) and names[0] not in calibrate.NOT_FITTED:
+            if len(rest) < len(rows):
                 few = calibrate.thinned(rest, MAX_ROWS)
-                values = calibrate.fit(names, few, plain, middle).fit.values if rest else middle
+                values = calibrate.fit(names, few, self.plain, middle).fit.values if rest else middle
                 recipes |= {name: with_values(recipe_called(name), values) for name in names}
-        found[source] = replace(plain, recipes=recipes)
-    return found
+        return replace(self.plain, recipes=recipes)
 
 
 def _shipped_fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer) -> calibrate.FamilyFit:

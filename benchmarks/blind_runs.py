@@ -4,7 +4,7 @@
 readers who saw neither this code nor its predictions, from sources that no recipe was fitted to. The first price of
 each row is kept (``first_prices.csv``) and is never written again, so that two figures stand side by side: what was
 said before anybody knew a row, and what is said today. Later changes of the models were made with these rows in view,
-and recipes are fitted to them (``benchmarks/calibrate.py``); the first figure is the honest one.
+and a few recipes are fitted to theirs (``benchmarks/calibrate.py``); the first figure is the honest one.
 
     --record    prices the rows that have no first price yet, those that could not be priced included, and keeps it
 """

@@ -1,10 +1,10 @@
 """Fits the few physical parameters of each framework recipe to published runs: ``python -m benchmarks.calibrate``.
 
 The fit is the product's (``planner.calibration.recipe_fit``); here stand the runs, which of them belong to a recipe,
-and the report. The runs are those of the shared table, and those that were priced blind once
-(``benchmarks/data/blind``, where the first price of each is kept). Beside the error in sample it prints the error with
-one source left out: the fit then starts from what the other recipes have on average, and stays there where no other
-source used the recipe. ``--write`` puts the values into the recipes' files with their provenance.
+and the report. The runs are those of the shared table; of a recipe that it has next to no row of, those that were
+priced blind once (``benchmarks/data/blind``) join them. The other blind rows stay a test. Beside the error in sample it
+prints the error with one source left out: the fit then starts from what the other recipes have on average, and stays
+there where no other source used the recipe. ``--write`` puts the values into the recipes' files with their provenance.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import argparse
 import json
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any, TypeVar, cast
 
 from benchmarks.published.data import BLIND_RUNS, RUNS, shipped
 from benchmarks.published.frameworks import (
@@ -51,6 +53,7 @@ from planner.formats.run_table import Rejected, Run, UnpriceableRunError, read_r
 
 RECIPES = Path(__file__).resolve().parents[1] / "costmodels" / "recipes"
 MAX_ROWS = 120  # of one family and fit; evenly spaced rows beyond that
+FEW_ROWS = 3  # of a recipe that has fewer, rows that were priced blind are taken too
 # Recipes that are one software and differ in a kernel or an option alone have their parameters together.
 FAMILIES = (
     ("megatron-layouts-2023", "megatron-layouts-2023-fused-norm"),
@@ -59,10 +62,12 @@ FAMILIES = (
     ("megatron-deepspeed-2022", "megatron-deepspeed-2021"),
 )
 # Rates of products on Hopper were found by NeMo's runs (``benchmarks/hopper_fit.py``): a rate of its own would say the
-# same again. What it has is compared with its runs, and not fitted to them.
+# same again.
 NOT_FITTED = ("nemo",)
 TOOL = "python -m benchmarks.calibrate --write"
 HOST_TIME = "host_s_per_kernel"
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 HeldOut = Mapping[str, Sequence[tuple[Run, float]]]  # of each source: its runs and log(predicted / measured)
 
 
@@ -83,19 +88,18 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the values into costmodels/recipes")
     parser.add_argument("--held-out", action="store_true", help="also fit with each source left out")
     options = parser.parse_args()
-    paths = tables_of(options.runs)
-    if not paths:
+    pricer = RunPricer()
+    runs = runs_of(options.runs, pricer)
+    if not runs:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
-    pricer = RunPricer()
-    runs = [run for path in paths for run in priceable(path, pricer)]
     families = by_family(runs)
     fits = fit_all(families, pricer)
     report(fits, families, pricer)
     held_out = report_held_out(fits, families, pricer) if options.held_out else {}
     if options.write:
         of_names = {name: found for found in fits.values() for name in found.names}
-        for name in extended_first(set(of_names).difference(NOT_FITTED)):
+        for name in extended_first(of_names):
             write(name, of_names[name], held_out)
         if held_out:
             write_bands(fits, held_out)
@@ -104,12 +108,23 @@ def main() -> int:
     return 0
 
 
-def tables_of(asked: Path | None) -> list[Path]:
-    """The table that is asked for, or all that are fitted to; none where there is no shared one."""
+def runs_of(asked: Path | None, pricer: RunPricer) -> list[Run]:
+    """The runs of the table that is asked for, or all that are fitted to; none where there is no shared table."""
     if asked is not None:
-        return [asked]
+        return priceable(asked, pricer)
     shared = shipped(RUNS)
-    return [] if shared is None else [shared, BLIND_RUNS]
+    if shared is None:
+        return []
+    runs = priceable(shared, pricer)
+    known = Counter(map(recipe_name_of, runs))
+    blind = priceable(BLIND_RUNS, pricer)
+    return [*runs, *(run for run in blind if is_fitted_to(run, known))]
+
+
+def is_fitted_to(blind: Run, known: Mapping[str, int]) -> bool:
+    """Whether a run that was priced blind is one of the few of its recipe; ``known``: rows of the shared table."""
+    name = recipe_name_of(blind)
+    return known.get(name, 0) < FEW_ROWS and name not in NOT_FITTED
 
 
 def priceable(path: Path, pricer: RunPricer) -> list[Run]:
@@ -140,30 +155,43 @@ def fit_all(families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer
 
     Rates have a neutral value, 1: what hardware sustains. The time that a host takes for a kernel has none.
     """
-    alone = {names: fit(names, rows, pricer) for names, rows in families.items()}
-    found: dict[tuple[str, ...], FamilyFit] = {}
-    for names, rows in families.items():
+    longest_first = sorted(families, key=lambda names: -len(families[names]))
+    alone = dict(
+        zip(longest_first, side_by_side(lambda names: fit(names, families[names], pricer), longest_first), strict=True)
+    )
+
+    def again(names: tuple[str, ...]) -> FamilyFit:
         others = [other.fit for key, other in alone.items() if key != names]
         start = {**neutral_values(), HOST_TIME: what_others_say(HOST_TIME, others)}
-        found[names] = fit(names, rows, pricer, start)
-    return found
+        return fit(names, families[names], pricer, start)
+
+    found = dict(zip(longest_first, side_by_side(again, longest_first), strict=True))
+    return {names: found[names] for names in families}
+
+
+def side_by_side(work: Callable[[Key], Found], keys: Sequence[Key]) -> Iterator[Found]:
+    """What ``work`` finds of each, in their order; one process a core, which have all that this one has."""
+    _AT_WORK[:] = [work]
+    with get_context("fork").Pool() as pool:
+        for found in pool.imap(_do, keys):
+            yield cast("Found", found)
+
+
+_AT_WORK: list[Callable[[Any], Any]] = []
+
+
+def _do(key: object) -> object:
+    return _AT_WORK[0](key)
 
 
 def fit(names: tuple[str, ...], rows: Sequence[Run], pricer: RunPricer, start: Values | None = None) -> FamilyFit:
     """The parameters of one family; only those that its rows can tell are moved."""
-    if names[0] in NOT_FITTED:
-        values = values_of(recipe_called(names[0]))
-        return FamilyFit(names, RecipeFit(values, (), (), values), len(rows), _sources(rows))
     chosen = thinned(rows, MAX_ROWS)
     free = [name for name in PARAMETERS if _acts_on(name, names, chosen)]
     if start is not None:  # what nobody expects of a framework starts where it does when its own runs tell it
         start = {name: value or PARAMETERS[name].neutral * (name in free) for name, value in start.items()}
     found = fit_recipe(free, residuals_of(names, chosen, pricer), start)
-    return FamilyFit(names, found, len(rows), _sources(rows))
-
-
-def _sources(rows: Sequence[Run]) -> tuple[str, ...]:
-    return tuple(sorted({run.source for run in rows}))
+    return FamilyFit(names, found, len(rows), tuple(sorted({run.source for run in rows})))
 
 
 def values_of(recipe: Recipe) -> dict[str, float]:
@@ -223,17 +251,23 @@ def report_held_out(
     fits: Mapping[tuple[str, ...], FamilyFit], families: Mapping[tuple[str, ...], Sequence[Run]], pricer: RunPricer
 ) -> HeldOut:
     """The errors of each source's runs under parameters that never saw that source."""
-    found: dict[str, list[tuple[Run, float]]] = {}
-    for source in sorted({run.source for rows in families.values() for run in rows}):
+
+    def without(source: str) -> list[tuple[Run, float]]:
         others = [f.fit for f in fits.values() if set(f.sources) != {source}]
         middle = {name: what_others_say(name, others) for name in PARAMETERS}
-        found[source] = []
+        errors: list[tuple[Run, float]] = []
         for names, rows in families.items():
             held = [run for run in rows if run.source == source]
             rest = [run for run in rows if run.source != source]
             if held:
-                values = fit(names, rest, pricer, middle).fit.values if rest or names[0] in NOT_FITTED else middle
-                found[source] += zip(held, residuals_of(names, held, pricer)(values), strict=True)
+                values = fit(names, rest, pricer, middle).fit.values if rest else middle
+                errors += zip(held, residuals_of(names, held, pricer)(values), strict=True)
+        return errors
+
+    found: dict[str, list[tuple[Run, float]]] = {}
+    sources = sorted({run.source for rows in families.values() for run in rows})
+    for source, errors in zip(sources, side_by_side(without, sources), strict=True):
+        found[source] = errors
         relative = [math.exp(e) - 1 for _, e in found[source]]
         print(f"  left out {_mape(relative):6.1%}  bias {fmean(relative):+6.1%}  {source}", flush=True)
         for cluster, own in _by_cluster(found[source]).items():

@@ -29,7 +29,7 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.bands import held_out_pricers, ratios
+from benchmarks.bands import Without, ratios
 from benchmarks.calibrate import priceable
 from benchmarks.published.anchors import REST, spread_over
 from benchmarks.published.data import RUNS, shipped
@@ -115,7 +115,8 @@ def _error(residuals: Array) -> float:
 def clusters_of(path: Path) -> dict[str, Cluster]:
     """Every cluster with enough rows, priced by plain profiles."""
     runs = priceable(path, RunPricer(is_plain=True))
-    pricers = held_out_pricers(runs)
+    without = Without.each(runs)
+    pricers = {source: without.pricer(source) for source in sorted({run.source for run in runs})}
     rows: dict[str, list[tuple[Run, float, list[float]]]] = defaultdict(list)
     for run in runs:
         pricer = pricers[run.source]

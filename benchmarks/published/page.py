@@ -25,9 +25,9 @@ INTRODUCTION = """# How close predictions come
 Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by hand. Every row of the table of
 published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
 recipes (`costmodels/recipes`, and `benchmarks/data/recipes` for single studies) were fitted by
-`python -m benchmarks.calibrate` to these rows and those of the section "Blind", so the figures here are **in sample**;
-rows of sources that no fit names, where there are some, have a section of their own, and the section "Held out" says
-what remains when a source had no part in the fit. An error is predicted over measured, less one.
+`python -m benchmarks.calibrate` to these rows (and some of the section "Blind"), so the figures here are **in
+sample**; rows of sources that no fit names, where there are some, have a section of their own, and the section "Held
+out" says what remains when a source had no part in the fit. An error is predicted over measured, less one.
 """
 NOT_MODELLED = """## What is not modelled
 
@@ -246,9 +246,9 @@ def _blind() -> str:
         "is kept and never written again:",
         *then,
         "",
-        "Today, when those errors are known: recipes but NeMo's are fitted to these rows as to others, 21 of NeMo's",
-        "have told what share of its peak an H100 reaches (`python -m benchmarks.hopper_fit`), and what else was",
-        "changed with them in view stands in `README.md` beside the rows. This table is no blind one:",
+        "Today, when those errors are known: recipes that the shared table has next to no row of are fitted to these,",
+        "21 of NeMo's have told what share of its peak an H100 reaches (`python -m benchmarks.hopper_fit`), and what",
+        "else was changed with them in view stands in `README.md` beside the rows. This table is no blind one:",
         *today,
     ]
     if skipped:
