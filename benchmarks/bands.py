@@ -1,10 +1,10 @@
 """Makes the bands by what is known of a cluster: ``python -m benchmarks.bands --write`` (``costmodels/bands.py``).
 
-Every source is left out in turn: recipes that others' runs tell, too, are fitted without it, all others have what other
-recipes have on average (``benchmarks/calibrate.py``), and clusters have the plain profiles of their GPUs. Runs that
-were priced blind once (``benchmarks/data/blind``) count like others. The residuals of sources whose recipe or GPU family
-no other source has are those of a user about whom nothing is known. Then so many rows of each cluster of the source
-calibrate it, and the residuals of the others are those of a calibrated cluster.
+Every source is left out in turn: recipes that others' runs tell, too, are fitted without it, all others have what
+other recipes have on average (``benchmarks/calibrate.py``), and clusters have the plain profiles of their GPUs. Runs
+that were priced blind once (``benchmarks/data/blind``) count like others. The residuals of sources whose recipe or
+GPU family no other source has are those of a user about whom nothing is known. Then so many rows of each cluster of
+the source calibrate it, and the residuals of the others are those of a calibrated cluster.
 
 Recipes start from the shipped values and are fitted to at most ``MAX_ROWS`` rows each, so that this takes minutes. The
 errors with each source left out go to standard error.

@@ -125,3 +125,16 @@ def test_what_is_written_states_only_what_differs(tmp_path: Path, monkeypatch: p
     assert compiled["memory_traffic"]["value"] == 4
     again = load_recipe(str(tmp_path / "torchtitan-compiled.json"))
     assert (again.product_rate.value, again.memory_traffic.value) == (0.9, 4)
+
+
+def test_blind_rows_join_the_fit_of_recipes_that_next_to_no_other_row_is_of() -> None:
+    run = run_of(1024, 1, 1)
+    assert calibrate.is_fitted_to(run, {})
+    assert calibrate.is_fitted_to(run, {"megatron-lm-2022": 2, "megatron-core": 40})
+    assert not calibrate.is_fitted_to(run, {"megatron-lm-2022": 3})
+    assert not calibrate.is_fitted_to(replace(run, software=Software("nemo", "24.09")), {})
+
+
+def test_work_side_by_side_has_what_this_process_has_and_keeps_its_order() -> None:
+    factor = 3
+    assert list(calibrate.side_by_side(lambda key: factor * key, [4, 1, 2])) == [12, 3, 6]
