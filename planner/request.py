@@ -115,9 +115,10 @@ class Software:
                 f"the version {version!r} of {name} says no year, by which recipes are chosen",
                 hint=f"give one that does: {name}@2022, {name}@24.07",
             )
-        unknown = [word for word in kernels if word not in KERNEL_WORDS]
+        known = (*KERNEL_WORDS, TENSOR_OVERLAP)
+        unknown = [word for word in kernels if word not in known]
         if unknown:
-            raise InputError(f"no kernel {unknown[0]!r} is known", hint=f"known are {', '.join(KERNEL_WORDS)}")
+            raise InputError(f"no kernel {unknown[0]!r} is known", hint=f"known are {', '.join(known)}")
         asked = TENSOR_OVERLAP in kernels
         if asked and not framework.rare_overlaps:
             raise InputError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from costmodels.recipe import AttentionKernel, Recipe, attention_kernel
-from costmodels.vocabulary.software import TENSOR_OVERLAP
 
 # Words for attention kernels, and those of costmodels/recipes/attention.json. ``flash`` without a generation is what
 # the recipe's framework runs; PyTorch's own scaled dot product runs FlashAttention-2 where it can.
@@ -20,7 +19,7 @@ ATTENTION_KERNELS = {
 }
 # Dispatchers of experts' rows that send a token once to each node of its experts.
 ONCE_A_NODE = ("hybridep", "deepep")
-KERNEL_WORDS = ("compile", "flash", *ATTENTION_KERNELS, *ONCE_A_NODE, TENSOR_OVERLAP)
+KERNEL_WORDS = ("compile", "flash", *ATTENTION_KERNELS, *ONCE_A_NODE)
 
 
 def attention_name_for(
