@@ -214,7 +214,7 @@ def _software(row: Mapping[str, str]) -> Software:
     vocab_parallel = (row.get("vocab_parallel") or "").strip().lower()
     pairs = (word.partition("=") for word in (row.get("overlap") or "").lower().split())
     try:
-        stage_layers = tuple(int(each) for each in layers.split("-")) if layers else ()
+        stage_layers = tuple(int(each) for each in re.split(r"[\s,-]+", layers)) if layers else ()
     except ValueError as error:
         raise UnpriceableRunError(f"stage_layers is {layers!r}, not numbers of blocks") from error
     return Software(

@@ -334,7 +334,11 @@ def test_what_is_told_of_overlaps_is_priced(large: Run, pricer: RunPricer) -> No
 
 def test_stages_are_cut_as_the_row_tells(tmp_path: Path, pricer: RunPricer) -> None:
     changes = ({}, {"stage_layers": "1-3", "partition": "uneven"}, {"stage_layers": "2-3"}, {"stage_layers": "a-b"})
-    even, uneven, wrong, broken = read_runs(write(tmp_path / "runs.csv", *changes))
+    even, uneven, wrong, broken, spaced = read_runs(
+        write(tmp_path / "runs.csv", *changes, {"stage_layers": "1, 3", "partition": "uneven"})
+    )
+    assert isinstance(spaced, Run)
+    assert spaced.software.stage_layers == (1, 3)
     assert isinstance(even, Run)
     assert isinstance(uneven, Run)
     assert isinstance(wrong, Run)
