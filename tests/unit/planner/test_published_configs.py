@@ -43,7 +43,10 @@ class Published:
 RUNS = (
     Published("megatron_llama2_70b.sh", "dgx-h100-80gb", 4.799),
     Published("nanotron_smollm3.yaml", "dgx-h100-80gb", 192 * 3 * 4096 / (384 * 14_000), model=str(SMOLLM3)),
-    Published("accelerate_mpt_30b.yaml", "dgx-h100-80gb", 7.4502, Given(128, 2048, 1024, 8), model=str(MPT_30B)),
+    Published(
+        "accelerate_mpt_30b.yaml", "dgx-h100-80gb", 7.4502, Given(128, 2048, 1024, 8), model=str(MPT_30B),
+        software="llm-foundry",
+    ),
     Published("torchtitan_llama3_8b.toml", "dgx-a100-80gb", 8192 / 2973, Given(64)),
     Published(
         "accelerate_llama2_7b.yaml", "dgx-a100-80gb", 256 * 4096 / (128 * 4550), Given(None, 4096, 256, 2),
