@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import calibrate
 from benchmarks.published.anchors import anchored
-from benchmarks.published.data import BLIND_RUNS, RUNS, shipped
+from benchmarks.published.data import RUNS
 from benchmarks.published.frameworks import recipe_called, recipe_name_of
 from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
@@ -44,11 +44,12 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="table of runs")
     parser.add_argument("--write", action="store_true", help="put the bands into costmodels/recipes/bands.json")
     options = parser.parse_args()
-    runs = runs_of(options.runs)
+    table, blind = calibrate.runs_of(options.runs, RunPricer())
+    runs = [*table, *blind]
     if not runs:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
-    without = Without.each(calibrate.runs_of(options.runs, RunPricer()))
+    without = Without.each(calibrate.fitted_to(table, blind))
 
     def of_source(source: str) -> tuple[list[float], dict[int, dict[str, list[float]]]]:
         own, pricer = [run for run in runs if run.source == source], without.pricer(source)
@@ -74,15 +75,6 @@ def main() -> int:
     if options.write:
         BANDS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def runs_of(asked: Path | None) -> list[Run]:
-    """The runs of the table that is asked for, or of the shared one and all that were priced blind once."""
-    shared = shipped(RUNS)
-    if asked is None and shared is None:
-        return []
-    paths = [asked] if asked is not None else [path for path in (shared, BLIND_RUNS) if path is not None]
-    return [run for path in paths for run in calibrate.priceable(path, RunPricer())]
 
 
 def report(cold: Ratios) -> None:

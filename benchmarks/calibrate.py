@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--held-out", action="store_true", help="also fit with each source left out")
     options = parser.parse_args()
     pricer = RunPricer()
-    runs = runs_of(options.runs, pricer)
+    runs = fitted_to(*runs_of(options.runs, pricer))
     if not runs:
         print(f"no {RUNS} beside this checkout: name a table with --runs FILE.csv", file=sys.stderr)
         return 0
@@ -108,16 +108,20 @@ def main() -> int:
     return 0
 
 
-def runs_of(asked: Path | None, pricer: RunPricer) -> list[Run]:
-    """The runs of the table that is asked for, or all that are fitted to; none where there is no shared table."""
+def runs_of(asked: Path | None, pricer: RunPricer) -> tuple[list[Run], list[Run]]:
+    """The runs of the table that is asked for, else of the shared one; and those that were priced blind once.
+
+    None of either where no table is asked for and there is no shared one.
+    """
     if asked is not None:
-        return priceable(asked, pricer)
+        return priceable(asked, pricer), []
     shared = shipped(RUNS)
-    if shared is None:
-        return []
-    runs = priceable(shared, pricer)
+    return ([], []) if shared is None else (priceable(shared, pricer), priceable(BLIND_RUNS, pricer))
+
+
+def fitted_to(runs: Sequence[Run], blind: Sequence[Run]) -> list[Run]:
+    """What recipes are fitted to: all ``runs``, and of the blind ones those of recipes that have next to none."""
     known = Counter(map(recipe_name_of, runs))
-    blind = priceable(BLIND_RUNS, pricer)
     return [*runs, *(run for run in blind if is_fitted_to(run, known))]
 
 

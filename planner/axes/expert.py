@@ -225,7 +225,7 @@ def _as_run(exchange: Collective, framework: Framework) -> Collective:
 def _on_one_rank(unit: RankUnit, experts: ExpertRows, mesh: Mesh, rows: float) -> RankUnit:
     """``unit`` with the rank's part of its experts' weights and ``rows`` times their rows."""
     grown = experts.kernels.union(experts.dispatched)
-    has_one = experts.num_experts == mesh.ep
+    has_one = experts.most_experts == mesh.ep
 
     def on_rank(kernel: Kernel) -> Kernel:
         shared = _shared(kernel, mesh.expert_parts, rows)

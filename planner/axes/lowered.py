@@ -202,7 +202,7 @@ class ExpertRows:
     dispatched: tuple[int, ...]
     combined: tuple[int, ...]
     rows_per_token: float
-    num_experts: int
+    most_experts: int  # of a weight of the unit
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from planner.axes.lowered import (
     Tensor,
     Work,
 )
-from planner.graph.experts import expert_parameters, expert_work, num_experts
+from planner.graph.experts import expert_parameters, expert_weight, expert_work
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import (
     are_heads_aligned,
@@ -172,4 +172,7 @@ def _experts(graph: ModelGraph, unit: Unit) -> ExpertRows | None:
     if work is None:
         return None
     rows = graph.nodes[work.dispatched[0]].shape[0] / (graph.batch_size * graph.seq_len)
-    return ExpertRows(frozenset(work.inside), work.dispatched, work.combined, rows, num_experts(graph))
+    counts = expert_parameters(graph)
+    weights = (expert_weight(graph.nodes[i], graph) for i in work.inside)
+    most_experts = max((counts[fqn] for fqn in weights if fqn in counts), default=0)
+    return ExpertRows(frozenset(work.inside), work.dispatched, work.combined, rows, most_experts)

@@ -271,9 +271,8 @@ def test_collectives_take_what_their_bytes_take() -> None:
 
 
 def test_experts_exchange_rows_and_hold_them_twice() -> None:
-    whole, shared = (
-        Row("mixtral-8x7b", 1024, WorkKey(WHOLE, ep, 1, 2)) for ep in (1, 4)
-    )  # two experts a rank: grouped products still
+    # Two experts a rank: their products are grouped still.
+    whole, shared = (Row("mixtral-8x7b", 1024, WorkKey(WHOLE, ep, 1, 2)) for ep in (1, 4))
     size = 2 * 1024 * 2 * 4096 * 2  # micro-batch, tokens, top_k, hidden, bytes
     one = collective_time_s(Collective(CollectiveKind.ALL_TO_ALL, size, GroupPlacement(4, 1)), CLUSTER)
     assert shared.seconds(Time.EXPERT_FORWARD) == pytest.approx(2 * one, rel=1e-12)
