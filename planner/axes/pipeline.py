@@ -10,6 +10,7 @@ from typing import ClassVar
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 from planner.axes.base import Asked, Axis, Executed, divisors, pinned_degrees, undivided
+from planner.graph.blocks import ancestors
 from planner.graph.model_graph import ModelGraph
 from planner.layout.layout import Pins
 
@@ -23,7 +24,8 @@ class PipelineAxis(Axis[None]):
 
     def degrees(self, asked: Asked, left: int) -> list[int]:
         """As many stages as the model has pieces at most: blocks, and what stands before and behind them."""
-        allowed = [d for d in divisors(left) if d <= asked.limits.num_pipeline_units]
+        most = asked.limits.num_pipeline_units if asked.limits.offers_pipelines else 1
+        allowed = [d for d in divisors(left) if d <= most]
         return pinned_degrees(left, asked.pins.pp, allowed)
 
     def violations(self, asked: Asked) -> list[str]:
@@ -47,12 +49,9 @@ class PipelineAxis(Axis[None]):
     def unexecuted(self, run: Executed) -> list[str]:
         """Models that cannot be cut, and schedules that torch does not have."""
         found: list[str] = []
-        between = reads_between_units(run.graph)
-        if run.layout.mesh.pp > 1 and between:
-            found.append(
-                f"planner run cannot cut this model into stages: between its blocks {between[0] or 'its forward'} "
-                "reads values of tensors: pin --pp 1 to train with it"
-            )
+        why = why_uncut(run.graph) if run.layout.mesh.pp > 1 else ""
+        if why:
+            found.append(f"planner run cannot cut this model into stages: {why}: pin --pp 1 to train with it")
         if not run.layout.schedule.rules.in_torch:
             found.append(
                 f"planner run does not execute {run.layout.schedule}, which torch does not have: "
@@ -80,6 +79,29 @@ def schedules(asked: Asked, pp: int, num_microbatches: int) -> list[tuple[Schedu
         for virtual in range(rules.min_stages, min(most, rules.max_stages or most) + 1)
         if pins.virtual_stages in (None, virtual) and not rules.violations(pp, virtual, num_microbatches)
     ]
+
+
+def why_uncut(graph: ModelGraph) -> str:
+    """Why ``planner run`` cannot put parts of this model on several pipeline ranks; "" where it can."""
+    between, repeated = reads_between_units(graph), _called_again(graph)
+    if between:
+        return f"between its blocks {between[0] or 'its forward'} reads values of tensors"
+    return f"{repeated} is called again on what later modules made of it" if repeated else ""
+
+
+def _called_again(graph: ModelGraph) -> str:
+    """A module of one unit that runs once more in a later one, on what units between computed; "" where none does."""
+    unit_of = {node: place for place, unit in enumerate(graph.units) for node in unit.nodes}
+    owner = {module: place for place, unit in enumerate(graph.units) for module in unit.modules}
+    computed: dict[int, int] = {}  # the latest unit that had a part in a value, parameters' users and those behind them
+    for node in graph.nodes:
+        before = [computed[operand] for operand in node.operands if isinstance(operand, int) and operand in computed]
+        whole = next((module for module in ancestors(node.module) if module in owner), None)
+        if whole is not None and max(before, default=0) > owner[whole]:
+            return whole
+        if before or any(isinstance(operand, str) for operand in node.operands):
+            computed[node.id] = max([*before, unit_of[node.id]])
+    return ""
 
 
 def reads_between_units(graph: ModelGraph) -> tuple[str, ...]:

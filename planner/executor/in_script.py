@@ -15,7 +15,7 @@ from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.models.held import nest_of
 from planner.models.huggingface import for_training
-from planner.models.inputs import LABELS, by_name
+from planner.models.inputs import LABELS, by_name, taken_by_loss
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -56,8 +56,7 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
         model = nest.adapted(model)
     loss = NEXT_TOKEN
     if loss_fn is not None:
-        loss = TrainingLoss(loss_fn) if nest is None else nest.loss(TrainingLoss(loss_fn))
-        loss = recognised(loss, model, makes, plan.training.seq_len)
+        loss = recognised(taken_by_loss(nest, TrainingLoss(loss_fn)), model, makes, plan.training.seq_len)
     example = makes(plan.pipeline.micro_batch_size, plan.training.seq_len)
     example = {key: value for key, value in example.items() if key != LABELS}
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -33,6 +33,15 @@ Constant = None | bool | int | float | str
 T = TypeVar("T")
 
 
+class InOrder(dict[str, T]):
+    """A batch whose inputs have no names but ``input_0``, ``input_1``, ...: their positions will do as well."""
+
+    def __missing__(self, key: object) -> T:
+        if isinstance(key, int) and (name := _of_position(key)) in self:
+            return self[name]
+        raise KeyError(f"{key!r}: the batch holds {', '.join(self)}")
+
+
 @dataclass(frozen=True)
 class Nest:
     """How inputs by name are put together to what the user's functions take."""
@@ -50,36 +59,47 @@ class Nest:
         """Of the tensors."""
         return frozenset(name for name in self.leaves if name is not None)
 
-    def nested(self, batch: Mapping[str, object]) -> object:
-        """``batch`` as ``example_inputs`` returned it; what else it holds, such as labels, is beside it by name."""
+    def nested(self, batch: Mapping[str, object]) -> Any:
+        """``batch`` as ``example_inputs`` returned it."""
         pairs = zip(self.leaves, self.constants, strict=True)
-        value = tree_unflatten([constant if name is None else batch[name] for name, constant in pairs], self.spec)
+        return tree_unflatten([constant if name is None else batch[name] for name, constant in pairs], self.spec)
+
+    def nested_for_loss(self, batch: Mapping[str, object]) -> object:
+        """The same, by name; what else ``batch`` holds, such as labels, is beside it."""
+        value = self.nested(batch)
         others = {name: tensor for name, tensor in batch.items() if name not in self.names}
-        if not others:
-            return value
-        named = value if isinstance(value, Mapping) else {_of_position(i): each for i, each in enumerate(value)}
-        return {**named, **others}
+        if isinstance(value, Mapping):
+            return {**value, **others} if others else value
+        return InOrder({**{_of_position(i): each for i, each in enumerate(value)}, **others})
 
     def adapted(self, module: nn.Module) -> nn.Module:
         """``module``, whose forward now takes these inputs by name too."""
         module.forward = functools.partial(_called, module.forward, self)
         return module
 
-    def taking(self, function: Callable[..., T], batch_at: int) -> Callable[..., T]:
-        """``function`` whose argument at ``batch_at``, a batch by name, is nested before it is called."""
 
-        @functools.wraps(function)
-        def call(*args: object) -> T:
-            batch = args[batch_at]
-            nested = self.nested(batch) if isinstance(batch, Mapping) and self.names <= batch.keys() else batch
-            return function(*args[:batch_at], nested, *args[batch_at + 1 :])
+def taking(nest: Nest | None, function: Callable[..., T], batch_at: int) -> Callable[..., T]:
+    """The user's ``function``, which takes the batch at ``batch_at`` as they give it, for a batch by name."""
 
-        return call
+    @functools.wraps(function)
+    def call(*args: object) -> T:
+        return function(*args[:batch_at], _as_given(nest, args[batch_at]), *args[batch_at + 1 :])
 
-    def loss(self, loss: TrainingLoss) -> TrainingLoss:
-        """``loss`` of batches by name."""
-        weight = None if loss.weight is None else self.taking(loss.weight, 0)
-        return replace(loss, function=self.taking(loss.function, 1), weight=weight)
+    return call
+
+
+def taken_by_loss(nest: Nest | None, loss: TrainingLoss) -> TrainingLoss:
+    """The user's ``loss``, for batches by name."""
+    weight = None if loss.weight is None else taking(nest, loss.weight, 0)
+    return replace(loss, function=taking(nest, loss.function, 1), weight=weight)
+
+
+def _as_given(nest: Nest | None, batch: object) -> object:
+    if not isinstance(batch, Mapping):
+        return batch
+    if nest is not None and nest.names <= batch.keys():
+        return nest.nested_for_loss(batch)
+    return InOrder(batch) if _of_position(0) in batch else batch
 
 
 def flattened(inputs: object) -> tuple[Batch, Nest | None]:
@@ -159,12 +179,12 @@ def _called(forward: Callable[..., object], nest: Nest, *args: object, **kwargs:
     """``forward`` with nested inputs; called in another way, as it is."""
     if args or not nest.names <= kwargs.keys():
         return forward(*args, **kwargs)
-    value: Any = nest.nested({name: kwargs[name] for name in nest.names})
+    value = nest.nested({name: kwargs[name] for name in nest.names})
     return _passed(forward, value if isinstance(value, dict) else tuple(value), forward)
 
 
 def call_model(module: nn.Module, inputs: Batch) -> object:
-    """Calls ``module`` with ``inputs``: by name where its forward takes those names, else in order.
+    """Calls ``module`` with ``inputs``: by name where they have names and its forward takes these, else in order.
 
     Inputs by other names than that of its one argument are that argument. ``labels`` are for the loss, unless forward
     takes them.
@@ -177,6 +197,9 @@ def _passed(
 ) -> object:
     if isinstance(inputs, tuple):
         return function(*inputs)
+    positional = [inputs[name] for name in map(_of_position, range(len(inputs))) if name in inputs]
+    if positional and len(positional) == len(inputs.keys() - {LABELS}):
+        return function(*positional)
     parameters = inspect.signature(forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return function(**inputs)
@@ -192,12 +215,16 @@ def _takes_many(parameters: Iterable[inspect.Parameter]) -> bool:
     return any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def training_batch(inputs: Batch) -> Batch:
-    """``inputs`` with the ``labels`` that the default loss wants: one for each token, or for each image."""
-    if not isinstance(inputs, dict) or LABELS in inputs:
+def training_batch(given: Batch) -> dict[str, torch.Tensor]:
+    """Inputs by name, with the ``labels`` that the data have: one for each token, or for each image."""
+    inputs = by_name(given)
+    if LABELS in inputs:
         return inputs
     named = {short_name(name): value for name, value in inputs.items()}
     tokens = named.get("decoder_input_ids", named.get("input_ids"))
+    first, *others = inputs.values()
+    if not others and _of_position(0) in inputs and first.dtype == torch.int64 and first.dim() == 2:
+        tokens = first
     if tokens is not None:
         return {**inputs, LABELS: torch.zeros_like(tokens)}
     if "pixel_values" in named:

@@ -35,7 +35,7 @@ from planner.errors import ModelError
 from planner.models.config import usual_seq_len
 from planner.models.held import check_has_shapes, fixed_seq_len
 from planner.models.huggingface import for_training
-from planner.models.inputs import Batch, Nest, flattened
+from planner.models.inputs import Batch, Nest, flattened, taken_by_loss
 from planner.models.lazy import give_shapes, has_lazy
 from planner.models.loss import Reduction, TrainingLoss
 from planner.models.own_code import OwnCode
@@ -149,7 +149,7 @@ class _Given:
 
     def loss(self, loss: TrainingLoss) -> TrainingLoss:
         """``loss`` taking a batch by name."""
-        return loss if self.nest is None else self.nest.loss(loss)
+        return taken_by_loss(self.nest, loss)
 
 
 def _source_code(path: Path) -> bytes:
@@ -192,7 +192,7 @@ def time_limit(seconds: float, what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def user_code(path: Path, what: str) -> Generator[None]:
+def user_code(path: Path, what: str, hint: str = "correct the model file") -> Generator[None]:
     """Runs the user's code: its output goes to stderr, its errors become ModelError with file and line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -209,7 +209,7 @@ def user_code(path: Path, what: str) -> Generator[None]:
         ) from error
     except (Exception, SystemExit) as error:
         text = f"{_last_line(error, path)}: {type(error).__name__}: {error}".strip()
-        raise ModelError(f"{what} failed at {text}", hint="correct the model file") from error
+        raise ModelError(f"{what} failed at {text}", hint=hint) from error
 
 
 def _last_line(error: BaseException, path: Path) -> str:
@@ -300,7 +300,7 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[..., object
 
 def _checked_inputs(function: Callable[..., object], path: Path) -> Callable[[int, int], tuple[Batch, Nest | None]]:
     def example_inputs(batch_size: int, seq_len: int) -> tuple[Batch, Nest | None]:
-        with user_code(path, "example_inputs()"):
+        with user_code(path, "example_inputs()", "it is called as example_inputs(batch_size, seq_len)"):
             inputs = function(batch_size, seq_len)
         try:
             return flattened(inputs)
@@ -325,7 +325,7 @@ def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
         return None
 
     def loss_fn(output: object, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        with user_code(path, "loss_fn()"):
+        with user_code(path, "loss_fn()", f"it is called as loss_fn(output, batch), {_shown_batch(batch)}"):
             loss = function(output, batch)
         match loss:
             case torch.Tensor():
@@ -342,7 +342,7 @@ def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
 
     def loss_weight(batch: Batch) -> torch.Tensor | float:
         assert weight is not None
-        with user_code(path, "loss_weight()"):
+        with user_code(path, "loss_weight()", f"it is called as loss_weight(batch), {_shown_batch(batch)}"):
             terms = weight(batch)
         if not isinstance(terms, torch.Tensor | int | float) or (isinstance(terms, torch.Tensor) and terms.ndim):
             raise ModelError(f"{path}: loss_weight() returned {type(terms).__name__}, not one number",
@@ -352,6 +352,12 @@ def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
     if weight is None:
         return TrainingLoss(loss_fn)
     return TrainingLoss(loss_fn, Reduction.MEAN, loss_weight)
+
+
+def _shown_batch(batch: Batch) -> str:
+    return (
+        f"and this batch holds {', '.join(batch)}" if isinstance(batch, Mapping) else "with the batch as it was given"
+    )
 
 
 def _loss_of_whole(loss: TrainingLoss) -> Callable[[object, Batch], torch.Tensor]:

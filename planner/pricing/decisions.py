@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from costmodels.recipe import OUR_RECIPE
 from planner.axes.base import divisors
+from planner.axes.pipeline import why_uncut
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
@@ -78,6 +80,7 @@ def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
         num_pipeline_units=len(graph.units),
+        offers_pipelines=target.recipe.name != OUR_RECIPE or not why_uncut(graph),
         tensor_degrees=frozenset(split.tp for split in splitting),
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
         whole_expert_degrees=frozenset(split.tp for split in splitting if split.etp == 1),

@@ -72,7 +72,7 @@ class _Write:
 class NodeBuilder:
     """Collects the nodes of one program, in execution order."""
 
-    def __init__(self, module_names: frozenset[str], parameters: Mapping[str, Parameter], folder: str) -> None:
+    def __init__(self, module_names: Mapping[str, str], parameters: Mapping[str, Parameter], folder: str) -> None:
         self._module_names = module_names
         self._parameters = parameters
         self._folder = folder
@@ -354,7 +354,9 @@ class NodeBuilder:
         return tuple(dict.fromkeys(storage for storage in owners if storage is not None))
 
     def _module_of(self, node: fx.Node) -> str:
-        return next((name for name in reversed(_module_names(node)) if name in self._module_names), "")
+        """FQN of the innermost module; of one that has several names, its first."""
+        names = reversed(_module_names(node))
+        return next((self._module_names[name] for name in names if name in self._module_names), "")
 
     def _source_of(self, node: fx.Node) -> str:
         """The user's line; "" where torch names none: of what a loss does it knows that we called it."""

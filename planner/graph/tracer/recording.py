@@ -78,8 +78,7 @@ class _Recorder(SchemaCheckMode):
         self._parameters: dict[str, str] = {}
         for fqn, parameter in step.model.named_parameters():
             self._parameters[self._placeholder(parameter).name] = fqn
-        inputs = batch.values() if isinstance(batch, dict) else batch
-        self._inputs = frozenset(self._placeholder(tensor).name for tensor in inputs)
+        self._inputs = frozenset(self._placeholder(tensor).name for tensor in batch.values())
 
     def __torch_dispatch__(
         self,

@@ -19,10 +19,10 @@ from costmodels.vocabulary.bounds import MOST_TEXT
 from costmodels.vocabulary.shown import shown
 from planner.errors import ModelError
 from planner.model_file import LoadedModel, token_inputs
-from planner.models.inputs import call_model, training_batch
+from planner.models.inputs import by_name, call_model, training_batch
 from planner.models.weightless import build_weightless, build_with_values
 
-Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+Batch = dict[str, torch.Tensor]  # by name
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,11 @@ class TrainingStep(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.input_names = tuple(inputs) if isinstance(inputs, dict) else None
+        self.input_names = tuple(inputs)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """``batch``: the inputs and what the loss needs besides."""
-        if isinstance(batch, dict):
-            inputs: Batch = {name: batch[name] for name in self.input_names or ()}
-        else:
-            inputs = batch
+        inputs = {name: batch[name] for name in self.input_names}
         return self.loss_fn(call_model(self.model, inputs), batch)
 
 
@@ -93,17 +90,11 @@ def on_valued_cpu(loaded: LoadedModel, sizes: Sizes) -> ValuedStandIn:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         real = _with_inputs(loaded, model, sizes, "cpu", nullcontext())
-    batch, values = real.batch, list(_items(real.batch))
-    fakes: dict[str, torch.Tensor] = {key: mode.from_tensor(value) for key, value in values}
+    fakes: Batch = {key: mode.from_tensor(value) for key, value in real.batch.items()}
     if loaded.example_inputs is not token_inputs:
-        known += [(fakes[key], value) for key, value in values if key in dict(_items(real.inputs))]
-    batch = fakes if isinstance(batch, dict) else tuple(fakes.values())
-    inputs = {k: fakes[k] for k in real.inputs} if isinstance(real.inputs, dict) else tuple(fakes.values())
-    return ValuedStandIn(StandIn(model, inputs, batch, "cpu"), mode, tuple(known))
-
-
-def _items(batch: Batch) -> list[tuple[str, torch.Tensor]]:
-    return list(batch.items()) if isinstance(batch, dict) else [(str(i), value) for i, value in enumerate(batch)]
+        known += [(fakes[key], value) for key, value in real.inputs.items()]
+    inputs: Batch = {key: fakes[key] for key in real.inputs}
+    return ValuedStandIn(StandIn(model, inputs, fakes, "cpu"), mode, tuple(known))
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,6 +151,6 @@ def _with_inputs(
         return tensor.to(device=device, dtype=target if tensor.is_floating_point() else None, copy=True)
 
     with context:
-        inputs = loaded.example_inputs(sizes.batch_size, sizes.seq_len)
-        inputs = {k: move(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(move, inputs))
+        given = by_name(loaded.example_inputs(sizes.batch_size, sizes.seq_len))
+        inputs = {name: move(tensor) for name, tensor in given.items()}
         return StandIn(model, inputs, training_batch(inputs), device)

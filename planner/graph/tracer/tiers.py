@@ -182,12 +182,18 @@ def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
     except Exception as error:
         raise TraceStoppedError(Failure.of(error)) from error
     builder = NodeBuilder(
-        module_names=frozenset(name for name, _ in model.named_modules()),
+        module_names=_first_names(model),
         parameters={alias: p for p in parameters for alias in p.names},
         folder=str(loaded.source.path.resolve().parent) if loaded.source.path else "",
     )
     builder.add_program(program)
     return Traced(builder.nodes(), builder.edges(), parameters, builder.warnings(), builder.reads_values())
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Each FQN of a module, and the first of this module's: where it is called by another, it is the same module."""
+    first: dict[nn.Module, str] = {}
+    return {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _folded(loaded: LoadedModel, stand_in: StandIn, folds: tuple[Fold, ...], run: Run) -> Traced | None:

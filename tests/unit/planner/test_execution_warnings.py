@@ -55,6 +55,28 @@ def test_values_read_between_blocks(tmp_path: Path, inside: str, between: str, p
     assert any(warning.startswith(CUT) for warning in warnings) is is_warned
 
 
+@pytest.mark.parametrize(("rest", "pp"), [("layer", None), ("layer", 2), ("Block()", 2)], ids=str)
+def test_a_block_that_is_called_again_stays_on_one_rank(tmp_path: Path, rest: str, pp: int | None) -> None:
+    """Its second call needs what blocks between computed: a plan with stages would be refused when it is run."""
+    listed = f"layer, shared = Block(), Block()\n        self.layers = nn.ModuleList([layer, shared, {rest}, shared])"
+    text = MODEL.format(inside="pass", between="pass")
+    path = tmp_path / "model.py"
+    path.write_text(text.replace("self.layers = nn.ModuleList(Block() for _ in range(4))", listed))
+    request = Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(pp=pp))
+    plan = find_plan(request).plan
+    assert plan.search is not None
+    assert {plan.mesh.pp, *(entry.mesh.pp for entry in plan.search.runners_up)} == {pp or 1}
+    assert any(warning.startswith(CUT) and "called again" in warning for warning in plan.warnings) is (pp == 2)
+
+
+def test_a_lookup_that_is_called_again_may_be_cut(tmp_path: Path) -> None:
+    """The second call is of the inputs alone, which every stage has."""
+    text = MODEL.format(inside="pass", between="pass").replace("self.head(x)", "self.head(x + self.embedding(ids))")
+    (tmp_path / "model.py").write_text(text)
+    request = Request(str(tmp_path / "model.py"), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(pp=2))
+    assert not [warning for warning in find_plan(request).plan.warnings if warning.startswith(CUT)]
+
+
 TWO_INPUTS = """
 import torch
 from torch import nn

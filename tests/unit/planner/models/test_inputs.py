@@ -2,15 +2,15 @@
 
 import copy
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
 from torch import nn
 
-from planner.models.inputs import by_name, call_model, flattened
+from planner.models.inputs import by_name, call_model, flattened, taken_by_loss
 from planner.models.lazy import give_shapes, has_lazy
-from planner.models.loss import logits_of
+from planner.models.loss import TrainingLoss, logits_of
 from tests.fixtures.kinds_of_models import HEADER, LAZY
 
 ONE, TWO, THREE = torch.ones(2, 3), torch.zeros(2, 4), torch.ones(2, dtype=torch.int64)
@@ -41,8 +41,25 @@ def test_it_comes_back_as_it_was_with_what_is_beside() -> None:
     assert nest is not None
     assert isinstance(batch, dict)
     assert nest.nested({"batch.text.0": ONE, "batch.text.1.0": TWO}) == inputs
-    assert nest.nested(batch) == {**inputs, "labels": THREE}
+    assert nest.nested_for_loss(batch) == {**inputs, "labels": THREE}
     assert copy.deepcopy(nest) is nest
+
+
+@pytest.mark.parametrize("given", [(ONE,), (ONE, {"text": TWO})], ids=["flat", "nested"])
+def test_a_loss_finds_inputs_without_names_by_position_beside_the_labels(given: tuple[object, ...]) -> None:
+    _, nest = flattened(given)
+    seen: list[dict[str | int, object]] = []
+
+    def loss_fn(output: object, batch: object) -> torch.Tensor:
+        seen.append(cast("dict[str | int, object]", batch))
+        return ONE
+
+    taken_by_loss(nest, TrainingLoss(loss_fn)).function(ONE, {**by_name(given), "labels": THREE})
+    (batch,) = seen
+    assert [batch[index] for index in range(len(given))] == list(given)
+    assert (batch["input_0"], batch["labels"]) == (ONE, THREE)
+    with pytest.raises(KeyError, match="7: the batch holds input_0"):
+        batch[7]
 
 
 @pytest.mark.parametrize(

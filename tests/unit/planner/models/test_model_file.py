@@ -60,6 +60,17 @@ def test_own_inputs_and_loss(tmp_path: Path) -> None:
     assert "aten.cross_entropy_loss.default" not in {node.op for node in graph.nodes}
 
 
+def test_how_functions_of_a_file_are_called_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL + "\ndef example_inputs(batch_size):\n    return None\n")
+    with pytest.raises(ModelError, match="takes 1 positional argument but 2 were given") as raised:
+        trace_model(load(path), 1, 8)
+    assert raised.value.hint == "it is called as example_inputs(batch_size, seq_len)"
+    loaded = load(write(tmp_path, MODEL + "\ndef loss_fn(output, batch):\n    return batch['targets']\n"))
+    with pytest.raises(ModelError, match="KeyError: 'targets'") as raised:
+        loaded.loss_fn(None, {"input_ids": torch.zeros(1), "labels": torch.zeros(1)})
+    assert raised.value.hint == "it is called as loss_fn(output, batch), and this batch holds input_ids, labels"
+
+
 def test_a_dict_of_inputs_is_passed_by_name(tmp_path: Path) -> None:
     code = (
         "import torch\nfrom torch import nn\n"
