@@ -10,6 +10,7 @@ EXCHANGES_OVERLAP = "megatron-core-expert-overlap"  # the recipe of those who ov
 # A whole step is one CUDA graph; exchanges of experts overlap; their products and what lies between are one kernel.
 WHOLE_STEP_GRAPHS, EXCHANGES_OVERLAPPED, FUSED_EXPERTS = "whole-step-graphs", "exchanges-overlapped", "fused-experts"
 FUSED_LOSS = "te-cross-entropy"  # of Transformer Engine: gradients of 16-bit logits are made where these lie
+GRAPHS = "cuda-graphs"  # of layers, which the host replays (--enable-cuda-graph of Megatron-LM, TE's graphed callables)
 STOPS_EARLY, NO_DROPOUT, DETERMINISTIC = "non-reentrant-recompute", "no-dropout", "deterministic"
 _LOGITS = ("logit_kept_bytes", "logit_peak_bytes", "logit_reserved_bytes")
 _IN_PLACE = {
@@ -17,7 +18,7 @@ _IN_PLACE = {
     "tag": "specified",
     "source": "transformer_engine/pytorch/triton/cross_entropy.py: the backward kernel stores where it loads, 16 bits",
 }
-_REPLAYED = {"value": 0.0, "tag": "specified", "source": "the host replays one CUDA graph a step"}
+_REPLAYED = {"value": 0.0, "tag": "specified", "source": "the host replays CUDA graphs"}
 _UNFITTED: dict[str, object] = {"fit": None, "date": None}
 # CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic products need (PyTorch, torch.use_deterministic_algorithms): 8
 # buffers of 4 MiB for each handle. A handle is a thread's own (aten/src/ATen/cuda/CublasHandlePool.cpp:
@@ -59,10 +60,12 @@ def with_kernels(recipe: Recipe, kernels: Collection[str]) -> Recipe:
     if FUSED_LOSS in kernels:
         logits = recipe.memory.logit_kept_bytes.model_copy(update=_UNFITTED | _IN_PLACE)
         update["memory"] = recipe.memory.model_copy(update=dict.fromkeys(_LOGITS, logits))
-    if WHOLE_STEP_GRAPHS in kernels:
+    if GRAPHS in kernels or WHOLE_STEP_GRAPHS in kernels:
         issued = recipe.host_s_per_kernel.model_copy(update=_UNFITTED | _REPLAYED)
-        update |= {"host_s_per_kernel": issued, "host_s_per_collective": issued}
+        update |= {"host_s_per_kernel": issued}
         update |= dict.fromkeys(("host_s_per_sharded_kernel", "host_s_per_launch", "hooks"))
+        if WHOLE_STEP_GRAPHS in kernels:  # collectives of data parallelism, which lie between layers, are in it, too
+            update["host_s_per_collective"] = issued
     return recipe.model_copy(update=update)
 
 
