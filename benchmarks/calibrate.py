@@ -16,7 +16,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
@@ -29,11 +28,9 @@ from benchmarks.published.frameworks import (
     framework_name_of,
     recipe_called,
     recipe_name_of,
-    study_recipe_names,
 )
 from benchmarks.published.pricing import RunPricer
-from benchmarks.published.summary import MIN_GROUP_ROWS
-from costmodels.recipe import OWN_FACTS, Recipe, list_recipes, resolved_content, stated_content
+from costmodels.recipe import OWN_FACTS, Recipe, resolved_content, stated_content
 from hardware_profiles.schema import Fit
 from planner.calibration.recipe_fit import (
     OWN_PARAMETERS,
@@ -41,7 +38,6 @@ from planner.calibration.recipe_fit import (
     RecipeFit,
     Residuals,
     Values,
-    error_band,
     facts_of,
     fit_recipe,
     neutral_values,
@@ -101,10 +97,6 @@ def main() -> int:
         of_names = {name: found for found in fits.values() for name in found.names}
         for name in extended_first(of_names):
             write(name, of_names[name], held_out)
-        if held_out:
-            write_bands(fits, held_out)
-    if held_out:
-        report_coverage(fits, held_out)
     return 0
 
 
@@ -280,9 +272,6 @@ def report_held_out(
     print(
         f"leave one source out: MAPE {_mape(every):.1%}, median {median(map(abs, every)):.1%}, bias {fmean(every):+.1%}"
     )
-    spread, groups = layout_error(found)
-    if spread is not None:
-        print(f"between two layouts: {spread:.1%} (median over {groups} groups of runs that differ in layout alone)")
     return found
 
 
@@ -292,55 +281,6 @@ def _by_cluster(errors: Sequence[tuple[Run, float]]) -> dict[str, list[float]]:
     for run, error in errors:
         found[run.software.cluster].append(math.exp(error) - 1)
     return dict(found) if len(found) > 1 else {}
-
-
-def layout_error(held_out: HeldOut) -> tuple[float | None, int]:
-    """How far two layouts' measured ratio lies from the predicted one, and the number of groups this is the median of.
-
-    None where there is no group. Of each group of runs that differ in layout alone the median over its pairs is taken;
-    each group counts alike.
-    """
-    groups: dict[str, list[float]] = defaultdict(list)
-    for run, error in (pair for pairs in held_out.values() for pair in pairs):
-        groups[run.group].append(error)
-    large = [found for found in groups.values() if len(found) >= MIN_GROUP_ROWS]
-    if not large:
-        return None, 0
-    return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large), len(large)
-
-
-def ratios_of(held_out: HeldOut) -> dict[str, list[float]]:
-    """Measured over predicted step times of every source's runs."""
-    return {source: [math.exp(-e) for _, e in errors] for source, errors in held_out.items()}
-
-
-def report_coverage(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) -> None:
-    """Prints how many runs lie in a band that was made without their source, from the rest of its recipe's sources."""
-    ratios = ratios_of(held_out)
-    shares: list[float] = []
-    for found in fits.values():
-        others = [each for name, each in ratios.items() if name not in found.sources]
-        for source in found.sources:
-            rest = [ratios[name] for name in found.sources if name != source]
-            made = (rest, others) if rest else (others, ())
-            band = error_band(made[0], f"without {source}", None, made[1])
-            shares.append(fmean(band.low <= ratio <= band.high for ratio in ratios[source]))
-    print(f"within bands made without their source: {fmean(shares):.1%} of runs, each of {len(shares)} sources alike")
-
-
-def write_bands(fits: Mapping[tuple[str, ...], FamilyFit], held_out: HeldOut) -> None:
-    """The band of each recipe from the held-out residuals of its sources, and of all others as of one source more."""
-    of_names = {name: found.sources for found in fits.values() for name in found.names}
-    between_layouts, _ = layout_error(held_out)
-    ratios = ratios_of(held_out)
-    for name in (*list_recipes(), *study_recipe_names()):
-        sources = of_names.get(name, tuple(held_out))
-        text = f"benchmarks/calibrate.py, each source left out of the fit in turn: {'; '.join(sources)}"
-        if len(sources) < len(held_out):
-            text += "; and all other sources together as one more"
-        others = [found for source, found in ratios.items() if source not in sources]
-        band = error_band([ratios[source] for source in sources], text, between_layouts, others)
-        put(name, {"error_band": band.model_dump(mode="json")})
 
 
 def write(name: str, found: FamilyFit, held_out: HeldOut) -> None:

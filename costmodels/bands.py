@@ -2,10 +2,11 @@
 
     calibrated   runs of the same framework on this cluster are part of its profile's calibration: the band is that of
                  the other runs of clusters that as many of their runs calibrated
-    seen         runs of this recipe on this GPU were compared: the recipe's own band
-    unseen       neither: the band of sources of whose recipe or GPU no other source told anything
+    seen         runs of this framework, by a recipe of its own, were compared on this GPU: the recipe's own band
+    unseen       neither: the band of all sources, none of which was known when its runs were priced
 
-The numbers stand in ``recipes/bands.json``, with their sources; ``python -m benchmarks.bands`` makes them.
+The numbers stand in ``recipes/bands.json``, with their sources and what they hold of sources that had no part in them;
+``python -m benchmarks.bands`` makes them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Bands(_Value):
 
     error_band: ErrorBand | None = None
     memory_band: MemoryBand | None = None
+    held: float | None = None  # share of runs in ``error_band`` made without their source, each source alike
 
 
 class _Anchored(Bands):
@@ -50,6 +52,8 @@ class _Known(_Value):
     calibrated: tuple[_Anchored, ...]
     unseen: Bands
     seen: dict[str, tuple[str, ...]]  # of a recipe: the GPUs that runs of it were on, as device names begin
+    seen_held: float  # as ``held``, of recipes' own bands
+    frameworks: tuple[str, ...]  # that no other's recipe prices
 
 
 @cache
@@ -61,12 +65,12 @@ def _known() -> _Known:
 def time_tier(recipe: Recipe, device: str, calibration: Calibration | None, framework: str) -> Tier:
     """What is known of step times of ``framework``, priced by ``recipe``, on devices of that name."""
     number = _num_runs(calibration, framework, of_memory=False)
-    return Tier.CALIBRATED if _anchored(number, "error_band") is not None else _seen(recipe, device)
+    return Tier.CALIBRATED if _anchored(number, "error_band") is not None else _seen(recipe, device, framework)
 
 
 def with_bands(recipe: Recipe, device: str, calibration: Calibration | None, framework: str) -> Recipe:
     """``recipe`` with the bands of what is known; those of ``Tier.SEEN`` are its own."""
-    apart = _known().unseen if _seen(recipe, device) is Tier.UNSEEN else Bands()
+    apart = _known().unseen if _seen(recipe, device, framework) is Tier.UNSEEN else Bands()
     of_time = _anchored(_num_runs(calibration, framework, of_memory=False), "error_band") or apart
     of_memory = _anchored(_num_runs(calibration, framework, of_memory=True), "memory_band") or apart
     update: dict[str, object] = {}
@@ -78,8 +82,17 @@ def with_bands(recipe: Recipe, device: str, calibration: Calibration | None, fra
     return recipe.model_copy(update=update) if update else recipe
 
 
-def _seen(recipe: Recipe, device: str) -> Tier:
-    return Tier.SEEN if device.upper().startswith(_known().seen.get(recipe.name, ())) else Tier.UNSEEN
+def held_shares() -> dict[str, float]:
+    """What bands of each kind hold of runs whose sources had no part in them: of ``Tier.CALIBRATED`` by runs."""
+    known = _known()
+    found = {"unseen": known.unseen.held, "seen": known.seen_held}
+    found |= {f"calibrated by {each.num_runs}": each.held for each in known.calibrated}
+    return {kind: share for kind, share in found.items() if share is not None}
+
+
+def _seen(recipe: Recipe, device: str, framework: str) -> Tier:
+    is_own = named(framework).name.lower() in _known().frameworks
+    return Tier.SEEN if is_own and device.upper().startswith(_known().seen.get(recipe.name, ())) else Tier.UNSEEN
 
 
 def _num_runs(calibration: Calibration | None, framework: str, *, of_memory: bool) -> int:

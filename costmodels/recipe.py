@@ -62,6 +62,7 @@ class StateFacts(_Value):
     sharded_replica_bytes: Quantity  # the same where the optimiser is sharded
     optimizer_extra_bytes: Quantity  # beside master copy and moments, sharded with them
     reduction_bytes: Quantity  # sent per parameter when gradients are reduced
+    gathered_bytes: Quantity | None = None  # sent per parameter that is gathered; None: as it is computed with
     fp16_gradient_bytes: Quantity | None = None  # held and reduced under fp16; None: as under other precisions
     # Under bf16, but not under fp16, 16-bit gradients are added to a sum of so many bytes, and that is reduced; and
     # what a micro-batch then moves per parameter besides. None: gradients are treated alike in both.

@@ -15,6 +15,7 @@ from benchmarks.published.data import BLIND_RUNS, ROOT, UNSEEN
 from benchmarks.published.frameworks import recipe_called, study_recipe_names
 from benchmarks.published.pairs import POINTS, Pair, counts_of
 from benchmarks.published.summary import Row, Summary
+from costmodels.bands import held_shares
 from costmodels.memory_band import DEFAULT_RISK
 from costmodels.recipe import list_recipes
 from hardware_profiles.sanity import quantities
@@ -131,25 +132,28 @@ def _summary(summary: Summary) -> str:
 
 
 def _bands(names: set[str]) -> str:
-    """What the recipes say of held-out runs."""
+    """What was measured of runs whose sources were not known when they were priced, over what was predicted."""
     lines = [
-        "## Held out\n",
-        "Each source left out of the fit in turn (`python -m benchmarks.calibrate --held-out --write`); the band",
-        "holds the given share of measured over predicted step times of those runs, each source counted alike and all",
-        "other recipes' together as one more: one to three sources are more like each other than the next is like",
-        "them. `planner search` shows the band",
-        "of our executor (`planner`), which is that of all sources together. Errors by source left out stand in",
-        "`benchmarks/results/calibration_published-runs_*.md`. What stays when a source is left out: facts that its",
-        "framework's code and documents say, and the profiles of two clusters whose networks their own runs tell",
-        "(`h100-nanotron-sweep`, `a100-layout-study` in `benchmarks/data/profiles`). What goes: every fitted",
-        "parameter, and the slow hosts of the nanotron sweep.\n",
-        "| recipe | band | share of runs inside | runs |",
-        "|---|---|---|---|",
+        "## Bands\n",
+        "A band holds 80 % of measured over predicted step times of runs that the planner did not know",
+        "(`python -m benchmarks.bands --write`): first prices, where a run was priced blind (below); else prices with",
+        "the run's source left out of every fit. What stays when a source is left out: facts that its framework's code",
+        "and documents say. What goes: every fitted parameter, and the profiles of clusters. Every source counts alike,",
+        "and with a recipe's own sources all others as one more: one to three sources are more like each other than",
+        "the next is like them. A recipe that no source used, as our executor's (`planner`), has the band of all.",
+        "Errors by source left out of the fit stand in `benchmarks/results/calibration_published-runs_*.md`.\n",
+        "What the bands hold of a source that had no part in them, each source alike, by what was known of its runs:\n",
+        "| known | share of runs inside |",
+        "|---|---|",
+        *(f"| {kind} | {share:.1%} |" for kind, share in held_shares().items()),
+        "",
+        "| recipe | band | runs |",
+        "|---|---|---|",
     ]
     for name in ("planner", *sorted(names - {"planner"})):
         band = recipe_called(name).error_band
         if band is not None:
-            lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.coverage:.0%} | {band.num_runs} |")
+            lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.num_runs} |")
     return "\n".join(lines) + "\n"
 
 

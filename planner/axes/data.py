@@ -130,6 +130,7 @@ def _moves(
     if not zero.shards_optimizer:
         return (_reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework),)
     shards, replicas = mesh.group(Group.SHARD if is_dense else Group.EXPERT_SHARD), mesh.group(Group.REPLICATE)
+    gathered = framework.recipe.state.gathered_bytes
     gather = Collective(
         CollectiveKind.ALL_GATHER,
         shards,
@@ -137,7 +138,7 @@ def _moves(
         Pass.FORWARD,
         Role.GATHER,
         of=(*trained, *frozen),
-        times=COMPUTE_BYTES[framework.precision],
+        times=COMPUTE_BYTES[framework.precision] if gathered is None else gathered.value,
         hides=Hides.UNIT if zero.shards_parameters else Hides.FIRST_FORWARD,
         rate=framework.recipe.data_parallel_rate.value,
         each_tensor=framework.recipe.gathers_each_tensor,

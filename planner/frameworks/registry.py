@@ -150,7 +150,11 @@ FRAMEWORKS = (
     # Of 2021, before it gathered several tensors at once.
     Framework(("deepspeed", "zero-infinity"), (Generation("deepspeed-2021", last_year=2021), Generation("deepspeed"))),
     Framework(("torchtitan",), (Generation("torchtitan-compiled", with_kernel="compile"), Generation("torchtitan"))),
-    Framework(("llm-foundry", "fsdp-llm-foundry"), (Generation("fsdp-llm-foundry"),)),
+    # Before 2023 its trainer was Composer with examples of MosaicML's, in other precisions.
+    Framework(
+        ("llm-foundry", "fsdp-llm-foundry"),
+        (Generation("fsdp-composer-2022", last_year=2022), Generation("fsdp-llm-foundry")),
+    ),
     # Compiled unless it says otherwise.
     Framework(("fms-fsdp",), (Generation("fsdp-eager", with_kernel="eager-mode"), Generation("fsdp-compiled"))),
     Framework(("fsdp", "accelerate", "lit-gpt"), _FSDP, borrows="PyTorch's FSDP was calibrated under fms-fsdp"),
