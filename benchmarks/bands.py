@@ -256,7 +256,7 @@ def held_without(of_cluster: Ratios) -> float:
         sources[name.partition(", ")[2]].append(name)
     shares: list[float] = []
     for own in sources.values():
-        band = error_band([found for name, found in of_cluster.items() if name not in own], "", None)
+        band = error_band([found for name, found in of_cluster.items() if name not in own], "without one source", None)
         shares.append(fmean(fmean(band.low <= ratio <= band.high for ratio in of_cluster[name]) for name in own))
     return round(fmean(shares), 3)
 
@@ -269,7 +269,7 @@ def layout_error(evidence: Evidence) -> float | None:
     groups: dict[str, list[float]] = defaultdict(list)
     for each in (each for found in evidence.values() for each in found):
         groups[each.run.group].append(log(each.ratio))
-    large = [found for found in groups.values() if len(found) >= MIN_GROUP_ROWS]
+    large = [found for name, found in groups.items() if name and len(found) >= MIN_GROUP_ROWS]
     return median(median(abs(a - b) for a, b in combinations(found, 2)) for found in large) if large else None
 
 

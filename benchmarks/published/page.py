@@ -27,8 +27,9 @@ Made by `python -m benchmarks.fidelity --page docs/accuracy.md`; do not edit by 
 published runs is priced by the planner's own cost models with its layout pinned. The parameters of the framework
 recipes (`costmodels/recipes`, and `benchmarks/data/recipes` for single studies) were fitted by
 `python -m benchmarks.calibrate` to these rows (and some of the section "Blind"), so the figures here are **in
-sample**; rows of sources that no fit names, where there are some, have a section of their own, and the section "Held
-out" says what remains when a source had no part in the fit. An error is predicted over measured, less one.
+sample**; rows of sources that no fit names, where there are some, have a section of their own, and the
+sections "Bands" and "Blind" say what remains when a source was not known. An error is predicted over measured, less
+one.
 """
 NOT_MODELLED = """## What is not modelled
 
@@ -138,9 +139,9 @@ def _bands(names: set[str]) -> str:
         "A band holds 80 % of measured over predicted step times of runs that the planner did not know",
         "(`python -m benchmarks.bands --write`): first prices, where a run was priced blind (below); else prices with",
         "the run's source left out of every fit. What stays when a source is left out: facts that its framework's code",
-        "and documents say. What goes: every fitted parameter, and the profiles of clusters. Every source counts alike,",
-        "and with a recipe's own sources all others as one more: one to three sources are more like each other than",
-        "the next is like them. A recipe that no source used, as our executor's (`planner`), has the band of all.",
+        "and documents say. What goes: every fitted parameter, and the profiles of clusters. Every source counts",
+        "alike, and with a recipe's own sources all others as one more: one to three sources are more like each other",
+        "than the next is like them. A recipe that no source used, as our executor's (`planner`), has the band of all.",
         "Errors by source left out of the fit stand in `benchmarks/results/calibration_published-runs_*.md`.\n",
         "What the bands hold of a source that had no part in them, each source alike, by what was known of its runs:\n",
         "| known | share of runs inside |",

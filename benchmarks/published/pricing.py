@@ -164,7 +164,7 @@ class RunPricer:
 def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
     """First units of the stages: as the row tells them, else balanced by our own solver, else as the framework cuts."""
     blocks = [unit for unit, is_block in enumerate(evaluator.table.units.is_block) if is_block]
-    stage_layers = software.stage_layers
+    stage_layers = _of_stages(software.stage_layers, evaluator.layout)
     if not stage_layers:
         cuts_by_weight = evaluator.table.framework.partition == "weighted"
         one_a_rank = evaluator.layout.virtual_stages == 1
@@ -182,6 +182,23 @@ def _starts(evaluator: Evaluator, software: Software) -> tuple[int, ...]:
     if any(one >= next_one for one, next_one in pairwise((*starts, len(evaluator.table.units.is_block)))):
         raise UnpriceableRunError(f"stage_layers {'-'.join(map(str, stage_layers))} leave a stage without work")
     return starts
+
+
+def _of_stages(told: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """Blocks of each stage: as told, or where as many are told as there are pipeline ranks, each rank's spread evenly.
+
+    Where they do not divide, the first rank's first stages have one less, for they have the embedding, and of other
+    ranks the last stages, of which one has the head: NeMo counts both as a block (account_for_embedding_in_pipeline_
+    split and account_for_loss_in_pipeline_split).
+    """
+    pp, virtual = layout.mesh.pp, layout.virtual_stages
+    if virtual == 1 or len(told) != pp:
+        return told
+    more = [(blocks // virtual, blocks % virtual) for blocks in told]
+    is_larger = [
+        [v >= virtual - rest if rank == 0 else v < rest for v in range(virtual)] for rank, (_, rest) in enumerate(more)
+    ]
+    return tuple(more[rank][0] + is_larger[rank][v] for v in range(virtual) for rank in range(pp))
 
 
 def _sharing(run: Run) -> VocabularySharing:

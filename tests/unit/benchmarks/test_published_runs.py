@@ -349,6 +349,17 @@ def test_stages_are_cut_as_the_row_tells(tmp_path: Path, pricer: RunPricer) -> N
     assert isinstance(broken, Rejected)
 
 
+def test_blocks_of_ranks_are_spread_over_their_stages(tmp_path: Path, pricer: RunPricer) -> None:
+    """Of ten blocks on two ranks of four stages: five and five, the fewer where the embedding and the head are."""
+    interleaved = {"layers": "10", "vpp": "4", "schedule": "Interleaved1F1B", "partition": "weighted"}
+    cuts = ("5-5", "1-2-1-1-1-1-2-1", "6-4", "1-1-1-1-2-1-2-1")
+    runs = read_runs(write(tmp_path / "runs.csv", *({**interleaved, "stage_layers": cut} for cut in cuts)))
+    starts = [pricer.price(run).priced.starts for run in runs if isinstance(run, Run)]
+    assert len(starts) == len(cuts)
+    assert starts[0] == starts[1]
+    assert starts[2] == starts[3]
+
+
 def test_a_balanced_cut_gives_the_stages_of_the_vocabulary_fewer_blocks(large: Run, pricer: RunPricer) -> None:
     run = replace(large, architecture=replace(large.architecture, layers=8, vocab=131072))
     balanced = replace(run, software=replace(run.software, partition="balanced"))

@@ -33,6 +33,9 @@ def test_words_of_kernels_say_what_a_release_chose() -> None:
     )
     assert (whole.issue_s(is_sharded=False), whole.issue_s(is_sharded=True)) == (0.0, 0.0)
     assert whole.host_s_per_collective.value == 0.0
+    layers = with_kernels(base, ("te", "cuda-graphs"))
+    assert (layers.issue_s(is_sharded=False), layers.issue_s(is_sharded=True)) == (0.0, 0.0)
+    assert layers.host_s_per_collective == base.host_s_per_collective  # those of gradients lie between layers
     assert crossing == with_overlap(base, {"ep-comm": True})
     assert (base.fuses_experts, fused.fuses_experts) == (False, True)
     assert lossy.memory.logit_kept_bytes.value == lossy.memory.logit_peak_bytes.value == 2

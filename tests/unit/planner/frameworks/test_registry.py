@@ -94,6 +94,7 @@ def test_versions_say_years(version: str, year: int | None) -> None:
         ("fsdp", "", "", {}, "fsdp-eager"),
         ("accelerate", "", "", {}, "fsdp-eager"),
         ("llm-foundry", "2023", "", {}, "fsdp-llm-foundry"),
+        ("fsdp-llm-foundry", "2022-12", "flash1", {}, "fsdp-composer-2022"),
         ("maxtext", "", "", {}, "maxtext"),
         ("megatron-deepspeed", "2022-02", "", {}, "megatron-deepspeed-2022"),
         ("gpt-neox", "2021", "", {}, "megatron-deepspeed-2021"),

@@ -191,6 +191,22 @@ def test_parameters_gathered_one_by_one_each_wait_for_a_ring() -> None:
     assert after - before == pytest.approx(more * collective_time_s(ring, cluster_of(A100, 16)), rel=1e-6)
 
 
+def test_parameters_gathered_in_fp32_take_twice_as_long_on_the_links() -> None:
+    """Of ZeRO 1 that hides nothing: two bytes more for every parameter; the ring's steps stay."""
+    in_sixteen = OURS.model_copy(update={"overlaps_gather": False})
+    state = OURS.state.model_copy(update={"gathered_bytes": quantity(4)})
+    layout = choice_of(dp=16, zero_stage=1)
+    before, after = (
+        price(recipe, layout).breakdown[Term.DATA]
+        for recipe in (in_sixteen, in_sixteen.model_copy(update={"state": state}))
+    )
+    num_bytes = 2.0 * sum(each.num_elements for each in target_of(OURS).graph.parameters)
+    ring, nothing = (Collective(CollectiveKind.ALL_GATHER, size, GroupPlacement(16, 1)) for size in (num_bytes, 0.0))
+    cluster = cluster_of(A100, 16)
+    more = collective_time_s(ring, cluster) - collective_time_s(nothing, cluster)
+    assert after - before == pytest.approx(more, rel=1e-6)
+
+
 def test_zero_3_that_hides_nothing_gathers_for_recomputation_too() -> None:
     """Each micro-batch: two gathers and a reduction, and a third gather where blocks run again; all in full."""
     bare = OURS.model_copy(update={"overlaps_micro_batches": False})
