@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -64,7 +65,7 @@ class Priced:
     run: Run
     ratio: float
 
-    @property
+    @cached_property
     def kind(self) -> tuple[str, str] | None:
         """The recipe and the GPU that a prediction says to know; None where the framework has another's recipe."""
         is_own = framework_name_of(self.run) in OWN_FRAMEWORKS
