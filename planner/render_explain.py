@@ -210,11 +210,14 @@ def why_not_text(found: Explanation, row: Alternative) -> str:
     best = f"The best such plan is {layout_line(row.candidate)}"
     if row.plan is not None and row.plan.num_devices != found.plan.num_devices:
         best += f" on {row.plan.num_devices} GPUs"
+    own_warnings = () if row.plan is None else (each for each in row.plan.warnings if each not in found.plan.warnings)
+    besides = "".join(f" But {warning}." for warning in own_warnings)
     if row.verdict is Verdict.EQUAL:
-        return f"{start}{best}: as fast as this one within a thousandth."
+        return f"{start}{best}: as fast as this one within a thousandth.{besides}"
     return (
         f"{start}{best}: {row.verdict.value} by {loses(found, row).lstrip('+-')} "
         f"({seconds(row.candidate.step_time_s)} a step, {size(row.candidate.peak_memory_bytes)} on the fullest GPU)."
+        f"{besides}"
     )
 
 
