@@ -1,12 +1,17 @@
 """A plan says what `planner run` would refuse of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from costmodels.vocabulary.choices import Searches
 from planner.api import find_plan
+from planner.api.explain import Wishes, explain
 from planner.errors import InputError
 from planner.layout.layout import Pins
+from planner.plan.plan_file import read_plan, write_plan
+from planner.render_explain import why_not_text
 from planner.request import Request
 
 pytestmark = pytest.mark.usefixtures("traced_here")
@@ -53,6 +58,18 @@ def test_values_read_between_blocks(tmp_path: Path, inside: str, between: str, p
     request = Request(str(path), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(pp=pp))
     warnings = find_plan(request).plan.warnings
     assert any(warning.startswith(CUT) for warning in warnings) is is_warned
+
+
+def test_an_alternative_that_would_be_refused_says_so(tmp_path: Path) -> None:
+    """Asked why not, a user is told more than its time."""
+    (tmp_path / "model.py").write_text(MODEL.format(inside="pass", between=READ))
+    request = Request(str(tmp_path / "model.py"), 2, "cpu-gloo", seq_len=16, global_batch_size=4, pins=Pins(tp=1))
+    plan = find_plan(request).plan
+    write_plan(plan, tmp_path / "plan.json")
+    found = explain(read_plan(tmp_path / "plan.json"), None, Wishes(Pins(pp=2), searches=Searches.NONE))
+    assert found.why_not is not None
+    assert f"But {CUT}" in why_not_text(found, found.why_not)
+    assert CUT not in why_not_text(found, replace(found.why_not, plan=plan))
 
 
 @pytest.mark.parametrize(("rest", "pp"), [("layer", None), ("layer", 2), ("Block()", 2)], ids=str)

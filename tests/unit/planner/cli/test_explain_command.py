@@ -64,22 +64,6 @@ def test_everything_is_said_in_eighty_columns(run: Run, plan_file: Path) -> None
     assert "…" not in out
 
 
-def test_what_planner_run_would_refuse_is_no_answer_by_its_time_alone(
-    run: Run, plan_file: Path, tmp_path: Path
-) -> None:
-    """A model whose Python reads values between its blocks, on two pipeline ranks."""
-    graph = tmp_path / "graph.json"
-    write_graph(graph_of("llama-tiny", 32).model_copy(update={"reads_values": ("",)}), graph)
-    request = Request(str(graph), 4, hardware="dgx-a100-80gb", global_batch_size=8, pins=Pins(tp=2), may_idle=False)
-    write_plan(find_plan(request).plan, tmp_path / "plan.json")
-    for file, is_refused in ((tmp_path / "plan.json", True), (plan_file, False)):
-        code, out, _ = run("explain", file, "--why-not", "pp=2", *QUICK)
-        assert code == 0
-        said = " ".join(out.split())
-        assert "Why not " in said
-        assert ("But planner run cannot cut this model into stages" in said) is is_refused
-
-
 def test_a_plan_that_does_not_fit_is_not_nearly_full(run: Run, plan_file: Path, tmp_path: Path) -> None:
     content = json.loads(plan_file.read_text())
     large = {**content["training"], "global_batch_size": 8 * 2**18}
