@@ -19,9 +19,9 @@ def test_a_recipe_on_a_gpu_that_it_was_compared_on_keeps_its_own_band() -> None:
 def test_a_framework_that_borrows_a_recipe_was_never_compared() -> None:
     """Before, torchtune's runs were said to be known: torchtitan's on that GPU are."""
     recipe = load_recipe("torchtitan-compiled")
-    assert time_tier(recipe, "A100-SXM4-80GB", None, "torchtitan+compile") is Tier.SEEN
-    assert time_tier(recipe, "A100-SXM4-80GB", None, "torchtune+compile") is Tier.UNSEEN
-    assert with_bands(recipe, "A100-SXM4-80GB", None, "torchtune+compile") != recipe
+    assert time_tier(recipe, "H100-SXM5-80GB", None, "torchtitan+compile") is Tier.SEEN
+    assert time_tier(recipe, "H100-SXM5-80GB", None, "torchtune+compile") is Tier.UNSEEN
+    assert with_bands(recipe, "H100-SXM5-80GB", None, "torchtune+compile") != recipe
 
 
 def test_frameworks_with_a_recipe_of_their_own_are_those_of_the_registry() -> None:
