@@ -53,7 +53,7 @@ RUNS = (
         model="llama2-7b",
     ),
     Published("megatron_gpt3_175b.sh", "dgx-a100-80gb", 13.75, software="megatron-lm@2022"),
-    Published("megatron_mt_nlg_530b.sh", "dgx-a100-80gb", 60.1, software="megatron-deepspeed@2022"),
+    Published("megatron_mt_nlg_530b.sh", "dgx-a100-80gb", 60.1, software="megatron-deepspeed@2021"),
     # Narayanan et al. 2021, table 2: 144 TFLOP/s a GPU.
     Published(
         "deepspeed_gpt3_175b.json", "dgx-a100-80gb", 81.58, Given(384, 2048), model="gpt3-175b",
