@@ -356,7 +356,9 @@ def _training_loss(module: ModuleType, path: Path) -> TrainingLoss | None:
 
 def _shown_batch(batch: Batch) -> str:
     return (
-        f"and this batch holds {', '.join(batch)}" if isinstance(batch, Mapping) else "with the batch as it was given"
+        f"and this batch holds {', '.join(map(str, batch))}"
+        if isinstance(batch, Mapping)
+        else "with the batch as it was given"
     )
 
 
