@@ -248,10 +248,14 @@ import pathlib, sys, torch, torch.distributed as dist, planner
 dist.init_process_group("gloo")
 folder, rank, compared = pathlib.Path(sys.argv[1]), dist.get_rank(), []
 """
+# Threads of gloo that outlive the interpreter abort it (pytorch/pytorch#190489): what holds a group is dropped with it.
 AFTER = """
+import gc
 dist.barrier()  # gloo may abort a rank whose peers are gone
 if rank == 0:
     print(*compared)
+del part, root
+gc.collect()
 dist.destroy_process_group()
 """
 
