@@ -188,17 +188,18 @@ def _of_stages(told: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """Blocks of each stage: as told, or where as many are told as there are pipeline ranks, each rank's spread evenly.
 
     Where they do not divide, the first rank's first stages have one less, for they have the embedding, and of other
-    ranks the last stages, of which one has the head: NeMo counts both as a block (account_for_embedding_in_pipeline_
-    split and account_for_loss_in_pipeline_split).
+    ranks the last stages, of which one has the head: NeMo counts both as a block
+    (account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
     """
     pp, virtual = layout.mesh.pp, layout.virtual_stages
     if virtual == 1 or len(told) != pp:
         return told
-    more = [(blocks // virtual, blocks % virtual) for blocks in told]
-    is_larger = [
-        [v >= virtual - rest if rank == 0 else v < rest for v in range(virtual)] for rank, (_, rest) in enumerate(more)
-    ]
-    return tuple(more[rank][0] + is_larger[rank][v] for v in range(virtual) for rank in range(pp))
+
+    def of_stage(rank: int, place: int) -> int:
+        least, more = divmod(told[rank], virtual)
+        return least + (place >= virtual - more if rank == 0 else place < more)
+
+    return tuple(of_stage(rank, place) for place in range(virtual) for rank in range(pp))
 
 
 def _sharing(run: Run) -> VocabularySharing:

@@ -64,6 +64,7 @@ def test_what_is_held_is_asked_of_bands_made_without_the_source() -> None:
     assert held_by_tier({"one": one, "two": two, "new": stranger}) == {"seen": 1.0, "unseen": 0.0}
     assert held_by_tier({"one": one, "two": two}) == {"seen": 0.5}  # 1.1 is not held by the other's 1
     assert held_without({"a, one": [1.0], "b, one": [1.1], "c, two": [1.05]}) == 0.75
+    assert held_without({"a, one": [1.0], "b, one": [1.1]}) is None
 
 
 def test_how_far_two_layouts_lie_apart_is_of_groups() -> None:
