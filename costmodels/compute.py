@@ -37,6 +37,11 @@ _CLASS_NAMES: dict[OpClass, OpClassName] = {
     OpClass.MEMORY_BOUND: "memory_bound",
 }
 EIGHT_BIT_CLASSES = (OpClass.GEMM, OpClass.GROUPED_GEMM)
+# Of the rate of 16-bit products on tensor cores, what is left where a row is no multiple of 16 bytes: cuBLAS leaves its
+# kernels for others, which triples the time of a head with such a vocabulary (Netflix Technology Blog, "Scaling LLM
+# Post-Training at Netflix", 2026). The head of GPT-2 1.5B with 50,257 entries took 13 ms on an H200, 2.3 times what its
+# products take at the full rate (benchmarks/results/one_gpu_2026-11-24.md).
+UNALIGNED_RATE = 1 / 3
 
 
 @dataclass(frozen=True)

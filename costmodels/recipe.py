@@ -239,6 +239,9 @@ class Recipe(_Value):
     partition: Literal["even", "weighted"]  # equal numbers of blocks a stage, or equal weights with the head counted
     head_weight: Quantity | None = None  # of weighted stages: the head's parameters count so much; None: in full
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # Sides of products that tensor cores do not take are padded: Megatron-LM's vocabulary (no other side of its models
+    # is one), and whatever Inductor and XLA compile.
+    pads_products: bool = False
     # Each micro-batch, for what lies above the device's memory: the allocator gives blocks back and takes them again.
     overflow_s_per_byte: Quantity | None = None  # None: not known
     # Rows of the rank with most over the mean, of those that expert parallelism sends to ranks; None: routing is

@@ -117,6 +117,11 @@ class DeviceProfile(_Value):
     slowdown_beyond_devices: Annotated[Quantity | None, Weakest.LEAST] = None
     detected_names: Annotated[tuple[str, ...], Weakest.LEFT_OUT] = ()  # what the driver calls this device
 
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether NVIDIA's rules for the sizes of 16-bit products hold."""
+        return "nvidia" in self.vendor.lower()
+
 
 class NodeProfile(_Value):
     """One host."""

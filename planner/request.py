@@ -194,10 +194,11 @@ def check_precision(cluster: ClusterSpec, precision: Precision) -> None:
         )
 
 
-def alignment_notes(graph: ModelGraph, cluster: ClusterSpec, precision: Precision) -> tuple[str, ...]:
+def alignment_notes(target: PricingTarget) -> tuple[str, ...]:
     """Sizes of the model that the tensor cores of the cluster's devices do not take well."""
-    has_tensor_cores = "nvidia" in cluster.profile.device.vendor.lower()
-    return alignment_warnings(graph) if has_tensor_cores and precision is not Precision.FP32 else ()
+    if not target.cluster.profile.device.has_tensor_cores or target.precision == Precision.FP32:
+        return ()
+    return alignment_warnings(target.graph, are_products_padded=target.recipe.pads_products)
 
 
 def check_offload(cluster: ClusterSpec, offload: Offload | None, *, activations: bool | None = False) -> None:

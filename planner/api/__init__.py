@@ -91,8 +91,8 @@ class Question:
         graph = graph_of(request, notes)
         notes += graph.warnings
         training = training_of(request, cluster, graph, notes)
-        notes += alignment_notes(graph, cluster, training.precision)
         target = within_framework(target_of(graph, cluster, training.precision, request.framework, notes))
+        notes += alignment_notes(target)
         return Question(request, target, training, (*notes, *said_of(target)))
 
     @staticmethod

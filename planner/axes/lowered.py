@@ -86,7 +86,7 @@ class Kernel:
     saves: tuple[int, ...]  # tensors whose memory autograd keeps for its backward pass
     saved_extra_bytes: float  # kept besides
     follows_batch: bool
-    is_aligned: bool = True  # heads of attention are as wide as tensor cores want it
+    is_aligned: bool = True  # heads of attention, or sides of a product, are as wide as tensor cores want them
 
     def times(self, share: float) -> Kernel:
         """This rank's ``share`` of its work."""

@@ -22,6 +22,7 @@ from planner.graph.experts import expert_parameters, expert_weight, expert_work
 from planner.graph.model_graph import ModelGraph, Node, OpClass, Unit
 from planner.graph.node_operators import (
     are_heads_aligned,
+    are_sides_aligned,
     is_cast,
     is_kept_by_selective_recomputation,
     is_loss,
@@ -124,7 +125,7 @@ def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
         saves=tuple(dict.fromkeys(graph.nodes[i].storage for i in node.saves)),
         saved_extra_bytes=node.saved_extra_bytes * per_sequence,
         follows_batch=node.batch_dependent,
-        is_aligned=not is_attention or are_heads_aligned(node, graph),
+        is_aligned=are_heads_aligned(node, graph) if is_attention else are_sides_aligned(node, graph),
     )
 
 

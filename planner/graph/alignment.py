@@ -16,9 +16,9 @@ MOST_NAMES = 3  # of parameters in one sentence
 LEAST_SHARE = 0.01  # of all multiplied weights: a router or a small head is not worth a word
 
 
-def alignment_warnings(graph: ModelGraph) -> tuple[str, ...]:
-    """One sentence a size: widths of attention heads, which are priced, and sides of weights, which are not."""
-    return (*_of_heads(graph), *_of_weights(graph))
+def alignment_warnings(graph: ModelGraph, *, are_products_padded: bool = False) -> tuple[str, ...]:
+    """One sentence a size: widths of attention heads, and sides of weights where nobody pads these."""
+    return (*_of_heads(graph), *(() if are_products_padded else _of_weights(graph)))
 
 
 def _of_heads(graph: ModelGraph) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _of_weights(graph: ModelGraph) -> Iterator[str]:
         more = f" and {len(owners) - MOST_NAMES} more" if len(owners) > MOST_NAMES else ""
         yield (
             f"{', '.join(owners[:MOST_NAMES])}{more}: a side of {side} is no multiple of {TENSOR_CORE_ELEMENTS}; "
-            f"16-bit products are slower for it, which is not priced; pad it to {_next(side)}"
+            f"16-bit products take three times as long for it, and are priced so; pad it to {_next(side)}"
         )
 
 

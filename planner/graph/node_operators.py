@@ -69,6 +69,17 @@ def are_heads_aligned(node: Node, graph: ModelGraph) -> bool:
     return all(width % TENSOR_CORE_ELEMENTS == 0 for width in widths)
 
 
+def are_sides_aligned(node: Node, graph: ModelGraph) -> bool:
+    """Whether a matrix product takes and makes only rows as wide as tensor cores want them; True of other operators.
+
+    Rows are those of whole tensors, however they are split later.
+    """
+    if node.op_class not in (OpClass.GEMM, OpClass.GROUPED_GEMM):
+        return True
+    shapes = (node.shape, *(_operand(operand, graph).shape for operand in node.operands))
+    return all(shape[-1] % TENSOR_CORE_ELEMENTS == 0 for shape in shapes if len(shape) > 1)
+
+
 def num_scores(node: Node, graph: ModelGraph) -> float:
     """Elements of the score matrix of an attention operator: batch · heads · queries · keys."""
     keys = next((graph.nodes[o].shape[-2] for o in node.operands[1:2] if isinstance(o, int)), node.shape[-2])

@@ -2,7 +2,8 @@
 
 A kernel's time comes from the roofline of its class, its FLOPs and its bytes; the framework's recipe says how far its
 kernels differ. Parameters are read whole, however small the micro-batch is. Where tensor cores do not take heads of
-some width, attention's batched products run in fp32 on the ordinary cores.
+some width, attention's batched products run in fp32 on the ordinary cores; of matrix products with such a side a part
+of the rate is left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.compute import EIGHT_BIT_CLASSES
+from costmodels.compute import EIGHT_BIT_CLASSES, UNALIGNED_RATE
 from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import OpClass
@@ -22,6 +23,8 @@ from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
 SIXTEEN_BITS = "bf16"  # of products that stay out of 8 bits
+# Rows of TF32 and fp32 have other rules, which are not priced.
+UNALIGNED_PRECISIONS = {Precision.FP16, Precision.BF16, Precision.FP8}
 
 
 class KernelTimes(NamedTuple):
@@ -103,13 +106,24 @@ def _product_s(kernels: Sequence[Kernel], loads: _Loads, machine: Machine, frame
             for kernel in kernels
         ]
     )
-    flops, precision = loads.flops / rate.value, framework.precision
+    precision = framework.precision
+    flops = loads.flops / (rate.value * _unaligned_rates(kernels, op_class, machine, framework))
     found = machine.roofline(op_class, precision).times_s(flops, loads.num_bytes, num_kernels)
     is_wide = np.array([not kernel.is_eight_bit for kernel in kernels])
     if precision == Precision.FP8 and op_class in EIGHT_BIT_CLASSES and is_wide.any():
         in_sixteen = machine.roofline(op_class, SIXTEEN_BITS).times_s(flops, loads.num_bytes, num_kernels)
         return np.where(is_wide, in_sixteen, found)
     return found
+
+
+def _unaligned_rates(
+    kernels: Sequence[Kernel], op_class: OpClass, machine: Machine, framework: Framework
+) -> float | Array:
+    """Of the rate of a product, what is left where tensor cores do not take its sides and nobody pads them."""
+    is_priced = framework.precision in UNALIGNED_PRECISIONS and machine.has_tensor_cores
+    if op_class not in EIGHT_BIT_CLASSES or not is_priced or framework.recipe.pads_products:
+        return 1.0
+    return np.array([1.0 if kernel.is_aligned else UNALIGNED_RATE for kernel in kernels])
 
 
 def _plain_attention_s(

@@ -85,6 +85,11 @@ class Machine:
         half = self.cluster.profile.device.efficiency["attention"].half_rows
         return np.ones_like(query_rows) if half is None else 1 + half.value / query_rows
 
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether 16-bit products run on tensor cores, which want rows of some width."""
+        return self.cluster.profile.device.has_tensor_cores
+
     def has_arithmetic(self, dtype: DTypeName) -> bool:
         """Whether the profile says how fast the devices multiply in ``dtype``."""
         return dtype in self.cluster.profile.device.peak_flops_per_s

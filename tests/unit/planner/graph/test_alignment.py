@@ -45,7 +45,8 @@ def test_each_size_is_told_once_with_what_would_do(tmp_path: Path) -> None:
     assert "heads are 12 wide" in heads
     assert "16 would be quicker" in heads
     assert weights.startswith("out.weight: a side of 1001 is no multiple of 8")  # the embedding is not multiplied
-    assert weights.endswith("pad it to 1008")
+    assert weights.endswith("priced so; pad it to 1008")
+    assert alignment_warnings(graph, are_products_padded=True) == (heads,)
 
 
 def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
@@ -70,3 +71,9 @@ def test_it_is_told_where_tensor_cores_would_be_used(
 ) -> None:
     request = Request(odd, 2, hardware, seq_len=64, precision=precision)
     assert any("a side of 1001" in note for note in Question.of(request).notes) == is_told
+
+
+def test_it_is_not_told_where_the_framework_pads(odd: str) -> None:
+    for name, is_told in (("fsdp", True), ("megatron-core", False)):
+        request = Request(odd, 2, "dgx-a100-80gb", seq_len=64, framework=name)
+        assert any("a side of 1001" in note for note in Question.of(request).notes) == is_told
