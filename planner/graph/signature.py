@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.graph.model_graph import Node, Parameter
+from planner.operators.call import AttributeValue
 
 Signature = tuple[object, ...]
+# Arguments of operators that are numbers to compute with, whole ones too: others are places, sizes and counts.
+FACTORS = frozenset(("other", "alpha", "beta", "value"))
 
 
 def signature_of(
@@ -33,11 +36,21 @@ def signature_of(
             nodes[node_id].dtype,
             nodes[node_id].requires_grad,
             nodes[node_id].saved_extra_bytes,
-            tuple(nodes[node_id].attributes.items()),
+            tuple((name, _as_priced(name, value)) for name, value in nodes[node_id].attributes.items()),
             tuple(operand(value) for value in nodes[node_id].operands),
         )
         for node_id in node_ids
     )
+
+
+def _as_priced(name: str, value: AttributeValue) -> object:
+    """An argument as far as an operator's work may depend on it: numbers it computes with are as good as each other.
+
+    So blocks that scale by their number, as GPT-2 and differential attention may, are blocks of one kind. What is
+    nothing stays apart: a dropout of 0 drops nothing.
+    """
+    is_factor = isinstance(value, float) or (name in FACTORS and isinstance(value, int) and not isinstance(value, bool))
+    return (type(value), value == 0) if is_factor else value
 
 
 def relative(name: str, prefix: str) -> str:

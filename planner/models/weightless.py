@@ -26,7 +26,7 @@ def build_weightless(build: Callable[[], nn.Module]) -> nn.Module:
     """The module on the meta device; where its code needs real values, only its parameters are there."""
     try:
         with torch.device("meta"), _Unfilled():
-            return build()
+            return build_with_values(build)  # torch.normal and NumPy's arrays know nothing of the device
     except ModelError:
         return build_with_values(build)
 

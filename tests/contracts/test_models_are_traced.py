@@ -274,6 +274,16 @@ CONFIGS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 3,
         "vocab_size": 256,
     },
+    "diffllama": {  # parameters from torch.normal, which knows nothing of the meta device
+        "architectures": ["DiffLlamaForCausalLM"],
+        "model_type": "diffllama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    },
 }
 
 BLOCKS = {  # how many repeated blocks, by kind in order of execution

@@ -180,3 +180,47 @@ def test_blocks_need_no_list(tmp_path: Path) -> None:
     graph = trace_model(loaded_from_code(IN_PLACE, tmp_path), 2, 16)
     assert [block.modules for block in graph.blocks] == [("first", "second")]
     assert_partitions(graph)
+
+
+SCALED = """
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + {scaled}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Layer(number) for number in range(4))
+        self.head = nn.Linear(16, 32, bias=False)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+def build_model():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaled", "count"),
+    [
+        ("self.linear(x) / (self.number + 1)", 4),
+        ("self.linear(x) * 0.5 ** (self.number + 1)", 4),
+        ("nn.functional.dropout(self.linear(x), 0.1 * (self.number + 1))", 4),
+        ("nn.functional.dropout(self.linear(x), 0.1 * (self.number % 3))", 2),  # 0, 0.1, 0.2, 0: two drop nothing
+        ("self.linear(x).sum(-1 if self.number < 2 else 1, keepdim=True)", 2),  # another dimension
+    ],
+)
+def test_blocks_that_scale_by_their_number_are_of_one_kind(scaled: str, count: int, tmp_path: Path) -> None:
+    graph = trace_model(loaded_from_code(SCALED.format(scaled=scaled), tmp_path), 2, 16)
+    kinds = Counter(unit.kind for unit in graph.units if "layers" in unit.name)
+    assert max(kinds.values()) == count
