@@ -72,7 +72,12 @@ class HuggingFaceModel:
         except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(f"{path}: transformers cannot read it: {first}", hint="check model_type") from error
-        return HuggingFaceModel(path, config)
+        try:
+            return HuggingFaceModel(path, _of_its_class(config))
+        except ValueError as error:  # which of its configs is that of the text
+            raise ModelError(
+                f"{path}: {config.model_type} has several models of text", hint="wrap the one to train in a model.py"
+            ) from error
 
     @property
     def max_seq_len(self) -> int | None:
@@ -143,11 +148,32 @@ class HuggingFaceModel:
         """The class that the config names, or else the causal language model of its type."""
         import transformers
 
-        for name in getattr(self.config, "architectures", None) or ():
-            model_class = getattr(transformers, name, None)
-            if isinstance(model_class, type) and issubclass(model_class, nn.Module):
-                return model_class
-        return functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+        named = _named_class(self.config)
+        return named or functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+
+
+def _named_class(config: PretrainedConfig) -> type[nn.Module] | None:
+    """The class of ``transformers`` that the config names; None where there is none."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, nn.Module):
+            return model_class
+    return None
+
+
+def _of_its_class(config: PretrainedConfig) -> PretrainedConfig:
+    """``config``, or its part for text where the class that it names takes that alone, as Qwen3_5ForCausalLM does.
+
+    ValueError where it has several such parts.
+    """
+    text, named = config.get_text_config(), _named_class(config)
+    wanted = getattr(named, "config_class", None)
+    if wanted is None or isinstance(config, wanted) or not isinstance(text, wanted):
+        return config
+    text.architectures = config.architectures
+    return text
 
 
 def _returns_hidden_states(model_class: Any) -> bool:
@@ -181,7 +207,7 @@ def _media(config: PretrainedConfig, name: str, batch_size: int) -> torch.Tensor
 
 def _takes_plain_images(constructor: Callable[..., nn.Module], config: PretrainedConfig) -> bool:
     """Whether the model sees one image of fixed size beside each text."""
-    if not isinstance(constructor, type) or not hasattr(config, "vision_config"):
+    if not isinstance(constructor, type) or getattr(config, "vision_config", None) is None:
         return False
     names = inspect.signature(constructor.forward).parameters.keys()
     return "pixel_values" in names and not any("grid" in name for name in names)
@@ -192,15 +218,26 @@ def _put_image_tokens(tokens: torch.Tensor, config: PretrainedConfig) -> None:
     token = getattr(config, "image_token_id", None)
     if not isinstance(token, int):
         return
-    vision = config.vision_config
-    patches = (int(vision.image_size) // int(vision.patch_size)) ** 2
-    count = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None) or patches
+    count = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    count = count or _patches(config)
     if tokens.shape[1] <= count:
         raise ModelError(
             f"an image takes {count} tokens of {tokens.shape[1]}: none are left for the text",
             hint=f"give --seq-len above {count}",
         )
     tokens[:, :count] = token
+
+
+def _patches(config: PretrainedConfig) -> int:
+    """Of one image. ModelError where its size, or that of a patch, is not one number."""
+    vision = config.vision_config
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    if not isinstance(size, int) or not isinstance(patch, int):
+        raise ModelError(
+            f"how many tokens an image takes is not known: image_size {size!r}, patch_size {patch!r} in vision_config",
+            hint="wrap it in a model.py, whose example_inputs gives text and image",
+        )
+    return (size // patch) ** 2
 
 
 def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from planner.errors import ModelError
 from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.models.huggingface import _put_image_tokens  # pyright: ignore[reportPrivateUsage]
+from planner.models.inputs import call_model
 from tests.unit.planner.graph.traced import loaded_from_code
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -22,6 +26,12 @@ def loaded(folder: Path, model_type: str, others: dict[str, object], name: str |
         config["architectures"] = [name]
     (folder / "config.json").write_text(json.dumps(config))
     return load_model(resolve_model(str(folder / "config.json")))
+
+
+def logits_of(model: LoadedModel) -> torch.Tensor:
+    """Of its example: 2 texts of 16 tokens."""
+    output: Any = call_model(model.build(), model.example_inputs(2, 16))
+    return output.logits
 
 
 @pytest.mark.parametrize(
@@ -91,3 +101,37 @@ def test_models_of_scripts_keep_no_keys_for_later_tokens(tmp_path: Path) -> None
     module(torch.zeros(1, 8, dtype=torch.int64))
     kept: Any = module.kept
     assert kept.past_key_values is None
+
+
+def test_a_model_of_text_and_images_without_its_eyes_takes_text(tmp_path: Path) -> None:
+    """Gemma 4 may have no vision_config: an AttributeError ended the search."""
+    text: dict[str, object] = {
+        **SIZES, "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    others: dict[str, object] = {"text_config": text, "vision_config": None, "audio_config": None}
+    model = loaded(tmp_path, "gemma4", others, "Gemma4ForConditionalGeneration")
+    assert set(model.example_inputs(2, 16)) == {"input_ids"}
+    assert logits_of(model).shape == (2, 16, 256)
+
+
+def test_an_image_of_no_one_size_is_told() -> None:
+    config: Any = SimpleNamespace(image_token_id=255, vision_config=SimpleNamespace(image_size=32, patch_size=(8, 8)))
+    with pytest.raises(ModelError, match=r"image_size 32, patch_size \(8, 8\) in vision_config"):
+        _put_image_tokens(torch.zeros(2, 16, dtype=torch.int64), config)
+
+
+def test_a_class_of_text_alone_gets_the_config_of_the_text(tmp_path: Path) -> None:
+    """As transformers does it: before, the class was given the whole config, which has no vocab_size."""
+    text: dict[str, object] = {**SIZES, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}
+    model = loaded(tmp_path, "qwen3_5", {"text_config": text}, "Qwen3_5ForCausalLM")
+    assert logits_of(model).shape == (2, 16, 256)
+
+
+def test_a_config_of_several_texts_is_told(tmp_path: Path) -> None:
+    parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"},
+             "decoder": {"model_type": "musicgen_decoder"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "musicgen", **parts}))
+    with pytest.raises(ModelError, match="musicgen has several models of text") as told:
+        load_model(resolve_model(str(tmp_path / "config.json")))
+    assert "model.py" in told.value.hint
