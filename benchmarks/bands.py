@@ -11,7 +11,8 @@ GPUs. Every source counts alike, whoever plans is a new one (``costmodels/bands.
                  ``error_band``; a recipe that no source used has the band of all
     calibrated   so many rows of each cluster of a source calibrate it, and what counts are its other rows, priced today
 
-How much bands hold is said of each kind with every source left out of them in turn. Recipes start from the shipped
+What holds 80 % of the sources that it was made of holds less of the next one: of each kind the ends are as far apart as
+it takes for 80 % of a source that was left out, each in turn. Recipes start from the shipped
 values and are fitted to at most ``MAX_ROWS`` rows each. The errors with each source left out go to standard error.
 """
 
@@ -21,14 +22,14 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from math import log
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import calibrate
 from benchmarks.published.anchors import anchored
@@ -45,13 +46,22 @@ from benchmarks.published.machines import cluster_of
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import MIN_GROUP_ROWS
 from costmodels.recipe import ErrorBand, list_recipes
-from planner.calibration.recipe_fit import PARAMETERS, RecipeFit, error_band, told_by, what_others_say, with_values
+from planner.calibration.recipe_fit import (
+    COVERAGE,
+    PARAMETERS,
+    RecipeFit,
+    error_band,
+    told_by,
+    what_others_say,
+    with_values,
+)
 from planner.formats.run_table import Run, read_runs
 from planner.frameworks.registry import FRAMEWORKS
 
 BANDS = calibrate.RECIPES / "bands.json"
 NUMBERS = (1, 3, 10)  # of anchors
 MAX_ROWS = 40
+SHARES = tuple(round(COVERAGE + step / 100, 2) for step in range(16))  # of its own runs that a band may hold
 TOOL = "python -m benchmarks.bands --write"
 Ratios = Mapping[str, Sequence[float]]  # of each source or cluster: measured over predicted step time
 # Frameworks that were calibrated themselves, by all their names: no other's recipe prices them.
@@ -109,11 +119,12 @@ def main() -> int:
             warm[number] |= of_clusters[number]
     evidence = {source: found for source, found in sorted(evidence.items()) if found}
     report(evidence)
-    document = document_of(evidence, warm)
+    shares = shares_of(evidence)
+    document = document_of(evidence, warm, shares)
     print(json.dumps(document, indent=1))
     if options.write:
         BANDS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        write_recipes(evidence)
+        write_recipes(evidence, shares)
     return 0
 
 
@@ -180,7 +191,7 @@ def ratios(runs: Sequence[Run], pricer: RunPricer) -> list[float]:
     return [(run.step_time_s or 1.0) / pricer.price(run).priced.step_time_s for run in runs]
 
 
-def document_of(evidence: Evidence, warm: Mapping[int, Ratios]) -> dict[str, Any]:
+def document_of(evidence: Evidence, warm: Mapping[int, Ratios], shares: Shares) -> dict[str, Any]:
     """The content of ``bands.json``."""
     between = layout_error(evidence)
     calibrated: list[dict[str, Any]] = []
@@ -188,36 +199,66 @@ def document_of(evidence: Evidence, warm: Mapping[int, Ratios]) -> dict[str, Any
         if not of_cluster:  # no cluster of a table that was asked for has so many rows
             continue
         said = f"{TOOL}, clusters of sources left out, calibrated by {number} of their runs: {'; '.join(of_cluster)}"
-        band = error_band(list(of_cluster.values()), said, None)
-        calibrated.append({"num_runs": number, "error_band": _json(band), "held": held_without(of_cluster)})
+        within, held = enough(lambda share, found=of_cluster: held_without(found, share))
+        band = error_band(list(of_cluster.values()), said, None, within=within)
+        calibrated.append({"num_runs": number, "error_band": _json(band), "held": held})
     seen: dict[str, list[str]] = defaultdict(list)
     for name, gpu in sorted(kinds_of(evidence)):
         seen[name].append(gpu)
-    held = held_by_tier(evidence)
+    held = held_by_tier(evidence, shares)
     return {
         "calibrated": calibrated,
-        "unseen": {"error_band": _json(band_of_all(evidence, between)), "held": held["unseen"]},
+        "unseen": {"error_band": _json(band_of_all(evidence, between, shares.unseen)), "held": held["unseen"]},
         "seen": seen,
         "seen_held": held["seen"],
         "frameworks": sorted(set(OWN_FRAMEWORKS) - {LAYOUT_STUDY_FRAMEWORK}),
     }
 
 
-def write_recipes(evidence: Evidence) -> None:
+def write_recipes(evidence: Evidence, shares: Shares) -> None:
     """Puts its band into each recipe's file."""
     between = layout_error(evidence)
     for name in (*list_recipes(), *study_recipe_names()):
-        calibrate.put(name, {"error_band": _json(band_of_recipe(name, evidence, between))})
+        calibrate.put(name, {"error_band": _json(band_of_recipe(name, evidence, between, shares))})
 
 
-def band_of_all(evidence: Evidence, between: float | None) -> ErrorBand:
+class Shares(NamedTuple):
+    """Of the runs that a band is made of, how many lie between its ends, by what is known."""
+
+    seen: float
+    unseen: float
+
+
+def shares_of(evidence: Evidence) -> Shares:
+    """As large as it takes for bands of each kind to hold ``COVERAGE`` of a source that was left out."""
+
+    def of(tier: str) -> float:
+        return enough(lambda share: held_by_tier(evidence, Shares(share, share)).get(tier))[0]
+
+    return Shares(of("seen"), of("unseen"))
+
+
+def enough(held: Callable[[float], float | None]) -> tuple[float, float | None]:
+    """The least share of its own runs with which a band holds ``COVERAGE`` of others', and what it holds of them.
+
+    Where no source can be left out, or none does: the first, and the last share that is tried.
+    """
+    found = (COVERAGE, held(COVERAGE))
+    for share in SHARES:
+        found = (share, held(share))
+        if found[1] is None or found[1] >= COVERAGE:
+            break
+    return found
+
+
+def band_of_all(evidence: Evidence, between: float | None, within: float) -> ErrorBand:
     """The band of whoever knows neither a framework on a GPU nor a cluster."""
     ratios_of = [[each.ratio for each in found] for found in evidence.values()]
     text = f"{TOOL}, runs of sources that were not known when they were priced: {'; '.join(evidence)}"
-    return error_band(ratios_of, text, between)
+    return error_band(ratios_of, text, between, within=within)
 
 
-def band_of_recipe(name: str, evidence: Evidence, between: float | None) -> ErrorBand:
+def band_of_recipe(name: str, evidence: Evidence, between: float | None, shares: Shares) -> ErrorBand:
     """The band of a recipe on GPUs of which it was told."""
     own: dict[str, list[float]] = defaultdict(list)
     others: dict[str, list[float]] = defaultdict(list)
@@ -226,11 +267,11 @@ def band_of_recipe(name: str, evidence: Evidence, between: float | None) -> Erro
             is_own = each.kind is not None and each.kind[0] == name
             (own if is_own else others)[source].append(each.ratio)
     if not own:
-        return band_of_all(evidence, between)
+        return band_of_all(evidence, between, shares.unseen)
     text = (
         f"{TOOL}, runs of sources that were not known when they were priced: {'; '.join(own)}; all others as one more"
     )
-    return error_band(list(own.values()), text, between, list(others.values()))
+    return error_band(list(own.values()), text, between, list(others.values()), shares.seen)
 
 
 def kinds_of(evidence: Evidence) -> set[tuple[str, str]]:
@@ -238,13 +279,13 @@ def kinds_of(evidence: Evidence) -> set[tuple[str, str]]:
     return {kind for found in evidence.values() for each in found if (kind := each.kind) is not None}
 
 
-def held_by_tier(evidence: Evidence) -> dict[str, float]:
+def held_by_tier(evidence: Evidence, of_own: Shares) -> dict[str, float]:
     """Which share of runs the bands made without their source hold, by what was known then; each source alike."""
     shares: dict[str, dict[str, list[bool]]] = {"seen": defaultdict(list), "unseen": defaultdict(list)}
     for source, found in evidence.items():
         rest = {name: other for name, other in evidence.items() if name != source}
-        known, of_all = kinds_of(rest), band_of_all(rest, None)
-        of_recipe = {name: band_of_recipe(name, rest, None) for name, _ in known}
+        known, of_all = kinds_of(rest), band_of_all(rest, None, of_own.unseen)
+        of_recipe = {name: band_of_recipe(name, rest, None, of_own) for name, _ in known}
         for each in found:
             tier = "seen" if each.kind in known else "unseen"
             band = of_all if each.kind is None or tier == "unseen" else of_recipe[each.kind[0]]
@@ -252,7 +293,7 @@ def held_by_tier(evidence: Evidence) -> dict[str, float]:
     return {tier: round(fmean(map(fmean, of.values())), 3) for tier, of in shares.items() if of}
 
 
-def held_without(of_cluster: Ratios) -> float | None:
+def held_without(of_cluster: Ratios, within: float) -> float | None:
     """Which share of calibrated clusters' runs a band made without their source holds; each source alike.
 
     None where there is one source alone.
@@ -264,7 +305,8 @@ def held_without(of_cluster: Ratios) -> float | None:
         return None
     shares: list[float] = []
     for own in sources.values():
-        band = error_band([found for name, found in of_cluster.items() if name not in own], "without one source", None)
+        others = [found for name, found in of_cluster.items() if name not in own]
+        band = error_band(others, "without one source", None, within=within)
         shares.append(fmean(fmean(band.low <= ratio <= band.high for ratio in of_cluster[name]) for name in own))
     return round(fmean(shares), 3)
 

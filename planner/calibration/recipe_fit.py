@@ -173,8 +173,11 @@ def error_band(
     source: str,
     between_layouts: float | None,
     others: Sequence[Sequence[float]] = (),
+    within: float = COVERAGE,
 ) -> ErrorBand:
     """The band of measured over predicted step times of held-out runs, one sequence a source.
+
+    ``within``: the share of these runs between its ends, as large as it takes to hold ``COVERAGE`` of another source's.
 
     Every source counts alike, however many runs it has: whoever plans for a new cluster is a new source. A recipe has
     one to three sources, which are more like each other than the next one is like them: ``others``, the sources of
@@ -182,7 +185,7 @@ def error_band(
     """
     sources = [*ratios, [ratio for of_source in others for ratio in evenly_many(of_source)]] if others else ratios
     every = sorted(ratio for of_source in sources for ratio in evenly_many(of_source))
-    tail = (1 - COVERAGE) / 2
+    tail = (1 - within) / 2
     low, high = (every[round(share * (len(every) - 1))] for share in (tail, 1 - tail))
     return ErrorBand(
         low=round(min(low, 1.0), 3),
