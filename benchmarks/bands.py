@@ -241,14 +241,14 @@ def shares_of(evidence: Evidence) -> Shares:
 def enough(held: Callable[[float], float | None]) -> tuple[float, float | None]:
     """The least share of its own runs with which a band holds ``COVERAGE`` of others', and what it holds of them.
 
-    Where no source can be left out, or none does: the first, and the last share that is tried.
+    The first where no source can be left out, the last where none is enough.
     """
-    found = (COVERAGE, held(COVERAGE))
+    share, found = COVERAGE, None
     for share in SHARES:
-        found = (share, held(share))
-        if found[1] is None or found[1] >= COVERAGE:
+        found = held(share)
+        if found is None or found >= COVERAGE:
             break
-    return found
+    return share, found
 
 
 def band_of_all(evidence: Evidence, between: float | None, within: float) -> ErrorBand:

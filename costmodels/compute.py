@@ -42,6 +42,7 @@ EIGHT_BIT_CLASSES = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 # Post-Training at Netflix", 2026). The head of GPT-2 1.5B with 50,257 entries took 13 ms on an H200, 2.3 times what its
 # products take at the full rate (benchmarks/results/one_gpu_2026-11-24.md).
 UNALIGNED_RATE = 1 / 3
+UNALIGNED_DTYPES = ("fp16", "bf16", "fp8")  # rows of TF32 have another rule, which is not priced
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from math import inf
 
 from costmodels.bands import with_bands
 from costmodels.calibrated import recipe_on
+from costmodels.compute import UNALIGNED_DTYPES
 from costmodels.memory_band import DEFAULT_RISK, MOST_RISK
 from costmodels.recipe import Recipe, attention_kernel
 from costmodels.vocabulary.bounds import (
@@ -198,7 +199,8 @@ def alignment_notes(target: PricingTarget) -> tuple[str, ...]:
     """Sizes of the model that the tensor cores of the cluster's devices do not take well."""
     if not target.cluster.profile.device.has_tensor_cores or target.precision == Precision.FP32:
         return ()
-    return alignment_warnings(target.graph, are_products_padded=target.recipe.pads_products)
+    are_products_priced = target.precision in UNALIGNED_DTYPES and not target.recipe.pads_products
+    return alignment_warnings(target.graph, are_products_priced=are_products_priced)
 
 
 def check_offload(cluster: ClusterSpec, offload: Offload | None, *, activations: bool | None = False) -> None:

@@ -16,9 +16,9 @@ MOST_NAMES = 3  # of parameters in one sentence
 LEAST_SHARE = 0.01  # of all multiplied weights: a router or a small head is not worth a word
 
 
-def alignment_warnings(graph: ModelGraph, *, are_products_padded: bool = False) -> tuple[str, ...]:
-    """One sentence a size: widths of attention heads, and sides of weights where nobody pads these."""
-    return (*_of_heads(graph), *(() if are_products_padded else _of_weights(graph)))
+def alignment_warnings(graph: ModelGraph, *, are_products_priced: bool = True) -> tuple[str, ...]:
+    """One sentence a size: widths of attention heads, and sides of weights where these cost something."""
+    return (*_of_heads(graph), *(_of_weights(graph) if are_products_priced else ()))
 
 
 def _of_heads(graph: ModelGraph) -> Iterator[str]:

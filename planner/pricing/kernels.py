@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.compute import EIGHT_BIT_CLASSES, UNALIGNED_RATE
+from costmodels.compute import EIGHT_BIT_CLASSES, UNALIGNED_DTYPES, UNALIGNED_RATE
 from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.terms import Pass
 from costmodels.vocabulary.workload import OpClass
@@ -23,8 +23,6 @@ from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
 SIXTEEN_BITS = "bf16"  # of products that stay out of 8 bits
-# Rows of TF32 and fp32 have other rules, which are not priced.
-UNALIGNED_PRECISIONS = {Precision.FP16, Precision.BF16, Precision.FP8}
 
 
 class KernelTimes(NamedTuple):
@@ -120,7 +118,7 @@ def _unaligned_rates(
     kernels: Sequence[Kernel], op_class: OpClass, machine: Machine, framework: Framework
 ) -> float | Array:
     """Of the rate of a product, what is left where tensor cores do not take its sides and nobody pads them."""
-    is_priced = framework.precision in UNALIGNED_PRECISIONS and machine.has_tensor_cores
+    is_priced = framework.precision in UNALIGNED_DTYPES and machine.has_tensor_cores
     if op_class not in EIGHT_BIT_CLASSES or not is_priced or framework.recipe.pads_products:
         return 1.0
     return np.array([1.0 if kernel.is_aligned else UNALIGNED_RATE for kernel in kernels])

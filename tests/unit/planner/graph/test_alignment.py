@@ -46,7 +46,7 @@ def test_each_size_is_told_once_with_what_would_do(tmp_path: Path) -> None:
     assert "16 would be quicker" in heads
     assert weights.startswith("out.weight: a side of 1001 is no multiple of 8")  # the embedding is not multiplied
     assert weights.endswith("priced so; pad it to 1008")
-    assert alignment_warnings(graph, are_products_padded=True) == (heads,)
+    assert alignment_warnings(graph, are_products_priced=False) == (heads,)
 
 
 def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
