@@ -12,8 +12,8 @@ GPUs. Every source counts alike, whoever plans is a new one (``costmodels/bands.
     calibrated   so many rows of each cluster of a source calibrate it, and what counts are its other rows, priced today
 
 What holds 80 % of the sources that it was made of holds less of the next one: of each kind the ends are as far apart as
-it takes for 80 % of a source that was left out, each in turn. Recipes start from the shipped
-values and are fitted to at most ``MAX_ROWS`` rows each. The errors with each source left out go to standard error.
+it takes for 80 % of a source that was left out, each in turn. Recipes start from the shipped values and are fitted to
+at most ``MAX_ROWS`` rows each. The errors with each source left out go to standard error.
 """
 
 from __future__ import annotations
