@@ -53,7 +53,7 @@ def main() -> int:
     if options.page:
         unseen_file = shipped(UNSEEN)
         unseen = [] if unseen_file is None else price_rows(read_runs(unseen_file), pricer)
-        write_page(options.page, priced, rows, Sections(summary, tuple(pairs), tuple(unseen)))
+        write_page(options.page, priced, rows, Sections(summary, tuple(pairs), tuple(failed), tuple(unseen)))
     if not options.quiet:
         print_rows(rows)
     print_summary(summary)

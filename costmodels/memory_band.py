@@ -11,7 +11,8 @@ C / factor(risk) fails to fit with at most ``risk``. At a risk of 1/2 the factor
 their word. The median is not fitted. A model that counts too much on average gets no credit for it.
 
 Each spread is the root mean square of ln r on its side, which is its maximum-likelihood value; every source of runs
-counts alike (``fitted``), since whoever plans for a new cluster is a new source.
+counts alike (``spreads``), since whoever plans for a new cluster is a new source. Shipped bands are wider above: as
+wide as it takes for runs of a source that was left out (``benchmarks/memory_band.py``).
 
 Source of the form: J. F. Gibbons and S. Mylroie, "Estimation of impurity profiles in ion-implanted amorphous targets
 using joined half-Gaussian distributions", Applied Physics Letters 22 (1973).

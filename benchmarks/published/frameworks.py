@@ -12,7 +12,7 @@ from pathlib import Path
 
 from costmodels.recipe import Recipe, load_recipe
 from planner.errors import InputError
-from planner.formats.run_table import Run
+from planner.formats.run_table import GATED_MLPS, Run
 from planner.frameworks.kernels import attention_name_for
 from planner.frameworks.registry import Where, framework_of, kernels_of, recipe_for
 
@@ -22,6 +22,9 @@ STUDY_RECIPES = Path(__file__).resolve().parents[1] / "data" / "recipes"
 FALLBACK_FRAMEWORK = "megatron-lm"
 UNKNOWN = "unknown"
 MEGATRON_DROPOUT = 0.1
+WRITTEN_OUT_NORM_BYTES = (
+    4.0  # an element: the copy in 32 bits and the result in 16, less the input in 16, which is not kept
+)
 # Aleph Alpha's trainer of the parallel-layout study, and the cluster whose hosts were slow in early 2025.
 LAYOUT_STUDY_FRAMEWORK = "aleph-alpha-scaling"
 SLOW_HOSTS_CLUSTER = "huggingface-h100-2025"
@@ -71,6 +74,20 @@ def with_dropout(recipe: Recipe, run: Run) -> Recipe:
     if framework_name_of(run) != "megatron-core" or run.architecture.mlp_type != "gelu":
         return recipe
     return recipe.model_copy(update={"dropout": MEGATRON_DROPOUT})
+
+
+def with_norms(recipe: Recipe, run: Run) -> Recipe:
+    """``recipe`` with what Hugging Face's RMSNorm keeps where DeepSpeed ran a model of theirs and no fused norm.
+
+    ``LlamaRMSNorm.forward`` computes on a copy in 32 bits, which is kept in the place of the input; so is the result in
+    16 bits. Models of users are traced as they are written; a row's model is one of ours, whose norms are fused.
+    """
+    kernels = run.software.kernels
+    is_theirs = framework_name_of(run) == "deepspeed" and "eager-mode" in kernels and "fused-norm" not in kernels
+    if not is_theirs or run.architecture.mlp_type not in GATED_MLPS:
+        return recipe
+    kept = recipe.norm_saved_bytes.model_copy(update={"value": WRITTEN_OUT_NORM_BYTES})
+    return recipe.model_copy(update={"norm_saved_bytes": kept})
 
 
 def overlap_of(run: Run) -> Mapping[str, bool]:

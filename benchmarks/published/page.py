@@ -8,15 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from benchmarks.published.blind import first_prices, lines_by, said_of
 from benchmarks.published.data import BLIND_RUNS, ROOT, UNSEEN
 from benchmarks.published.frameworks import recipe_called, study_recipe_names
+from benchmarks.published.memory_page import memory_sections
 from benchmarks.published.pairs import POINTS, Pair, counts_of
-from benchmarks.published.summary import Row, Summary
+from benchmarks.published.summary import Row, Summary, in_figures
 from costmodels.bands import held_shares
-from costmodels.memory_band import DEFAULT_RISK
 from costmodels.recipe import list_recipes
 from hardware_profiles.sanity import quantities
 from planner.formats.run_table import Run, read_runs
@@ -72,6 +72,7 @@ class Sections:
 
     summary: Summary
     pairs: tuple[Pair, ...]
+    failed: tuple[Row, ...]  # that ran out of memory
     unseen: tuple[Row, ...]  # of a table that had no part in any fit
 
 
@@ -88,7 +89,7 @@ def write_page(path: Path, runs: Mapping[str, Run], rows: Sequence[Row], section
         f"![measured against predicted step time]({chart.name})\n",
         f"Every row stands in [{table.name}]({table.name}).\n",
         _bands({row.recipe for row in priced}),
-        _memory_bands({row.recipe for row in priced}),
+        memory_sections({row.recipe for row in priced}, rows, sections.failed),
         _unfitted(priced),
         _unseen(sections.unseen),
         _blind(),
@@ -156,28 +157,6 @@ def _bands(names: set[str]) -> str:
         band = recipe_called(name).error_band
         if band is not None:
             lines.append(f"| {name} | {band.low:.2f} to {band.high:.2f} | {band.num_runs} |")
-    return "\n".join(lines) + "\n"
-
-
-def _memory_bands(names: set[str]) -> str:
-    """What the recipes say of measured over predicted peak memory."""
-    lines = [
-        "## Memory: the probability of fitting\n",
-        "The spread of ln(measured / predicted) peak memory, above and below the prediction, and what a device must",
-        "have over what is predicted for a plan to fit with 95 % (`python -m benchmarks.memory_band --write`; sources",
-        "and their shares within the factor when they are left out stand in",
-        "`benchmarks/results/memory_band_published-runs_*.md`). `planner search` takes no more than that part of a",
-        "device by prediction (`--memory-risk`).\n",
-        "| recipe | spread above | below | factor | runs | sources |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in ("planner", *sorted(names - {"planner"})):
-        band = recipe_called(name).memory_band
-        if band is not None:
-            lines.append(
-                f"| {name} | {band.spread_above:.3f} | {band.spread_below:.3f} | {band.factor(DEFAULT_RISK):.3f} | "
-                f"{band.num_runs} | {band.num_sources} |"
-            )
     return "\n".join(lines) + "\n"
 
 
@@ -288,13 +267,7 @@ def _accuracy_lines(rows: Sequence[Row], key: Callable[[Row], str]) -> list[str]
     groups: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row.error or 0.0)
-    lines: list[str] = []
-    for name, errors in sorted(groups.items()):
-        absolute = list(map(abs, errors))
-        lines.append(
-            f"| {name} | {len(errors)} | {fmean(absolute):.1%} | {median(absolute):.1%} | {fmean(errors):+.1%} |"
-        )
-    return lines
+    return [f"| {name} | {in_figures(errors)} |" for name, errors in sorted(groups.items())]
 
 
 def _width(run: Run) -> str:

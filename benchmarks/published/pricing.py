@@ -15,6 +15,7 @@ from benchmarks.published.frameworks import (
     recipe_called,
     recipe_name_of,
     with_dropout,
+    with_norms,
 )
 from benchmarks.published.machines import cluster_of
 from costmodels.communication import collective_time_s
@@ -94,7 +95,8 @@ class RunPricer:
         precision = precision_of(run.precision)
         where = Where(cluster.profile.node.num_devices, cluster.profile.device.name, precision.value)
         words = kernel_words_of(run, where)
-        recipe = with_kernels(with_dropout(self.recipe(recipe_name_of(run)), run), words)
+        recipe = with_norms(with_dropout(self.recipe(recipe_name_of(run)), run), run)
+        recipe = with_kernels(recipe, words)
         recipe = with_overlap(recipe, overlap_of(run))
         name = attention_name_of(run, recipe)
         kernel = self.kernels.get(name) or attention_kernel(name)

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from benchmarks.published.frameworks import FALLBACK_FRAMEWORK, UNKNOWN
 from benchmarks.published.pricing import Prediction, RunPricer
 from planner.errors import PlannerError
+from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.measured_memory import memory_as_measured
 from planner.formats.run_table import Rejected, Run, UnpriceableRunError
 
@@ -33,6 +34,7 @@ class Row:
     memory_error: float | None = None
     memory_kind: str = ""
     fits: bool | None = None
+    device_share: float | None = None  # of its device's memory, the predicted peak of the rank that fills most of it
     recipe: str = ""
     framework: str = ""
     assumptions: tuple[str, ...] = ()
@@ -83,10 +85,15 @@ def row_of(run: Run, prediction: Prediction) -> Row:
         memory_error=None if seen is None else memory / seen - 1,
         memory_kind=run.peak_memory_kind,
         fits=prediction.priced.fits,
+        device_share=_device_share(prediction.priced),
         recipe=prediction.recipe_name,
         framework=prediction.framework,
         assumptions=run.assumptions + _assumed_framework(run, prediction),
     )
+
+
+def _device_share(priced: Evaluated) -> float:
+    return max(rank.peak.total_bytes / room for rank, room in zip(priced.memory, priced.capacity_bytes, strict=True))
 
 
 def _assumed_framework(run: Run, prediction: Prediction) -> tuple[str, ...]:
@@ -179,6 +186,12 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
         untied_predicted += p1 != p2
     scale = sqrt(untied_measured * untied_predicted)
     return agreeing / scale if scale else 0.0
+
+
+def in_figures(errors: Sequence[float]) -> str:
+    """How many errors there are, their mean and median size, and their mean, as cells of a table."""
+    sizes = [abs(error) for error in errors]
+    return f"{len(errors)} | {fmean(sizes):.1%} | {median(sizes):.1%} | {fmean(errors):+.1%}"
 
 
 def document(rows: Sequence[Row], out_of_memory: Sequence[Row], summary: Summary) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from costmodels.vocabulary.choices import Recompute
 
 GIB = 2**30
+KIND_NOT_SAID = "kind not said"  # of a peak: of tensors, of the allocator or of the device; it can be held against none
 TRUE_WORDS = {"true", "1", "yes"}
 FALSE_WORDS = {"false", "0", "no"}
 # Where the size of the vocabulary is not said: GPT-2's 50,257 padded as Megatron-LM pads it, and Llama's.
@@ -186,9 +187,9 @@ def _read(row: Mapping[str, str], number: int, file_name: str) -> Run | Rejected
 
 def _run(row: Mapping[str, str], name: str, source: str) -> Run:
     assumed: list[str] = []
-    kind = _memory_kind(row.get("peak_memory_kind") or "")
-    memory = _optional(row, "peak_memory_gb_per_gpu")
-    unit = GIB if "GiB" in (row.get("peak_memory_kind") or "") else 1e9
+    words = row.get("peak_memory_kind") or ""
+    memory = None if KIND_NOT_SAID in words else _optional(row, "peak_memory_gb_per_gpu")
+    unit = GIB if "GiB" in words else 1e9
     flash = _flag(row, "flash_attention")
     layout = _layout(row, assumed)
     return Run(
@@ -203,8 +204,8 @@ def _run(row: Mapping[str, str], name: str, source: str) -> Run:
         software=_software(row),
         step_time_s=_step_time_s(row, layout),
         peak_memory_bytes=None if memory is None else memory * unit,
-        peak_memory_kind=kind if memory is not None else "",
-        memory_of=_memory_rank((row.get("peak_memory_kind") or "").lower()),
+        peak_memory_kind=_memory_kind(words) if memory is not None else "",
+        memory_of=_memory_rank(words.lower()),
         assumptions=tuple(assumed),
     )
 

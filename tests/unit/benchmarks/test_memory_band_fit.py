@@ -4,7 +4,7 @@ from math import exp, log
 
 import pytest
 
-from benchmarks.memory_band import MIN_RUNS, Peak, band_of, bands_of, held_out_shares
+from benchmarks.memory_band import MIN_RUNS, WIDER, Peak, band_of, bands_of, enough, held_out_shares
 from benchmarks.straggler_fit import WEAK_SCALING, by_source, fitted_spread, grown_error, pair_between, weak_scaling
 from costmodels.stragglers import expected_largest
 
@@ -30,6 +30,19 @@ def test_a_recipe_has_its_own_band_only_with_enough_runs_that_fill_their_device(
     assert set(bands_of(many[1:] + others)) == {""}
     small = peaks("a", "calm", [exp(0.1), exp(-0.1)] * MIN_RUNS, share=0.05)
     assert set(bands_of(small + others)) == {""}
+
+
+def test_a_band_is_as_wide_as_it_takes_for_a_source_that_was_left_out() -> None:
+    calm = [run for name in "abcd" for run in peaks(name, name, [exp(0.1), exp(-0.1)])]
+    # Of exp(0.2) a band of the calm ones holds none until exp(0.1 * 1.645 * wider) reaches it: at 1.25.
+    wider, held = enough([*calm, *peaks("e", "wild", [exp(0.2), exp(-0.2)])])
+    assert (wider, held) == (1.25, 1.0)
+    assert band_of([*calm, *peaks("e", "wild", [exp(0.2), exp(-0.2)])]).spread_above == pytest.approx(
+        1.25 * ((4 * 0.01 + 0.04) / 5) ** 0.5, rel=0.02
+    )
+    # Of fewer sources than five nothing is made of what one that is left out says; a source far out is never reached.
+    assert enough([*calm[:4], *peaks("e", "wild", [exp(0.2), exp(-0.2)])])[0] == 1
+    assert enough([*calm, *peaks("e", "far", [exp(2), exp(-2)])]) == (WIDER[-1], 0.9)
 
 
 def test_a_pair_gives_the_spread_that_explains_it() -> None:
