@@ -13,6 +13,7 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from planner.errors import InputError
@@ -27,11 +28,18 @@ def is_stdout(path: Path | None) -> bool:
     return path is not None and str(path) in ("-", "/dev/stdout")
 
 
-def check_output(*paths: Path | None) -> None:
-    """InputError before the work rather than after it, where a file cannot be written."""
+def check_output(*paths: Path | None, reads: Iterable[str | Path | None] = ()) -> None:
+    """InputError before the work rather than after it, where a file cannot be written, or is one that is read.
+
+    ``reads``: what the command is given, as its user names it: FILE, FILE:factory, PLAN:LOG, a folder of a config.json.
+    """
+    inputs = {name: file for each in reads if each is not None for name, file in _files_of(str(each))}
     for path in paths:
         if path is None or is_stdout(path):
             continue
+        name = next((name for name, file in inputs.items() if _is_same(path, file)), None)
+        if name is not None:
+            raise InputError(f"cannot write {path}: it is {name}, which is read", hint="choose another file")
         try:
             target = _replaced(path)
             if target is not None:
@@ -40,6 +48,19 @@ def check_output(*paths: Path | None) -> None:
                 os.unlink(temporary)
         except (OSError, ValueError) as error:
             raise _refused(path, error) from error
+
+
+def _files_of(name: str) -> Iterator[tuple[str, Path]]:
+    """The files that ``name`` may mean, each with its name."""
+    parts = [name, *name.split(":"), name.rpartition(":")[0], os.path.join(name, "config.json")]
+    return ((part, Path(part)) for part in parts if part)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other) and path.is_file()
+    except (OSError, ValueError):  # one of them is not there
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

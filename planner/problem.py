@@ -28,7 +28,7 @@ from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.in_turn import in_turn
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
-from planner.solver.search import Outcome, Progress, Wanted, probes, search
+from planner.solver.search import Outcome, Progress, Wanted, needing_least, probes, search
 from planner.solver.shares import with_shares
 from planner.solver.smallest import at_its_smallest
 from planner.space.device_counts import worthwhile_counts
@@ -41,8 +41,6 @@ from planner.table.keys import WorkKey
 MOST_KNOWN_PLACEMENTS = 4096
 # The risk of not fitting at which predictions of memory are taken at their word.
 EVEN_RISK = 0.5
-# Risks that are tried where nothing fits at a smaller one.
-RISKS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, EVEN_RISK)
 # A plan that leaves a tenth of what it may take of every device has room.
 ROOMY = 0.9
 
@@ -64,10 +62,19 @@ class Problem:
     memory_risk: float = EVEN_RISK  # that a plan does not fit after all
 
     @staticmethod
-    def build(target: PricingTarget, training: Training, pins: Pins, memory_risk: float = EVEN_RISK) -> Problem:
-        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best."""
+    def build(
+        target: PricingTarget,
+        training: Training,
+        pins: Pins,
+        memory_risk: float = EVEN_RISK,
+        deadline: Deadline | None = None,
+    ) -> Problem:
+        """Places the operators for every degree, enumerates the space, prices it and drops what cannot be best.
+
+        OutOfTimeError where the deadline is over before that.
+        """
         decisions = decided_for_degrees(target, pins, placement_solver().solve_placement)
-        return Problem.of(target, training, pins, decisions, Deadline.never()).at_risk(memory_risk)
+        return Problem.of(target, training, pins, decisions, deadline or Deadline.never()).at_risk(memory_risk)
 
     @staticmethod
     def of(
@@ -107,14 +114,6 @@ class Problem:
         factor = 1.0 if band is None else band.factor(memory_risk)
         table = replace(self.table, cluster=self.table.cluster.with_memory_factor(factor))
         return replace(self, table=table, memory_risk=memory_risk)
-
-    @property
-    def least_risk_that_fits(self) -> float | None:
-        """The least risk, of ``RISKS`` above this problem's, at which any layout fits; None where none does at 1/2."""
-        higher = [risk for risk in RISKS if risk > self.memory_risk]
-        if not higher or not self.at_risk(higher[-1]).has_any_fit:
-            return None
-        return next((risk for risk in higher[:-1] if self.at_risk(risk).has_any_fit), higher[-1])
 
     def roomier(self, outcome: Outcome, deadline: Deadline) -> Evaluated | None:
         """The fastest layout known whose ranks take at most ``ROOMY`` of what they may.
@@ -192,10 +191,21 @@ class Problem:
         """The fastest plain FSDP layout that fits."""
         return search(self.table, self.baseline_layouts, self.solver)
 
-    @property
-    def has_any_fit(self) -> bool:
-        """Whether any layout fits; stops at the first."""
-        return search(self.table, self.space.layouts, self.solver, wanted=Wanted(any_will_do=True)).best is not None
+    def can_fit(self, deadline: Deadline) -> bool:
+        """Whether a layout that fits is found by the deadline.
+
+        The one that needs least is tried first, cut evenly; then all, until one fits.
+        """
+        try:
+            nearest = needing_least(self.table, self.space.layouts, deadline)
+            if nearest is None or nearest.fits:
+                return nearest is not None
+            wanted = Wanted(any_will_do=True)
+            return (
+                search(self.table, self.space.layouts, self.solver, deadline=deadline, wanted=wanted).best is not None
+            )
+        except OutOfTimeError:
+            return False
 
     @property
     def placements_are_proved(self) -> bool:

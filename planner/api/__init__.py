@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 
 from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
 from planner.api.money import whole_run
+from planner.api.nothing_fits import no_plan
 from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
 from planner.api.within import pins_under, refusals, runnable, said_of, within_framework
 from planner.errors import (
     HardwareError,
-    InfeasibleError,
     InputError,
     ModelError,
     NoLayoutError,
     PlanError,
-    PlannerError,
     TimeLimitError,
 )
 from planner.evaluation.evaluator import Evaluated
@@ -32,7 +31,7 @@ from planner.pricing.decisions import decided
 from planner.pricing.placements import Decision
 from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
-from planner.problem import EVEN_RISK, Problem, Solved, at_its_smallest, placement_solver, solved_by
+from planner.problem import Problem, Solved, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
     Request,
@@ -51,7 +50,6 @@ from planner.solver.preference import tie_share
 from planner.solver.search import Outcome, Progress
 from planner.table.keys import TensorSplit
 from planner.translate import from_plan, to_plan
-from planner.translate.infeasible import Attempt, binding_text, lacking_bytes, smallest_change
 
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
 PINS_IN_THE_WAY = (
@@ -143,7 +141,7 @@ def answer_of(
         raise TimeLimitError from None
     problem, outcome = counted.solved.problem, counted.solved.outcome
     if outcome.best is None:
-        raise no_plan(problem, outcome, is_late=deadline.is_over(), brief=brief)
+        raise no_plan(problem, outcome, deadline, brief=brief)
     deadline.settle()
     baseline = problem.solved_baseline()
     cases: tuple[CaseSection, ...] = ()
@@ -286,41 +284,6 @@ def described(problem: Problem, found: Evaluated) -> Plan:
     layout = found.layout
     decision = problem.decisions[TensorSplit(layout.mesh.tp, layout.sequence_parallel, layout.mesh.etp)]
     return to_plan.described(found, problem.target, problem.space.training, decision)
-
-
-def no_plan(problem: Problem, outcome: Outcome, *, is_late: bool = False, brief: bool = False) -> PlannerError:
-    """Why nothing was found, and but for ``brief`` the smallest change that would help. ``is_late``: time is over."""
-    if is_late and not outcome.is_exhausted:
-        tried = f"{outcome.num_visited} of {outcome.num_candidates} layouts tried"
-        return TimeLimitError(f"no plan was found in time ({tried})")
-    assert outcome.closest is not None
-    closest = at_its_smallest(problem.table, outcome.closest)
-    pinned = problem.space.pins.describe()
-    space_text = f"{outcome.num_candidates} layouts{f' with {pinned}' if pinned else ''}"
-    cluster = problem.target.cluster
-    text = binding_text(cluster, closest, space_text, problem.memory_risk, is_proved=outcome.is_exhausted)
-    lacks = lacking_bytes(closest)
-    if brief:
-        return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacks)
-    risk = problem.least_risk_that_fits
-    if risk is not None:
-        hint = (
-            f"give --memory-risk {risk:g}: a plan fits with {1 - risk:.0%}, as published runs differed from predictions"
-        )
-        return InfeasibleError(text, hint=hint, lacks_bytes=lacks)
-    asked = Attempt(cluster, problem.space.training, problem.space.pins)
-    change = smallest_change(asked, lambda attempt: something_fits(problem.target, attempt, problem.memory_risk))
-    return InfeasibleError(text, hint=change, lacks_bytes=lacks)
-
-
-def something_fits(target: PricingTarget, attempt: Attempt, memory_risk: float = EVEN_RISK) -> bool:
-    """Whether any layout fits but for this risk, of the model of ``target``, as its framework runs it."""
-    try:
-        check_offload(attempt.cluster, attempt.pins.offload, activations=attempt.pins.offload_activations)
-        within = replace(target, cluster=attempt.cluster)
-        return Problem.build(within, attempt.training, attempt.pins, memory_risk).has_any_fit
-    except (HardwareError, InputError):
-        return False
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planner.api import Question, no_plan, something_fits
+from planner.api import Question
 from planner.api.front import counts_between
+from planner.api.nothing_fits import no_plan, something_fits
 from planner.errors import HardwareError, PlannerError
 from planner.problem import Problem, at_its_smallest
 from planner.request import Request, load_cluster
@@ -121,14 +122,17 @@ def _worst(found: Outcome, problem: Problem) -> _Worst:
 
 
 def _fits(question: Question, num_devices: int) -> bool:
-    """Whether anything fits on so many devices, with a global batch of one sequence for each at least."""
+    """Whether anything fits on so many devices: of the batch, else of one with a sequence for each device."""
     training, request = question.training, question.request
-    batch = training.global_batch_size
-    if num_devices > batch:
-        batch = -(-batch // num_devices) * num_devices
     cluster = question.target.cluster.model_copy(update={"num_devices": num_devices})
-    attempt = Attempt(cluster, replace(training, global_batch_size=batch), request.pins)
-    return something_fits(question.target, attempt, request.memory_risk)
+    return any(
+        something_fits(
+            question.target,
+            Attempt(cluster, replace(training, global_batch_size=batch), request.pins),
+            request.memory_risk,
+        )
+        for batch in sorted({training.global_batch_size, max(training.global_batch_size, num_devices)})
+    )
 
 
 def _least_devices(question: Question, *, fits: bool) -> int | None:

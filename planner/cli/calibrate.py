@@ -67,7 +67,7 @@ def calibrate(  # over 6 arguments: one for each option of the command line
     trust: Trust = False,
 ) -> None:
     """Correct a profile by measured runs of your own cluster: one helps, ten are near a full fit."""
-    check_output(output)
+    check_output(output, reads=[*runs, model])
     named = hardware or default_profile_name()
     known = _profile(named)
     if name is not None and not NAME_PATTERN.fullmatch(name):

@@ -45,7 +45,7 @@ def export(  # over 6 arguments: one for each option of the command line
     from planner.formats.registry import target_called
 
     target = target_called(to)
-    check_output(output)
+    check_output(output, reads=[plan_file])
     plan = read_plan(plan_file, trust=trust)
     found = exported(target, job_of(plan, plan_file, gpus_per_node))
     talk = talk_console()

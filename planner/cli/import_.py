@@ -76,7 +76,7 @@ def import_config(  # over 6 arguments: one for each option of the command line
     from planner.formats.completion import Given, completed
     from planner.formats.registry import read_config
 
-    check_output(output, better)
+    check_output(output, better, reads=[file, model])
     target, read = read_config(file.name, config_text(file), from_format)
     source, model_notes = model_of(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)

@@ -39,7 +39,7 @@ def report(  # over 6 arguments: one for each option of the command line
     trust: Trust = False,
 ) -> None:
     """Write a page about a plan: where time and memory go, which GPU does what, its timeline, other plans."""
-    check_output(output)
+    check_output(output, reads=[plan_file, hardware])
     plan = read_plan(plan_file, trust=trust)
     from planner.api import same_run, schedule_plan
     from planner.api.explain import Wishes

@@ -30,7 +30,7 @@ def schedule(
     ] = None,
 ) -> None:
     """Draw the predicted step of a plan: what every pipeline rank does when, action by action."""
-    check_output(trace)
+    check_output(trace, reads=[plan_file, hardware])
     plan = read_plan(plan_file, trust=trust)
     from planner.api import schedule_plan
     from planner.render_schedule import show_timeline

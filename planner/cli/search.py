@@ -167,7 +167,7 @@ def search(  # over 6 arguments: one for each option of the command line
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk, may_idle=idle, robust=robust,
         num_tokens=tokens,
     )  # fmt: skip
-    check_output(output)
+    check_output(output, reads=[model, hardware])
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:

@@ -55,7 +55,7 @@ def trace(  # over 6 arguments: one for each option of the command
     as_json: Annotated[bool, typer.Option("--json", help="The graph on stdout, and nothing else there.")] = False,
 ) -> None:
     """Trace MODEL with its loss into the operator DAG that planning starts from."""
-    check_output(output)
+    check_output(output, reads=[model])
     talk = talk_console()
     graph = _graph(model, batch_size, seq_len, precision)
     for warning in graph.warnings:

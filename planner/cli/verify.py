@@ -49,7 +49,7 @@ def verify(  # over 6 arguments: one for each option of the command
     ] = None,
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
-    check_output(output)
+    check_output(output, reads=[plan_file])
     check_output(keep)
     if keep is not None and top == 1:
         raise InputError("--keep chooses among several plans", hint="add --top K, or leave --keep out")

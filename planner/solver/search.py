@@ -30,7 +30,7 @@ from planner.solver.closely import Closely
 from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, matter_of, unlike
-from planner.solver.smallest import smallest
+from planner.solver.smallest import at_its_smallest, scarcity, smallest
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -153,7 +153,7 @@ def search(
         interrupted=interrupted,
         num_candidates=len(layouts),
         num_visited=walk.num_visited,
-        closest=None if best.best else smallest(table, listed, _scarcity(table, lower)),
+        closest=None if best.best else smallest(table, listed, scarcity(table, lower)),
     )
 
 
@@ -380,7 +380,7 @@ def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | N
 
 def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Positions:
     """Positions of the layouts that may fit, by their estimates; at equal ones the simpler first."""
-    fits = np.flatnonzero(_scarcity(table, lower) <= 1)
+    fits = np.flatnonzero(scarcity(table, lower) <= 1)
     by_time = fits[np.argsort(lower.estimate_s[fits], kind="stable")]
     head = by_time[:HEAD]
     keys = list(zip(lower.estimate_s[head].tolist(), map(complexity, listed.at(head)), strict=True))
@@ -388,9 +388,14 @@ def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Posit
     return np.concatenate([head[in_order], by_time[HEAD:]])
 
 
-def _scarcity(table: CostTable, lower: Bounds) -> Array:
-    """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
-    return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
+def needing_least(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Evaluated | None:
+    """Of the layouts that need least by their bounds, cut evenly, the one that does; None of none.
+
+    OutOfTimeError where the deadline is over before there are bounds.
+    """
+    listed = Columns.of(Layout, layouts)
+    found = smallest(table, listed, scarcity(table, _bounds_in_time(table, listed, None, deadline)))
+    return None if found is None else at_its_smallest(table, found)
 
 
 def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, deadline: Deadline) -> Outcome:

@@ -8,6 +8,7 @@ from costmodels.vocabulary.choices import Recompute
 from planner.evaluation.evaluator import Evaluated, Evaluator
 from planner.layout.columns import Array, Columns
 from planner.layout.layout import Layout
+from planner.solver.bounds import Bounds
 from planner.solver.kinds import unlike
 from planner.table.cost_table import CostTable
 
@@ -24,12 +25,17 @@ def at_its_smallest(table: CostTable, layout: Layout, *, exact: bool = False) ->
     return evaluator.evaluate(evaluator.even_starts(), exact=exact)
 
 
-def smallest(table: CostTable, listed: Columns[Layout], scarcity: Array) -> Layout | None:
+def scarcity(table: CostTable, lower: Bounds) -> Array:
+    """The largest share that each layout must take of a device's memory or of a node's own; above 1 it cannot fit."""
+    return np.maximum(lower.memory_bytes / table.cluster.devices[0].memory_bytes, lower.host_share)
+
+
+def smallest(table: CostTable, listed: Columns[Layout], shares: Array) -> Layout | None:
     """The layout that lacks least memory, as far as it was looked for; None of none.
 
-    ``scarcity``: the share of a device that each takes at least.
+    ``shares``: of a device, that each takes at least.
     """
     if not len(listed):
         return None
-    found = [listed[index] for index in unlike(listed, np.argsort(scarcity, kind="stable"), NUM_SMALLEST)]
+    found = [listed[index] for index in unlike(listed, np.argsort(shares, kind="stable"), NUM_SMALLEST)]
     return min(found, key=lambda layout: at_its_smallest(table, layout).memory_share)

@@ -16,8 +16,8 @@ from planner.layout.layout import NO_PINS, Pins, Training
 from planner.translate.to_plan import layout_text, offloaded_bytes
 
 GIB = 2**30
-# How many times as many GPUs are tried when nothing fits.
-MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+# How many times as many GPUs are tried when nothing fits, and into how many steps the last doubling is parted.
+MORE_DEVICES, PARTS = (2, 4, 8, 16, 32, 64), 8
 
 NamedBytes = Sequence[tuple[str, float]]
 
@@ -125,13 +125,40 @@ def smallest_change(asked: Attempt, fits: Fits) -> str:
 
 
 def _more_devices(asked: Attempt, fits: Fits) -> str | None:
-    """The fewest times as many devices with which something fits."""
-    pins, training, cluster = asked.pins, asked.training, asked.cluster
+    """The fewest devices, of those tried, with which something fits."""
+    pins, cluster = asked.pins, asked.cluster
     for factor in MORE_DEVICES:
-        num_devices = cluster.num_devices * factor
-        batch = -(-max(training.global_batch_size, num_devices) // num_devices) * num_devices
-        if fits(Attempt(grown(cluster, factor), replace(training, global_batch_size=batch), NO_PINS)):
-            devices = f"--gpus {num_devices}" if cluster.mixed is None else f"{factor} times as many of each"
-            options = devices + (f" --global-batch {batch}" if batch != training.global_batch_size else "")
-            return f"use {options}{' without pins' if pins != NO_PINS else ''}: on that many of these GPUs a plan fits"
+        there = _fitting(asked, grown(cluster, factor), fits)
+        if there is None:
+            continue
+        if cluster.mixed is None:
+            there = _fewer(asked, there, cluster.num_devices * factor // 2, fits)
+        num_devices, batch = there.cluster.num_devices, there.training.global_batch_size
+        devices = f"--gpus {num_devices}" if cluster.mixed is None else f"{factor} times as many of each"
+        options = devices + (f" --global-batch {batch}" if batch != asked.training.global_batch_size else "")
+        return f"use {options}{' without pins' if pins != NO_PINS else ''}: on that many of these GPUs a plan fits"
     return None
+
+
+def _fitting(asked: Attempt, cluster: ClusterSpec, fits: Fits) -> Attempt | None:
+    """What fits there without pins: of the same batch, else of one that all devices can share; None if neither does."""
+    same, number = replace(asked, cluster=cluster, pins=NO_PINS), cluster.num_devices
+    batch = -(-max(asked.training.global_batch_size, number) // number) * number
+    shared = replace(same, training=replace(asked.training, global_batch_size=batch))
+    attempts = (same,) if batch == asked.training.global_batch_size else (same, shared)
+    return next(filter(fits, attempts), None)
+
+
+def _fewer(asked: Attempt, fitting: Attempt, too_few: int, fits: Fits) -> Attempt:
+    """The same on fewer devices than ``fitting`` and more than ``too_few``, in ``PARTS`` steps, by whole nodes."""
+    cluster, most = fitting.cluster, fitting.cluster.num_devices
+    node = cluster.profile.node.num_devices
+    whole = node if most > node else 1
+    steps = (too_few + (most - too_few) * part / PARTS for part in range(1, PARTS))
+    counts = sorted({count for step in steps if too_few < (count := -(-int(step) // whole) * whole) < most})
+    low, high = 0, len(counts)
+    while low < high:  # more devices never fit less: taken for granted
+        middle = (low + high) // 2
+        found = _fitting(asked, cluster.model_copy(update={"num_devices": counts[middle]}), fits)
+        low, high, fitting = (middle + 1, high, fitting) if found is None else (low, middle, found)
+    return fitting

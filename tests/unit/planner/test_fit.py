@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from hardware_profiles.catalog import load_profile
-from planner.api import find_plan
+from planner.api import Question, find_plan
 from planner.api.fit import Fit, find_fit
+from planner.api.nothing_fits import no_plan
 from planner.errors import InfeasibleError, InputError
 from planner.graph.graph_file import write_graph
-from planner.layout.layout import Pins
+from planner.layout.deadline import Deadline
+from planner.layout.layout import NO_PINS, Pins
+from planner.problem import Problem
 from planner.request import Request
 from tests.planning import graph_of
 
@@ -91,3 +94,35 @@ def test_without_a_number_it_is_one_node(graph: str) -> None:
     fit: Fit = find_fit(Request(graph, None, "dgx-a100-80gb", global_batch_size=16))
     assert fit.num_devices == 8
     assert find_fit(Request(graph, None, "dgx-a100-80gb:2", global_batch_size=16)).num_devices == 2
+
+
+def test_what_would_help_is_looked_for_no_longer_than_there_is_time(
+    large_graph: str, small_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that nothing fits went on without end, whatever its --time-limit, to find what would."""
+    question = Question.of(Request(large_graph, 1, small_memory, global_batch_size=8))
+    problem = Problem.build(question.target, question.training, NO_PINS, 0.05)
+    outcome = problem.solved()
+    assert outcome.best is None
+    assert no_plan(problem, outcome).hint.endswith("a plan fits")
+
+    def never(*_: object, **__: object) -> Problem:
+        raise AssertionError("there is no time for another search")
+
+    monkeypatch.setattr(Problem, "build", never)
+    error = no_plan(problem, outcome, Deadline.within(0))
+    assert error.exit_code == 3  # that nothing fits is known all the same
+    assert "more memory" in error.hint
+
+
+def test_the_hint_and_the_least_number_are_one(large_graph: str, small_memory: str, tmp_path: Path) -> None:
+    """Sixteen devices, say, that share one sequence: the hint asked for more devices, and for a sequence for each."""
+    profile = load_profile(small_memory)
+    ram = profile.node.ram_bytes.model_copy(update={"value": 1e9})  # nothing can be offloaded
+    without_ram = profile.model_copy(update={"node": profile.node.model_copy(update={"ram_bytes": ram})})
+    (tmp_path / "cluster.json").write_text(without_ram.model_dump_json())
+    request = Request(large_graph, 1, str(tmp_path / "cluster.json"), global_batch_size=1)
+    fit = find_fit(request)
+    assert fit.least_devices is not None
+    assert fit.change.startswith(f"use --gpus {fit.least_devices}:")
+    assert searched(replace(request, num_devices=fit.least_devices))

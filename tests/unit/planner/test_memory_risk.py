@@ -99,7 +99,7 @@ def least_bytes() -> float:
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         cluster = problem.table.cluster.with_memory_factor(1e9 / middle)
-        fits = replace(problem, table=replace(problem.table, cluster=cluster)).has_any_fit
+        fits = replace(problem, table=replace(problem.table, cluster=cluster)).can_fit(Deadline.never())
         low, high = (low, middle) if fits else (middle, high)
     return high
 

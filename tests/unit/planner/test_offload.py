@@ -11,7 +11,8 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm, Phase
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile, ClusterSpec, Quantity
-from planner.api import find_plan, no_plan, price_plan, something_fits
+from planner.api import find_plan, price_plan
+from planner.api.nothing_fits import no_plan, something_fits
 from planner.axes.base import Executed
 from planner.axes.offload import OFFLOAD
 from planner.errors import HardwareError

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.main import app
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.output_file import SUFFIX, check_output, write_text
 
 
@@ -112,6 +112,42 @@ def test_every_command_knows_before_it_begins(kind: str, command: tuple[str, ...
     assert isinstance(result.exception, InputError)
     assert message in result.exception.message
     assert result.exception.exit_code == 2
+
+
+READERS = (
+    ("search", "mine.py", "--gpus", "1", "-o", "mine.py"), ("search", "mine.py:factory", "--gpus", "1", "-o", "link"),
+    ("search", "folder", "--gpus", "1", "-o", "folder/config.json"), ("trace", "mine.py", "-o", "./mine.py"),
+    ("search", "no-model", "--gpus", "1", "--hardware", "mine.py", "-o", "mine.py"),
+    ("report", "mine.py", "-o", "mine.py"), ("schedule", "mine.py", "--trace", "mine.py"),
+    ("export", "mine.py", "--to", "torchrun", "-o", "mine.py"), ("import", "mine.py", "-o", "mine.py"),
+    ("verify", "mine.py", "-o", "mine.py"), ("calibrate", "plan.json:mine.py", "-o", "mine.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(command))
+def test_no_command_writes_over_what_it_reads(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's source was replaced by its plan, a plan by its page, each with exit code 0."""
+    (tmp_path / "folder").mkdir()
+    for name in ("mine.py", "folder/config.json"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "link").symlink_to("mine.py")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command, standalone_mode=False)
+    assert isinstance(result.exception, InputError)
+    assert "which is read" in result.exception.message
+    assert result.exception.exit_code == 2
+    assert {(tmp_path / name).read_text() for name in ("mine.py", "folder/config.json")} == {"precious"}
+
+
+def test_a_plan_may_be_priced_again_in_its_place(tmp_path: Path) -> None:
+    for command in ("estimate", "replan"):
+        plan = tmp_path / "plan.json"
+        plan.write_text("{}")
+        result = CliRunner().invoke(app, [command, str(plan), "--gpus", "1", "-o", str(plan)], standalone_mode=False)
+        assert isinstance(result.exception, PlanError)  # of what it holds: it was read
+        assert plan.read_text() == "{}"
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
