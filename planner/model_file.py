@@ -104,6 +104,8 @@ def resolve_model(name: str) -> ModelSource:
         return ModelSource(name, _kind_of_json(_existing(path)), path)
     if find_preset(name) is not None:
         return ModelSource(name, ModelKind.PRESET)
+    if name and os.path.isfile(name):
+        raise ModelError(f"{name} is no model", hint="give a model.py, a config.json, a traced graph.json or a preset")
     raise ModelError(f"no model {name!r}: neither a file nor a preset", hint=_nearest(name))
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.api.alternatives import Alternative, Verdict
-from planner.api.explain import Explanation, Prices
+from planner.api.explain import Explanation, Prices, fastest_s
 from planner.api.operators import ComputeShares, Reached
 from planner.api.what_if import Resource, WhatIf
 from planner.glossary import OF_MEMORY, SHORT
@@ -17,6 +17,7 @@ from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, ran
 # Operators that are shown one by one; the rest are one row.
 MOST_OPERATORS = 10
 BAR_WIDTH = 14
+WORTH_SAYING = 0.005  # of a step: a search calls plans within a thousandth or so equal
 LIMITS = {"arithmetic": "FLOP/s", "memory": "memory", "launch": "launches"}
 
 
@@ -56,6 +57,11 @@ def binding_lines(found: Explanation) -> list[str]:
             f"What binds: {binding.resource.value}. {label[0].upper()}{label[1:]} would save "
             f"{binding.saves:.1%} of a step ({how}); of nothing else would twice as much save more."
         )
+    prediction = found.plan.prediction
+    if prediction is not None:
+        less = 1 - fastest_s(found.runners_up, prediction.step_time_s) / prediction.step_time_s
+        if less >= WORTH_SAYING:
+            lines.append(f"A search finds a plan for the same GPUs that takes {less:.1%} less: see the runners-up.")
     room = f"of the {size(memory.room_bytes)} that a plan may take of its {size(memory.device_bytes)}"
     full = " Memory is nearly full." if memory.is_nearly_full else ""
     if memory.peak_bytes > memory.room_bytes:
@@ -130,7 +136,8 @@ def _units(compute: ComputeShares) -> RenderableType:
         Text(
             f"Of all compute {', '.join(parts)}, {max(0.0, compute.other_s) / compute.seconds:.0%} for the host and "
             f"for gradients that are added up. Roofline: the least time for the same FLOPs and bytes at the peaks of "
-            f"the GPU, {peak}; attention is counted without its mask.\n"
+            f"the GPU, {peak}. Rates count attention without its mask; its least time is that of a causal kernel, "
+            f"which skips half.\n"
         ),
     )
 

@@ -5,7 +5,7 @@ The plan is priced again first, so that whatever is set beside it comes from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodels.vocabulary.choices import Searches
@@ -119,7 +119,7 @@ def explain(plan: Plan, hardware: str | None = None, wishes: Wishes | None = Non
     others = runners_up(plan, planned, found, Deadline.answering_within(limit_s) if may_search else None)
     return Explanation(
         plan=again,
-        binding=_binding(changes, found.step_time_s),
+        binding=_binding(changes, found.step_time_s, fastest_s(others, found.step_time_s)),
         time_s=found.breakdown,
         memory=_fullest(planned, found, question.request.memory_risk),
         compute=compute_shares(planned),
@@ -144,13 +144,19 @@ def _changed_since(plan: Plan, found: Evaluated) -> tuple[str, ...]:
     )
 
 
-def _binding(changes: tuple[WhatIf, ...], step_s: float) -> Binding:
-    """Memory counts by what a search finds with twice as much, everything else by the same plan."""
+def fastest_s(others: Sequence[Alternative], step_s: float) -> float:
+    """A step of the plan, ``step_s``, or of a faster one that was found on the same devices."""
+    return min([step_s, *(each.candidate.step_time_s for each in others if each.candidate is not None)])
+
+
+def _binding(changes: tuple[WhatIf, ...], step_s: float, fastest_here_s: float) -> Binding:
+    """Everything counts by the same plan, memory by what a search finds with twice as much over what it finds here."""
     saved: dict[Resource, float] = {}
     for each in changes:
-        seconds = each.searched_s if each.resource is Resource.MEMORY else each.priced_s
+        of_memory = each.resource is Resource.MEMORY
+        seconds = each.searched_s if of_memory else each.priced_s
         if each.resource is not None and seconds is not None:
-            saved[each.resource] = 1 - seconds / step_s
+            saved[each.resource] = 1 - seconds / (fastest_here_s if of_memory else step_s)
     most = max(saved, key=lambda resource: saved[resource], default=None)
     return Binding(None, 0.0) if most is None else Binding(most, max(0.0, saved[most]))
 

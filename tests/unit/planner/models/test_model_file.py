@@ -170,6 +170,7 @@ def test_a_mismatch_of_shapes_names_operator_and_line(tmp_path: Path) -> None:
         ("absent.py", "no such file"),
         ("absent.json", "no such file"),
         ("lama3-8b", "neither a file nor a preset"),
+        ("LICENSE", "LICENSE is no model"),  # it is a file
         ("", "neither a file nor a preset"),
     ],
 )

@@ -223,6 +223,24 @@ def test_foreign_stages_and_placements_are_refused(tmp_path: Path) -> None:
         price_plan(plan.model_copy(update={"placements": placements}))
 
 
+def test_the_only_stage_has_the_modules_of_the_model_or_names_none(tmp_path: Path) -> None:
+    """One that lacked a module, or had one that no model has, was priced as if nothing were wrong."""
+    problem = problem_of("llama-tiny", 4, batch=8, seq_len=64)
+    plan = plan_of(problem, next(c for c in problem.space.layouts if c.mesh.pp == 1), tmp_path)
+    modules = plan.pipeline.stages[0].modules
+
+    def priced(*modules: str) -> Plan:
+        stages = (plan.pipeline.stages[0].model_copy(update={"modules": modules}),)
+        pipeline = plan.pipeline.model_copy(update={"stages": stages})
+        return price_plan(plan.model_copy(update={"pipeline": pipeline})).plan
+
+    assert priced().prediction == priced(*modules).prediction
+    with pytest.raises(PlanError, match=rf"the modules of .*{modules[-1]}.* must all lie in one stage"):
+        priced(*modules[:-1])
+    with pytest.raises(PlanError, match="has no module 'layers.999'"):
+        priced(*modules, "layers.999")
+
+
 def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
     problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
     graph = graph_of("tests/fixtures/hf/gpt2", 1024)
