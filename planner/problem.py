@@ -25,7 +25,7 @@ from planner.pricing.table_builder import build_table
 from planner.pricing.target import PricingTarget
 from planner.solver.base import PlacementSolver, StageSolver
 from planner.solver.dynamic_program import DynamicProgramSolver
-from planner.solver.in_turn import in_turn
+from planner.solver.in_turn import in_turn, over_its_mesh
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
 from planner.solver.search import Outcome, Progress, Wanted, needing_least, probes, search
@@ -168,6 +168,8 @@ class Problem:
             return search(self.table, layouts, self.solver, deadline=deadline, progress=progress, wanted=wanted)
 
         outcome = in_turn(self.table, self.space.layouts, of, known)
+        if not (outcome.interrupted or (deadline is not None and deadline.is_over())):
+            outcome = over_its_mesh(self.table, self.space.layouts, outcome, of)
         if not self.space.shares:
             return outcome
         training, deadline = self.space.training, deadline or Deadline.never()

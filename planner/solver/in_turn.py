@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from costmodels.vocabulary.mesh import Mesh
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.evaluation.evaluator import Evaluated
 from planner.layout.columns import Columns
@@ -22,6 +23,10 @@ Search = Callable[[Columns[Layout], Evaluated | None], Outcome]
 class _Key(NamedTuple):
     groups: tuple[str, ...]
     schedule: ScheduleName
+
+
+class _MeshKey(NamedTuple):
+    mesh: Mesh
 
 
 def _comes_last(key: _Key) -> bool:
@@ -57,4 +62,26 @@ def in_turn(table: CostTable, layouts: Columns[Layout], search: Search, known: E
         num_visited=first.num_visited + second.num_visited,
         near=(*first.near, *second.near),
         closest=min(lacking, key=lambda each: at_its_smallest(table, each).memory_share, default=None),
+    )
+
+
+def over_its_mesh(table: CostTable, layouts: Columns[Layout], found: Outcome, search: Search) -> Outcome:
+    """``found``, or what is faster of the layouts over the mesh of its best, looked at as if that mesh were pinned.
+
+    A search of all visits a few dozen layouts, and may leave the mesh of its best before the best one over it.
+    """
+    best = found.best
+    if best is None or best.layout.mesh.pp == 1 or found.is_exhausted or found.interrupted:
+        return found
+    closer = in_turn(table, layouts.where(_MeshKey, lambda key: key.mesh == best.layout.mesh), search, best)
+    if closer.best is None or closer.best.step_time_s >= best.step_time_s:
+        return found
+    both = {each.layout: each for each in (*found.ranking, *closer.ranking)}
+    return replace(
+        found,
+        best=closer.best,
+        ranking=tuple(sorted(both.values(), key=lambda each: each.step_time_s)),
+        bound_s=min(found.bound_s, closer.best.step_time_s),
+        interrupted=closer.interrupted,
+        num_visited=found.num_visited + closer.num_visited,
     )
