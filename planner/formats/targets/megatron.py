@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Mapping
-from functools import cache
 from itertools import takewhile
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
@@ -17,8 +15,8 @@ from planner.errors import InputError
 from planner.formats import megatron_core
 from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented
 from planner.formats.launch import RENDEZVOUS, spread
+from planner.formats.megatron_arguments import SIZES, Arguments, arguments
 from planner.formats.settings import Job, Settings
-from planner.formats.shell import option_words
 from planner.formats.target import Read, Target, Written
 from planner.models.config import FamilyConfig, MlpType
 
@@ -129,63 +127,25 @@ def _flags(fields: Mapping[str, object]) -> list[tuple[str, ...]]:
 # -- reading ------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"the command line of Megatron-LM is wrong: {message}", hint="correct it")
-
-
-_NUMBERS = (
-    "nnodes nproc-per-node nproc_per_node tensor-model-parallel-size pipeline-model-parallel-size "
-    "context-parallel-size expert-model-parallel-size expert-tensor-parallel-size "
-    "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
-    "num-distributed-optimizer-instances micro-batch-size global-batch-size seq-length recompute-num-layers num-layers "
-    "hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size num-experts "
-    "moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size q-lora-rank kv-lora-rank qk-head-dim "
-    "qk-pos-emb-head-dim v-head-dim max-position-embeddings"
-)
-_WORDS = (
-    "pipeline-model-parallel-layout data-parallel-sharding-strategy recompute-granularity recompute-method optimizer "
-    "fp8-format moe-layer-freq moe-router-score-function normalization position-embedding-type rotary-base "
-    "norm-epsilon hidden-dropout attention-dropout cp-comm-type"
-)
-_SWITCHES = (
-    "sequence-parallel use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 overlap-grad-reduce "
-    "overlap-param-gather tp-comm-overlap bf16 fp16 swiglu squared-relu untie-embeddings-and-output-weights "
-    "group-query-attention optimizer-cpu-offload recompute-activations disable-bias-linear qk-layernorm "
-    "multi-latent-attention "
-    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split use-rotary-position-embeddings"
-)
-# Layouts that are not priced: an import says no rather than pricing something else.
-_UNREAD = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "use-torch-fsdp2")
-
-
 def read(text: str) -> Read:
     """Settings of a command line or of a shell script that holds one."""
-    known, rest = _parser().parse_known_args(option_words(text))
-    given: dict[str, object] = vars(known)
+    said = arguments(text)
+    given = said.given
     numbers = _numbers(given)
-    refuse = [name for name in _UNREAD if given[_key(name)]]
     etp = numbers.get("expert_tensor_parallel_size")
     if etp not in (None, 1, _tp(numbers)):
-        refuse.append(f"expert-tensor-parallel-size {etp}")
-    if refuse:
-        raise InputError(
-            f"layouts with {', '.join('--' + name for name in refuse)} are not priced", hint="leave these out"
-        )
+        raise InputError(f"layouts with --expert-tensor-parallel-size {etp} are not priced", hint="leave it out")
     blocks = _stage_blocks(given, numbers)
     settings = Settings(stage_blocks=blocks, recompute=_recompute(given, numbers, blocks))
-    settings = settings.joined(_degrees(given, numbers), _batches(given, numbers))
-    unread = sorted({word.partition("=")[0] for word in rest if word.startswith("--")})
-    notes = ["data parallelism takes the GPUs that tensor, pipeline and context parallelism leave"]
-    if unread:
-        notes.append(f"not read: {', '.join(unread)}")
+    settings = settings.joined(_degrees(said, numbers), _batches(said, numbers))
+    notes = ["data parallelism takes the GPUs that tensor, pipeline and context parallelism leave", *said.notes]
     if not given["overlap_grad_reduce"]:
         notes.append(
             "priced with gradients reduced beside the backward pass, though --overlap-grad-reduce is not given"
         )
     kernels = (TENSOR_OVERLAP,) if given["tp_comm_overlap"] else ()
-    return Read(settings, _shape(given, numbers), notes=tuple(notes), kernels=kernels)
+    shape = None if said.open_names & SIZES else _shape(given, numbers)
+    return Read(settings, shape, notes=tuple(notes), kernels=kernels)
 
 
 def _numbers(given: Mapping[str, object]) -> dict[str, int]:
@@ -198,30 +158,15 @@ def _numbers(given: Mapping[str, object]) -> dict[str, int]:
     return {name: value for name, value in found.items() if value > 0}
 
 
-def _key(name: str) -> str:
-    return name.replace("-", "_")
-
-
 def _tp(numbers: Mapping[str, int]) -> int:
     return numbers.get("tensor_model_parallel_size", 1)
 
 
-@cache
-def _parser() -> _Parser:
-    parser = _Parser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False)
-    for name in dict.fromkeys(_NUMBERS.split()):
-        parser.add_argument(f"--{name}", type=int, dest=_key(name))
-    for name in _WORDS.split():
-        parser.add_argument(f"--{name}", nargs="+" if name == "cp-comm-type" else None, dest=_key(name))
-    for name in _SWITCHES.split():
-        parser.add_argument(f"--{name}", action="store_true", dest=_key(name))
-    return parser
-
-
-def _degrees(given: Mapping[str, object], numbers: Mapping[str, int]) -> Settings:
+def _degrees(said: Arguments, numbers: Mapping[str, int]) -> Settings:
+    given = said.given
     tp, pp = _tp(numbers), numbers.get("pipeline_model_parallel_size", 1)
     cp, per_node = numbers.get("context_parallel_size", 1), numbers.get("nproc_per_node")
-    devices = None if per_node is None else per_node * numbers.get("nnodes", 1)
+    devices = None if per_node is None or "nnodes" in said.open_names else per_node * numbers.get("nnodes", 1)
     # Scripts have placeholders of one node: --gpus says how many there are.
     dp = None if devices is None or devices % (tp * pp * cp) else devices // (tp * pp * cp)
     instances, zero = numbers.get("num_distributed_optimizer_instances", 1), _zero_stage(given)
@@ -270,16 +215,21 @@ def _one_of(option: str, word: str, known: Mapping[str, Value]) -> Value:
     return known[word]
 
 
-def _batches(given: Mapping[str, object], numbers: Mapping[str, int]) -> Settings:
+def _batches(said: Arguments, numbers: Mapping[str, int]) -> Settings:
+    given = said.given
     stages = _virtual_stages(given, numbers)
     precision = Precision.FP16 if given["fp16"] else Precision.BF16 if given["bf16"] else Precision.FP32
     by_name = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
+    optimizer = _one_of("--optimizer", str(given["optimizer"] or "adam"), by_name)
+    # validate_args: without a global batch it is one micro-batch of every replica
+    is_alone = "micro_batch_size" in numbers and not {"global_batch_size", "micro_batch_size"} & said.open_names
     return Settings(
         micro_batch_size=numbers.get("micro_batch_size"),
+        num_microbatches=1 if is_alone and "global_batch_size" not in numbers else None,
         global_batch_size=numbers.get("global_batch_size"),
         seq_len=numbers.get("seq_length"),
         precision=Precision.FP8 if given["fp8_format"] else precision,
-        optimizer=_one_of("--optimizer", str(given["optimizer"] or "adam"), by_name),
+        optimizer=None if "optimizer" in said.open_names else optimizer,
         virtual_stages=stages,
         schedule=ScheduleName.INTERLEAVED_1F1B if stages > 1 else ScheduleName.ONE_F_ONE_B,
     )
@@ -365,7 +315,13 @@ def _shape(given: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str,
 
 
 def _experts(given: Mapping[str, object], numbers: Mapping[str, int], ffn: int) -> dict[str, object]:
-    width = numbers.get("moe_ffn_hidden_size", ffn)
+    width, shared = numbers.get("moe_ffn_hidden_size", ffn), numbers.get("moe_shared_expert_intermediate_size", 0)
+    if shared % width:
+        raise InputError(
+            f"a shared expert of width {shared} (--moe-shared-expert-intermediate-size) beside experts of {width} is "
+            "not priced: only whole multiples are",
+            hint="give the model as a file: --model model.py",
+        )
     dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(given["moe_layer_freq"] or "([0]*0+[1]*1)"))
     if dense is None and given["moe_layer_freq"] != "1":
         raise InputError("only dense layers before all others are priced (--moe-layer-freq)", hint="use a model file")
@@ -373,7 +329,7 @@ def _experts(given: Mapping[str, object], numbers: Mapping[str, int], ffn: int) 
         "experts": numbers["num_experts"],
         "top_k": numbers.get("moe_router_topk", 2),
         "expert_ffn": width,
-        "shared_experts": numbers.get("moe_shared_expert_intermediate_size", 0) // width,
+        "shared_experts": shared // width,
         "dense_layers": int(dense.group(1)) if dense else 0,
         "router": given["moe_router_score_function"] or "softmax",
     }
