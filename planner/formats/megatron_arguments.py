@@ -138,7 +138,7 @@ def _check_priced(given: dict[str, object]) -> None:
     ]
     modules = given["recompute_modules"]
     others = [str(each) for each in modules if each != "core_attn"] if isinstance(modules, list) else []
-    if others and given["recompute_granularity"] != "full":
+    if others and (given["recompute_granularity"] == "selective" or given["recompute_activations"]):
         refused.append(f"recompute-modules {' '.join(others)[:80]}")
     if refused:
         raise InputError(

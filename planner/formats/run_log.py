@@ -7,11 +7,12 @@ the others the median counts, so that checkpoints, evaluations and a slow step n
 The formats, as public logs have them:
 
     Megatron-LM   iteration 10/ 100 | ... | elapsed time per iteration (ms): 283.9 | ...
-    torchtitan    step: 10 loss: ... memory: 49.66GiB(52.28%) tps: 5,856 tflops: ...
+    torchtitan    step: 10 loss: ... memory: 49.66GiB(52.28%) tps: 5,856 tflops: ...; its "validate step" trains nothing
     DeepSpeed     ... epoch=0/micro_step=40/global_step=10, ... CurrSamplesPerSec=25.7, ... MaxMemAllocated=38.5GB
                   [time] ... [Rank 0] step=10, skipped=0, lr=[...]
-    nanotron      iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 1.23K | ...
-    NeMo          ... | train_step_timing in s: 6.08 | ..., or train_step_timing in s=6.08 of its progress bar
+    nanotron      iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 1.23K | ... | global_batch_size: 1.02K | ..
+    NeMo          ... | global_batch_size: 512 | ... | train_step_timing in s: 6.08 | ...
+                  or train_step_timing in s=6.08 of its progress bar
 
 Written by megatron/training/training.py, torchtitan/components/metrics.py, deepspeed/utils/timer.py,
 nanotron/trainer.py and nemo's TimingCallback.
@@ -34,6 +35,8 @@ WARM_UP_SHARE, MOST_WARM_UP = 5, 20
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 GIB, MIB = 2**30, 2**20
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+VALIDATION = re.compile(r"^.*\bvalidate step:.*$", re.MULTILINE)
+THREE_DIGITS = 5e-3  # of a number that is shortened to three digits, as 1,024 to 1.02K
 NUMBER = r"([\d.,]+(?:[eE][+-]?\d+)?)"
 
 
@@ -72,7 +75,7 @@ class LogFormat:
 
 def read_log(text: str, job: Job, name: str = "the log") -> Logged:
     """What ``text`` tells of ``job``; InputError where no framework's steps are found in it, or too few."""
-    text = COLOURS.sub("", text)
+    text = VALIDATION.sub("", COLOURS.sub("", text))
     for of in FORMATS:
         times = [of.seconds(match, job) for match in of.step.finditer(text)]
         if times:
@@ -89,9 +92,12 @@ def read_log(text: str, job: Job, name: str = "the log") -> Logged:
 
 def _check_batch(of: LogFormat, text: str, job: Job, name: str) -> None:
     """InputError where steps are of another batch than the job's, or of several as while a batch ramps up."""
-    said = {int(found.replace(",", "")) for found in of.batch.findall(text)} if of.batch else set[int]()
-    if said - {job.global_batch_size}:
-        shown = ", ".join(map(str, sorted(said)[:4]))
+    said = (
+        {found: _number(found) for found in dict.fromkeys(of.batch.findall(text))} if of.batch else dict[str, float]()
+    )
+    whole = job.global_batch_size
+    if any(abs(value - whole) > (THREE_DIGITS * whole if word[-1:].isalpha() else 0) for word, value in said.items()):
+        shown = ", ".join(f"{value:.0f}" for value in sorted(said.values())[:4])
         raise InputError(
             f"the steps in {name} are of {shown} sequences, the plan's of {job.global_batch_size}",
             hint="give the log of a run of this plan, and of its steps after any ramp of the batch size",
@@ -154,6 +160,7 @@ FORMATS: tuple[LogFormat, ...] = (
         lambda match, _job: _number(match[1]) / 1e3,
         re.compile(r"Peak allocated:? ([\d.]+)MiB"),
         MIB,
+        batch=re.compile(r"elapsed_time_per_iteration_ms: [^\n]*?global_batch_size: ([\d.]+[KMB]?)"),
     ),
     LogFormat(
         "megatron-lm",
@@ -168,6 +175,7 @@ FORMATS: tuple[LogFormat, ...] = (
         re.compile(rf"train_step_timing in s(?:: |=){NUMBER}"),
         lambda match, _job: _number(match[1].rstrip(",.")),
         re.compile(rf"max_memory_allocated: {NUMBER}"),
+        batch=re.compile(r"global_batch_size: (\d{1,12})[^\n\r]*?train_step_timing"),
     ),
     LogFormat(
         "torchtitan",

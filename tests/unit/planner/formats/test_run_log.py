@@ -136,3 +136,26 @@ def test_a_log_of_another_batch_is_refused() -> None:
     assert read_log(lines, Job(16, 2048, 8)).step_time_s == pytest.approx(0.4)
     with pytest.raises(InputError, match="of 16 sequences, the plan's of 256"):
         read_log(lines, Job(256, 2048, 8))
+
+
+def test_nanotron_and_nemo_say_their_batch_too() -> None:
+    """nanotron shortens it to three digits."""
+    times = ["983", "1.01K", "1K", "1K"]
+    lines = nanotron(times).replace("batch: 512", "global_batch_size: 1.02K")
+    assert read_log(lines, Job(1024, 2048, 8)).step_time_s == pytest.approx(1.0)
+    with pytest.raises(InputError, match="of 1020 sequences, the plan's of 1000"):
+        read_log(lines, Job(1000, 2048, 8))
+    with pytest.raises(InputError, match="of 64 sequences, the plan's of 512"):
+        read_log(nanotron(times).replace("batch: 512", "global_batch_size: 64"), JOB)
+    with pytest.raises(InputError, match="of 512 sequences, the plan's of 256"):
+        read_log("global_batch_size: 8\n" + nemo([40.0, 6.08, 6.1, 6.06]), Job(256, 4096, 64))
+
+
+def test_steps_of_validation_are_not_steps_of_training() -> None:
+    """torchtitan writes them as often, with a rate and a memory of their own."""
+    trained = titan(["123", "5,856", "5,593", "5,868"])
+    checked = "\n".join(
+        f"{line}\n{line.replace('step:', 'validate step:').replace('tps: 5', 'tps: 17').replace('49.66', '60.1')}"
+        for line in trained.splitlines()
+    )
+    assert read_log(checked, JOB) == read_log(trained, JOB)
