@@ -64,7 +64,7 @@ def pinned_run(model: str, framework: str, said: Settings) -> PinnedRun:
         cp_method=said.cp_method,
     )
     training = Training(said.global_batch_size, said.seq_len, said.precision, said.optimizer)
-    return PinnedRun(model, framework, layout, training, said.stage_blocks, said.recompute)
+    return PinnedRun(model, framework, layout, training, said.stage_blocks, said.recompute, said.end_blocks)
 
 
 def price_run(run: PinnedRun, hardware: str | None) -> PricedRun:

@@ -56,7 +56,7 @@ def completed(settings: Settings, given: Given, default_seq_len: int | None) -> 
         recompute=given.recompute or _assumed(settings.recompute, Recompute.NONE, "recomputation", notes),
         sequence_parallel=bool(settings.sequence_parallel) and tp > 1,
         offload=settings.offload or Offload.NONE, cp_method=settings.cp_method or ContextMethod.ALL_GATHER,
-        etp=None if settings.etp == tp else settings.etp,
+        etp=None if settings.etp == tp else settings.etp, end_blocks=settings.end_blocks,
     )  # fmt: skip
     return layout, tuple(notes)
 

@@ -18,7 +18,8 @@ class Settings:
     """A run's layout. None: the config does not say. Batch sizes are in sequences.
 
     ``dp_shard`` * ``cp`` ranks divide what ``zero_stage`` divides. ``stage_blocks`` counts the model's repeated blocks
-    of each pipeline stage, in the order of the stages. ``recompute`` is of every block, or one mode for each block.
+    of each pipeline stage, in the order of the stages; ``end_blocks`` says as how many of them the embedding and the
+    head count where the framework shares them out by itself. ``recompute`` is of every block, or one mode for each.
     """
 
     num_devices: int | None = None
@@ -43,6 +44,7 @@ class Settings:
     offload: Offload | None = None
     cp_method: ContextMethod | None = None
     etp: int | None = None  # tensor-parallel degree of experts where it is not tp
+    end_blocks: tuple[int, int] | None = None
 
     def said(self) -> dict[str, object]:
         """What the config says, by name."""
@@ -85,6 +87,7 @@ class Layout:
     etp: int | None = None  # tensor-parallel degree of experts where it is not tp
     offloads_activations: bool = False  # of some blocks, to host memory
     micro_batch_sizes: tuple[int, ...] = ()  # of groups of replicas, where they differ
+    end_blocks: tuple[int, int] | None = None  # where ``stage_blocks`` is left to the framework, as in ``Settings``
 
     @property
     def dp(self) -> int:

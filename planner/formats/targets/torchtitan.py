@@ -12,6 +12,7 @@ from planner.errors import InputError
 from planner.formats.documents import choice, commented, flag, number, read_toml, section, toml_text, unread_note
 from planner.formats.settings import Asked, Job, Layout, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
+from planner.formats.torchtitan_names import renamed
 
 VERSION = "torchtitan v0.2.2"  # the last release whose job config is TOML: main has Python registries in its place
 # Presets among the flavors of torchtitan/models/*/__init__.py.
@@ -152,6 +153,7 @@ def _parts(stage_blocks: tuple[int, ...]) -> list[list[str]]:
 def read(text: str) -> Read:
     """Settings of a job config; what it leaves out has the defaults of job_config.py."""
     document = read_toml(text)
+    older = renamed(document, FP8)
     model, training = section(document, "model"), section(document, "training")
     parallelism = section(document, "parallelism")
     if flag(training, "enable_cpu_offload"):
@@ -173,8 +175,10 @@ def read(text: str) -> Read:
         notes.append("priced without asynchronous tensor parallelism, which the config turns on")
     presets = {flavor: preset for preset, flavor in FLAVORS.items()}
     preset = presets.get((str(model.get("name", "llama3")), str(model.get("flavor", "debugmodel"))))
-    kernels = ("compile",) if flag(section(document, "compile"), "enable") else ()
-    return Read(settings, preset=preset, notes=(*notes, *unread_note(document)), kernels=kernels)
+    compiled = section(document, "compile")
+    has_model = "model" in str(compiled.get("components", "model"))  # they may be the loss alone
+    kernels = ("compile",) if flag(compiled, "enable") and has_model else ()
+    return Read(settings, preset=preset, notes=(*older, *notes, *unread_note(document)), kernels=kernels)
 
 
 def _degrees(parallelism: dict[str, object]) -> Settings:
@@ -252,8 +256,16 @@ def _pipeline(parallelism: dict[str, object], pp: int) -> Settings:
             "parallelism.pipeline_parallel_layers_per_stage is not read",
             hint="name the stages: parallelism.module_fqns_per_model_part",
         )
-    # pipeline_parallel.py: schedules of several stages a rank have two of them where nothing else is said
-    return Settings(schedule=schedule, virtual_stages=1 if schedule.rules.max_stages == 1 else 2)
+    # pipeline_parallel.py: schedules of several stages a rank have two of them where nothing else is said, and blocks
+    # are shared out evenly with the embedding and the head as one of them each (generate_llm_fqn_per_model_part)
+    ends = [number(parallelism, f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
+    first, last = (1 if each is None else each for each in ends)
+    if min(first, last) < 0:
+        raise InputError(f"pipeline_parallel_..._stage_less_layers must be 0 or more, not {min(first, last)}",
+                         hint="correct the file")  # fmt: skip
+    return Settings(
+        schedule=schedule, virtual_stages=1 if schedule.rules.max_stages == 1 else 2, end_blocks=(first, last)
+    )
 
 
 def _recompute(section_of: dict[str, object]) -> Recompute:

@@ -2,9 +2,13 @@
 
 import pytest
 
-from planner.errors import InputError
+from costmodels.vocabulary.choices import Precision
+from planner.api.pinned import pinned_run, price_run
+from planner.errors import InputError, PlanError
 from planner.formats.completion import Given, completed
 from planner.formats.registry import read_config
+from planner.formats.settings import layout_of
+from planner.translate.pinned import shared_out
 
 TITAN = """
 [model]
@@ -79,3 +83,89 @@ torchrun --nproc-per-node 8 pretrain_gpt.py ${{ARGS[@]}}
     assert read_config("run.sh", script.format(more=""), None)[1].settings.cp == 2
     with pytest.raises(InputError, match="layers that differ in --cp-comm-type"):
         read_config("run.sh", script.format(more="a2a"), None)
+
+
+STAGES = """
+[model]
+name = "llama3"
+flavor = "{flavor}"
+[training]
+local_batch_size = 16
+seq_len = 8192
+[parallelism]
+pipeline_parallel_degree = {pp}
+data_parallel_shard_degree = 1
+pipeline_parallel_schedule = "{schedule}"
+{more}
+[activation_checkpoint]
+mode = "full"
+"""
+FEWER = "pipeline_parallel_first_stage_less_layers = 2\npipeline_parallel_last_stage_less_layers = 3"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "layers", "pp", "schedule", "more", "held"),
+    [
+        ("8B", 32, 4, "1F1B", "", (8, 9, 8, 7)),
+        ("8B", 32, 4, "Interleaved1F1B", "", (4, 5, 4, 4, 4, 4, 4, 3)),
+        ("70B", 80, 8, "1F1B", "", (10, 11, 10, 10, 10, 10, 10, 9)),
+        ("8B", 32, 4, "Interleaved1F1B", FEWER, (3, 5, 5, 5, 5, 4, 4, 1)),
+    ],
+)
+def test_torchtitan_counts_embedding_and_head_where_it_cuts(
+    flavor: str, layers: int, pp: int, schedule: str, more: str, held: tuple[int, ...]
+) -> None:
+    """Stages were taken to be equal."""
+    read = read_config("job.toml", STAGES.format(flavor=flavor, pp=pp, schedule=schedule, more=more), None)[1]
+    layout, _ = completed(read.settings, Given(num_devices=pp), None)
+    assert layout.stage_blocks is None
+    assert layout.end_blocks is not None
+    assert not [note for note in read.notes if "not read" in note]
+    assert shared_out(layers, layout.pp * layout.virtual_stages, layout.end_blocks) == held
+    with pytest.raises(PlanError, match="no share for each of 64 stages"):
+        shared_out(layers, 64, (4, 4))
+
+
+def test_torchtitan_is_priced_with_the_cut_that_it_makes() -> None:
+    read = read_config("job.toml", STAGES.format(flavor="8B", pp=4, schedule="1F1B", more=""), None)[1]
+    layout, _ = completed(read.settings, Given(num_devices=4), None)
+    plan = price_run(pinned_run("llama3-8b", "torchtitan", layout), "dgx-h100-80gb").plan
+    assert layout_of(plan).stage_blocks == (8, 9, 8, 7)
+
+
+OLD_TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+batch_size = 4
+seq_len = 8192
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 4
+compile = true
+{more}
+[experimental]
+context_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_microbatches = 2
+[float8]
+enable_float8_linear = true
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_torchtitan_is_read_under_its_older_names() -> None:
+    """It was priced as if every degree were 1."""
+    read = read_config("job.toml", OLD_TITAN.format(more=""), None)[1]
+    said = read.settings
+    assert (said.tp, said.cp, said.pp, said.dp_shard, said.precision) == (4, 2, 2, None, Precision.FP8)
+    assert (said.micro_batch_size, said.num_microbatches, read.kernels) == (2, 2, ("compile",))
+    assert "training.batch_size as training.local_batch_size" in read.notes[0]
+    assert not [note for note in read.notes if "not read" in note]
+    loss_alone = "[compile]\ncomponents = ['loss']\n"
+    assert read_config("job.toml", loss_alone + OLD_TITAN.format(more=""), None)[1].kernels == ()
+    with pytest.raises(InputError, match="older name of training.local_batch_size, and the file has both"):
+        read_config("job.toml", OLD_TITAN.format(more="local_batch_size = 2"), None)
