@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision
+from costmodels.vocabulary.software import named
 from planner.formats import megatron_core
 from planner.formats.documents import commented, yaml_text
 from planner.formats.settings import Job
@@ -17,6 +18,7 @@ PRECISIONS = {
     Precision.FP16: "fp16_mixed",
     Precision.FP8: "bf16_with_fp8_current_scaling_mixed",
 }
+OVERLAPPING = ("nemo", "megatron-bridge")  # whose recipe has these collectives beside the products
 OPTIMIZERS = {Optimizer.ADAMW: "adam", Optimizer.SGD: "sgd"}
 ABILITIES = replace(megatron_core.ABILITIES, precisions=tuple(PRECISIONS))
 
@@ -30,7 +32,9 @@ def write(job: Job) -> Written:
     else:
         notes.append("the recipe must be of a model of the same family: sizes are overridden, its operators are not")
     notes += megatron_core.notes(layout)
-    if layout.tp > 1 and layout.sequence_parallel:
+    software = named(job.plan.framework)
+    overlaps = software.overlaps_tensors or software.name.lower() in OVERLAPPING
+    if layout.tp > 1 and layout.sequence_parallel and overlaps:
         notes.append(
             "priced with collectives of tensor parallelism beside the products: the recipe must have comm_overlap = "
             "CommOverlapConfig(tp_comm_overlap=True), which many have not"

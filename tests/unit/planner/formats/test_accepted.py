@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,6 +199,17 @@ def test_blocks_that_a_target_chooses_itself_are_said() -> None:
         found = exported(target, job(Wanted(pp=2, dp_replicate=4, recompute=modes)))
         assert "--recompute-num-layers 4" in found.text
         assert any("the plan's are others" in note for note in found.notes) is is_said
+
+
+@pytest.mark.parametrize(
+    ("framework", "is_said"),
+    [("nemo", True), ("megatron-core+tp-comm-overlap", True), ("megatron-core", False), ("planner", False)],
+)
+def test_nemo_says_what_the_price_takes_for_granted(framework: str, is_said: bool) -> None:
+    """It was said of every plan, also of those that are priced without."""
+    of = job(Wanted(tp=8, sequence_parallel=True))
+    notes = exported(target_called("nemo"), replace(of, plan=of.plan.model_copy(update={"framework": framework}))).notes
+    assert any("collectives of tensor parallelism beside the products" in note for note in notes) is is_said
 
 
 def test_whose_rule_splits_operators_is_said() -> None:
