@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from costmodels.vocabulary.choices import Recompute
 from planner.api import Question, answer_of
 from planner.api.pinned import pinned_run, price_on
 from planner.api.within import refusals
@@ -30,10 +31,12 @@ NO_TIME = "the time limit came before any plan of it was found"
 
 @dataclass(frozen=True)
 class Config:
-    """A framework's own config: the name of its file, and its text."""
+    """A framework's own config: the name of its file, and its text; what the file leaves to its script, if given."""
 
     file_name: str
     text: str
+    micro_batch_size: int | None = None
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,10 @@ def _answered(label: str, question: Question, deadline: Deadline, *, brief: bool
 def _read(request: Request, config: Config, default_seq_len: int | None) -> tuple[str, Layout, list[str]]:
     """The framework of a config, and its whole layout; what was assumed."""
     target, read = read_config(config.file_name, config.text)
-    given = Given(request.num_devices, request.seq_len, request.global_batch_size)
+    given = Given(
+        request.num_devices, request.seq_len, request.global_batch_size, config.micro_batch_size,
+        recompute=config.recompute,
+    )  # fmt: skip
     layout, assumed = completed(read.settings, given, default_seq_len)
     notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]
     notes.append(f"all are for its {layout.global_batch_size} sequences of {layout.seq_len} tokens, {layout.precision}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from costmodels.vocabulary.choices import Optimizer, Precision
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.cli.import_ import config_text
 from planner.cli.options import Framework, Hardware, pins_of
 from planner.cli.terminal import data_console, talk_console
-from planner.errors import InfeasibleError, TimeLimitError
+from planner.errors import InfeasibleError, InputError, TimeLimitError
 
 if TYPE_CHECKING:
     from planner.api.compare import Comparison, Config, Row
@@ -44,6 +44,12 @@ def compare(  # over 6 arguments: one for each option of the command line
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimiser step.")] = None,
     precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
     optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per micro-batch of --mine CONFIG, where the file does not say.")
+    ] = None,
+    recompute: Annotated[
+        Recompute | None, typer.Option(help="Activation checkpointing of --mine CONFIG, likewise.")
+    ] = None,
     memory_risk: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Risk that a plan does not fit after all; default: 0.05.")
     ] = None,
@@ -64,7 +70,9 @@ def compare(  # over 6 arguments: one for each option of the command line
     )  # fmt: skip
     talk = talk_console()
     with talk.status("tracing") as status:
-        found = compared(request, own_of(mine), None, lambda name: status.update(f"searching {escape(name)}"))
+        found = compared(
+            request, own_of(mine, micro_batch, recompute), None, lambda name: status.update(f"searching {escape(name)}")
+        )
     for note in found.notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if as_json:
@@ -79,16 +87,26 @@ def compare(  # over 6 arguments: one for each option of the command line
     return TimeLimitError.exit_code if is_late else InfeasibleError.exit_code
 
 
-def own_of(mine: str | None) -> Pins | Config | None:
-    """``tp=8,pp=4`` as pins, anything else as a config file; InputError where it is neither."""
+def own_of(
+    mine: str | None, micro_batch: int | None = None, recompute: Recompute | None = None
+) -> Pins | Config | None:
+    """``tp=8,pp=4`` as pins, anything else as a config file; InputError where it is neither.
+
+    ``micro_batch`` and ``recompute`` are of a config.
+    """
+    is_file = mine is not None and ("=" not in mine or Path(mine).exists())
+    if not is_file and (micro_batch is not None or recompute is not None):
+        raise InputError(
+            "--micro-batch and --recompute are of a config that --mine names",
+            hint="name one, or pin them: --mine micro_batch=2,recompute=full",
+        )
     if mine is None:
         return None
-    path = Path(mine)
-    if "=" in mine and not path.exists():
+    if not is_file:
         return pins_of(mine)
     from planner.api.compare import Config
 
-    return Config(path.name, config_text(path))
+    return Config(Path(mine).name, config_text(Path(mine)), micro_batch, recompute)
 
 
 def document(found: Comparison) -> dict[str, object]:

@@ -118,6 +118,18 @@ def test_a_config_of_a_user_sets_the_training_of_all() -> None:
     assert any("read as deepspeed" in note for note in found.notes)
 
 
+def test_what_a_config_leaves_to_its_script_can_be_given() -> None:
+    """The note named --micro-batch, which compare did not have."""
+    text = '{"gradient_accumulation_steps": "auto", "train_batch_size": 32, "zero_optimization": {"stage": 2}}'
+    text = text.replace("32,", '32, "train_micro_batch_size_per_gpu": "auto",')
+    request = Request("llama-tiny", 4, hardware="dgx-a100-80gb", seq_len=64)
+    mine = compare(request, Config("ds.json", text, micro_batch_size=4, recompute=Recompute.FULL)).mine
+    assert mine is not None
+    assert mine.plan is not None
+    assert (mine.plan.pipeline.micro_batch_size, mine.plan.pipeline.num_microbatches) == (4, 2)
+    assert {rule.mode for rule in mine.plan.recompute} == {Recompute.FULL}
+
+
 def test_a_compiled_config_of_a_user_is_priced_compiled() -> None:
     text = (
         '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 64\n'

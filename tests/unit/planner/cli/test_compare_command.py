@@ -72,6 +72,8 @@ def test_json_has_every_row_and_the_users_own(run: Run) -> None:
         (("--mine", "nothing.yaml"), "nothing.yaml"),
         (("--mine", "tpp=2"), "fixes no choice"),
         (("--mine", "tp=3"), "yours"),
+        (("--mine", "tp=2", "--micro-batch", 2), "are of a config that --mine names"),
+        (("--recompute", "full"), "are of a config that --mine names"),
         (("--framework", "no-such"), "no framework"),
         (("--global-batch", 0), "--global-batch"),
     ],
