@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, TypeVar
 
 import yaml
@@ -80,19 +80,29 @@ class Document(dict[str, object]):
         self._asked.add(str(key))
         return super().__contains__(key)
 
-    def unread(self) -> Generator[str]:
-        """Names of what nobody asked for, sections by themselves or key by key; not of what is switched off."""
+    def unread(self, on_by_default: Collection[str] = (), place: str = "") -> Generator[str]:
+        """Names of what nobody asked for, sections by themselves or key by key.
+
+        Of what is switched off only what is ``on_by_default``, names with their sections.
+        """
         for key, value in self.items():
-            if key not in self._asked:
-                if value is not None and value is not False and value != {}:
-                    yield key
-            elif isinstance(value, Document):
-                yield from (f"{key}.{name}" for name in value.unread())
+            name = place + key
+            if key in self._asked:
+                if isinstance(value, Document):
+                    yield from value.unread(on_by_default, f"{name}.")
+            elif value is False:
+                if name in on_by_default:
+                    yield f"{name} (false)"
+            elif value is not None and value != {}:
+                yield name
 
 
-def unread_note(document: Document) -> tuple[str, ...]:
-    """A note on what of ``document`` does not count in its price; none where all of it does."""
-    names = list(document.unread())
+def unread_note(document: Document, on_by_default: Collection[str] = ()) -> tuple[str, ...]:
+    """A note on what of ``document`` does not count in its price; none where all of it does.
+
+    ``on_by_default``: options that change a step where they are false.
+    """
+    names = list(document.unread(on_by_default))
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return (f"not read: {', '.join(name[:80] for name in names[:MOST_NAMED])}{more}",) if names else ()
 

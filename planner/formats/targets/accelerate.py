@@ -113,43 +113,66 @@ def read(text: str) -> Read:
     fsdp, parallel = section(document, "fsdp_config"), section(document, "parallelism_config")
     if flag(fsdp, "fsdp_offload_params"):
         raise InputError("offload of parameters (fsdp_offload_params) is not priced", hint="leave it out")
+    if parallel and (kind != "FSDP" or number(fsdp, "fsdp_version", 1) != 2):
+        raise InputError(
+            f"parallelism_config goes with distributed_type FSDP and fsdp_version 2 alone, not with {kind} and version "
+            f"{number(fsdp, 'fsdp_version', 1)}: so says accelerate of --use_parallelism_config (commands/launch.py)",
+            hint="set both, or leave parallelism_config out",
+        )
     if (number(parallel, f"{PREFIX}sp_size", 1) or 1) > 1:
         raise InputError("sequence parallelism through DeepSpeed (sp_size) is not priced here", hint="use cp_size")
     devices = number(document, "num_processes", 1 if kind == "NO" else None)
     tp, cp = number(parallel, f"{PREFIX}tp_size", 1) or 1, number(parallel, f"{PREFIX}cp_size", 1) or 1
     strategy = parallel.get(f"{PREFIX}cp_comm_strategy", "allgather")
-    replicate, shard, zero = _data(kind, fsdp, parallel, devices)
+    replicate, shard, zero = _data(kind, fsdp, parallel, (devices, number(document, "num_machines", 1) or 1))
     made = (replicate or 1) * (shard or 1) * cp * tp
     if kind == "FSDP" and parallel and devices and made != devices:
         raise InputError(
             f"the degrees of parallelism_config make {made} processes, num_processes is {devices}",
             hint="correct the file: accelerate takes no other product",
         )
+    precision, notes = _precision(document)
     settings = Settings(
         num_devices=devices, pp=1, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=1, zero_stage=zero,
-        precision=choice("mixed_precision", document.get("mixed_precision", "no"), PRECISIONS),
+        precision=precision,
         schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, sequence_parallel=False, offload=Offload.NONE,
         recompute=_recompute(kind, fsdp),
         cp_method=choice("cp_comm_strategy", strategy, ROTATE),
     )  # fmt: skip
-    backend = str(section(document, "dynamo_config").get("dynamo_backend", NOT_COMPILED))
+    older = document.get("dynamo_backend")  # which it makes a dynamo_config of, where there is none
+    backend = str(section(document, "dynamo_config").get("dynamo_backend", older or NOT_COMPILED))
     kernels = () if backend.upper() == NOT_COMPILED else ("compile",)
-    return Read(settings, notes=unread_note(document), kernels=kernels)
+    return Read(settings, notes=(*notes, *unread_note(document)), kernels=kernels)
+
+
+def _precision(document: dict[str, object]) -> tuple[Precision, tuple[str, ...]]:
+    """What accelerate takes, and a note where the file does not say it (commands/config/config_args.py)."""
+    word = document.get("mixed_precision", "fp16" if document.get("fp16") is True else None)
+    if word is None:
+        assumed = (
+            "mixed_precision is not said: fp32 is assumed, as accelerate does (planner import --precision: another)"
+        )
+        return Precision.FP32, (assumed,)
+    return choice("mixed_precision", "no" if word is False else word, PRECISIONS), ()
 
 
 def _data(
-    kind: str, fsdp: dict[str, object], parallel: dict[str, object], devices: int | None
+    kind: str, fsdp: dict[str, object], parallel: dict[str, object], size: tuple[int | None, int]
 ) -> tuple[int | None, int | None, int]:
-    """Replicas, shards and ZeRO stage."""
+    """Replicas, shards and ZeRO stage; ``size``: GPUs and nodes."""
+    devices, nodes = size
     if kind != "FSDP":
         return devices, 1, 0
     stage = _zero_stage(fsdp)
     if not parallel:
         if str(fsdp.get("fsdp_sharding_strategy", "")).upper().startswith("HYBRID"):
-            raise InputError(
-                "fsdp_sharding_strategy HYBRID_SHARD makes a replica of every node, and the file does not say its GPUs",
-                hint=f"say {PREFIX}dp_replicate_size and {PREFIX}dp_shard_size in parallelism_config",
-            )
+            if devices is None or devices % nodes:
+                raise InputError(
+                    "fsdp_sharding_strategy HYBRID_SHARD makes a replica of every node, and the file does not say its "
+                    f"GPUs: num_processes {devices}, num_machines {nodes}",
+                    hint="correct num_processes and num_machines",
+                )
+            return nodes, devices // nodes, stage
         return 1, devices, stage
     replicate = number(parallel, f"{PREFIX}dp_replicate_size", 1)
     shard = number(parallel, f"{PREFIX}dp_shard_size", 1)
@@ -176,6 +199,8 @@ def _zero_stage(fsdp: dict[str, object]) -> int:
 def _recompute(kind: str, fsdp: dict[str, object]) -> Recompute | None:
     """None where the training script says it."""
     if kind != "FSDP":
+        return None
+    if "fsdp_activation_checkpointing" not in fsdp:
         return None
     return Recompute.FULL if flag(fsdp, "fsdp_activation_checkpointing") else Recompute.NONE
 

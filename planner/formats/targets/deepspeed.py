@@ -13,7 +13,10 @@ from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "DeepSpeed v0.19.5"
 OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam", Optimizer.SGD: "SGD"}
+OPTIMIZER_WORDS = {optimizer: name.lower() for optimizer, name in OPTIMIZERS.items()}  # which it lower-cases
 DEVICES = {Offload.NONE: "none", Offload.CPU: "cpu", Offload.NVME: "nvme"}  # runtime/zero/offload_config.py
+# A pass over all gradients in place of a scatter; whole buckets in place of one buffer: what false makes of them.
+ON_BY_DEFAULT = ("zero_optimization.reduce_scatter", "zero_optimization.contiguous_gradients")
 NVME_PATH = "/local_nvme"  # left to the user
 ABILITIES = Abilities(
     # Stages of a pipeline (PipelineModule) are made in the training script: the JSON has no key.
@@ -107,15 +110,18 @@ def read(text: str) -> Read:
     sharded = None if mics in (None, -1) else mics
     optimizer = section(document, "optimizer").get("type", "AdamW")
     whole = number(document, "train_batch_size")
+    # runtime/config.py: of the two that are not there accumulation is 1, and the micro-batch what that leaves
+    is_whole = whole is not None and "train_micro_batch_size_per_gpu" not in document
+    unsaid = 1 if whole is None or is_whole else None
     settings = Settings(
         pp=1, tp=number(section(document, "tensor_parallel"), "autotp_size", 0) or 1, cp=cp, ep=_experts(document),
         zero_stage=stage,
         dp_shard=1 if stage == 0 else sharded, dp_replicate=None if stage == 0 or sharded else 1,
         micro_batch_size=number(document, "train_micro_batch_size_per_gpu"),
-        num_microbatches=number(document, "gradient_accumulation_steps", None if whole else 1),
+        num_microbatches=number(document, "gradient_accumulation_steps", unsaid),
         global_batch_size=whole,
         precision=_precision(document),
-        optimizer=choice("optimizer.type", optimizer, OPTIMIZERS),
+        optimizer=choice("optimizer.type", str(optimizer).lower(), OPTIMIZER_WORDS),
         schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, sequence_parallel=False,
         recompute=Recompute.FULL if "activation_checkpointing" in document else None,
         offload=_offload(zero),
@@ -126,7 +132,11 @@ def read(text: str) -> Read:
         notes.append("activation_checkpointing is there, so the model is taken to recompute every block")
     if stage in (1, 2) and not flag(zero, "overlap_comm"):
         notes.append("priced with gradients reduced beside the backward pass, though overlap_comm is not true")
-    return Read(settings, notes=(*notes, *unread_note(document)))
+    if stage == 3 and not flag(zero, "overlap_comm", True):
+        notes.append(
+            "priced with parameters gathered and gradients reduced beside compute, though overlap_comm is false"
+        )
+    return Read(settings, notes=(*notes, *unread_note(document, ON_BY_DEFAULT)))
 
 
 def _check_priced(zero: dict[str, object], document: dict[str, object]) -> None:

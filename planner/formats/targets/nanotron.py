@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
@@ -27,6 +28,8 @@ ENGINES = {ScheduleName.ONE_F_ONE_B: "1f1b", ScheduleName.GPIPE: "afab"}  # conf
 TP_MODES = {True: "REDUCE_SCATTER", False: "ALL_REDUCE"}  # with and without sequence parallelism
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 OPTIMIZERS = {Optimizer.ADAMW: "adamW", Optimizer.SGD: "sgd"}
+ON_BY_DEFAULT = ("parallelism.tp_recompute_allgather",)
+READ_MODELS = ("is_llama_config", "is_qwen2_config")
 RING = "ring"  # _attn_implementation of Qwen2Config: nn/attention.py
 ABILITIES = Abilities(
     axes=frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp"}),
@@ -216,16 +219,25 @@ def read(text: str) -> Read:
         sequence_parallel=tp > 1 and choice("parallelism.tp_mode", mode, TP_MODES), offload=Offload.NONE,
         cp_method=ContextMethod.RING if cp > 1 else ContextMethod.ALL_GATHER,
     )  # fmt: skip
-    wider = "ZeRO is priced as sharding over the ranks of context parallelism too, which nanotron's does not"
-    return Read(settings, shape, notes=(*((wider,) if cp > 1 and zero else ()), *unread_note(document)))
+    notes: list[str] = []
+    if cp > 1 and zero:
+        notes.append("ZeRO is priced as sharding over the ranks of context parallelism too, which nanotron's does not")
+    if not flag(optimizer, "accumulate_grad_in_fp32", True) and settings.precision is not Precision.FP32:
+        notes.append("priced with gradients added up and reduced in 32 bits, though accumulate_grad_in_fp32 is false")
+    return Read(settings, shape, notes=(*notes, *unread_note(document, ON_BY_DEFAULT)))
 
 
 def _shape(config: dict[str, object], model: dict[str, object], tokens: dict[str, object]) -> dict[str, object] | None:
     """Sizes with the defaults of LlamaConfig; None for models that are not of its family."""
     if not config:
         return None
-    if config.get("moe_config") is not None or "activation_function" in config:
-        raise InputError("models of nanotron other than Llama and dense Qwen2 are not read", hint="give --model MODEL")
+    families = [name for name in [*config] if re.fullmatch(r"is_\w+_config", name) and config.get(name) is not False]
+    others = {*families} - {*READ_MODELS}
+    if config.get("moe_config") is not None or "activation_function" in config or others:
+        raise InputError(
+            "models of nanotron other than Llama and dense Qwen2 are not read",
+            hint="search for the model: planner search MODEL --framework nanotron",
+        )
     names = {
         "layers": ("num_hidden_layers", 32), "hidden": ("hidden_size", 4096), "heads": ("num_attention_heads", 32),
         "kv_heads": ("num_key_value_heads", None), "ffn": ("intermediate_size", 11008), "vocab": ("vocab_size", 32000),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from costmodels.vocabulary.choices import Precision
+from costmodels.vocabulary.choices import Optimizer, Precision
 from planner.api.pinned import pinned_run, price_run
 from planner.errors import InputError, PlanError
 from planner.formats.completion import Given, completed
@@ -169,3 +169,99 @@ def test_torchtitan_is_read_under_its_older_names() -> None:
     assert read_config("job.toml", loss_alone + OLD_TITAN.format(more=""), None)[1].kernels == ()
     with pytest.raises(InputError, match="older name of training.local_batch_size, and the file has both"):
         read_config("job.toml", OLD_TITAN.format(more="local_batch_size = 2"), None)
+
+
+def test_deepspeed_makes_one_micro_batch_of_a_whole_batch_that_is_all_it_says() -> None:
+    """Micro-batches of one sequence were assumed, whose accumulation nobody asked for."""
+    read = read_config("ds.json", '{"train_batch_size": 256, "zero_optimization": {"stage": 2}}', None)[1]
+    layout, _ = completed(read.settings, Given(num_devices=8, seq_len=2048), None)
+    assert (layout.micro_batch_size, layout.num_microbatches) == (32, 1)
+    trainer = '{"train_batch_size": 256, "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}'
+    assert read_config("ds.json", trainer, None)[1].settings.num_microbatches is None
+
+
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "ADAMW"])
+def test_deepspeed_does_not_look_at_the_case_of_an_optimizer(name: str) -> None:
+    text = '{{"train_batch_size": 8, "optimizer": {{"type": "{}"}}}}'
+    assert read_config("ds.json", text.format(name), None)[1].settings.optimizer is Optimizer.ADAMW
+
+
+NANOTRON = """
+model: {{dtype: bfloat16, model_config: {{{model}}}}}
+optimizer: {{zero_stage: 1, accumulate_grad_in_fp32: {in_fp32}, optimizer_factory: {{name: adamW}}}}
+parallelism: {{dp: 8, pp: 1, tp: 1, tp_recompute_allgather: {in_fp32}, recompute_layer: false}}
+tokens: {{batch_accumulation_per_replica: 4, micro_batch_size: 2, sequence_length: 2048}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.yaml", NANOTRON.format(model="is_llama_config: true", in_fp32="false"), "accumulate_grad_in_fp32 is false"),
+        ("c.yaml", NANOTRON.format(model="is_llama_config: true", in_fp32="false"), "tp_recompute_allgather (false)"),
+        (
+            "ds.json",
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "overlap_comm": false}}',
+            "though overlap_comm is false",
+        ),
+        (
+            "ds.json",
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_scatter": false, "cpu_offload": false, '
+            '"round_robin_gradients": false}}',
+            "not read: zero_optimization.reduce_scatter (false)",
+        ),
+    ],
+)
+def test_what_changes_a_step_where_it_is_false_is_said(name: str, text: str, said: str) -> None:
+    assert said in notes_of(name, text)
+    assert "round_robin" not in notes_of(name, text)
+
+
+def test_nothing_is_said_of_what_is_as_it_always_is() -> None:
+    assert notes_of("c.yaml", NANOTRON.format(model="is_llama_config: true", in_fp32="true")) == (
+        "not read: parallelism.tp_recompute_allgather"
+    )
+
+
+def test_nanotron_has_models_that_are_not_read() -> None:
+    """A Mamba was priced as a Llama of default sizes."""
+    with pytest.raises(InputError, match="other than Llama and dense Qwen2"):
+        read_config("c.yaml", NANOTRON.format(model="is_mamba_config: true, d_model: 1536", in_fp32="true"), None)
+
+
+ACCELERATE = """
+distributed_type: FSDP
+num_machines: {machines}
+num_processes: 16
+{more}
+fsdp_config: {{fsdp_version: 1, fsdp_sharding_strategy: HYBRID_SHARD}}
+"""
+
+
+def test_accelerate_says_what_it_assumes() -> None:
+    target, read = read_config("a.yaml", ACCELERATE.format(machines=2, more="dynamo_backend: INDUCTOR"), None)
+    layout, assumed = completed(read.settings, Given(None, 2048, 32, 1), None)
+    notes = " / ".join((*read.notes, *assumed))
+    assert target.software(read) == "accelerate+compile"
+    assert layout.precision is Precision.FP32
+    assert "mixed_precision is not said: fp32 is assumed" in notes
+    assert "recomputation none is assumed" in notes
+    for word, precision in (("no", Precision.FP32), ("'no'", Precision.FP32), ("bf16", Precision.BF16)):
+        text = ACCELERATE.format(machines=2, more=f"mixed_precision: {word}\ndynamo_backend: 'NO'")
+        read = read_config("a.yaml", text, None)[1]
+        assert (read.settings.precision, read.kernels, read.notes) == (precision, (), ())
+
+
+def test_accelerate_makes_a_replica_of_every_node() -> None:
+    """It was refused, though the file says how many GPUs a node has."""
+    said = read_config("a.yaml", ACCELERATE.format(machines=2, more=""), None)[1].settings
+    assert (said.dp_replicate, said.dp_shard, said.zero_stage) == (2, 8, 3)
+    with pytest.raises(InputError, match="num_processes 16, num_machines 3"):
+        read_config("a.yaml", ACCELERATE.format(machines=3, more=""), None)
+
+
+@pytest.mark.parametrize("kind", ["distributed_type: MULTI_GPU", "distributed_type: FSDP"])
+def test_accelerate_refuses_a_parallelism_config_without_fsdp2(kind: str) -> None:
+    text = f"{kind}\nnum_processes: 8\nparallelism_config: {{parallelism_config_tp_size: 4}}"
+    with pytest.raises(InputError, match="goes with distributed_type FSDP and fsdp_version 2 alone"):
+        read_config("a.yaml", text, None)
