@@ -53,9 +53,12 @@ _SAID_BY = {
     "nnodes": "--gpus", "nproc_per_node": "--gpus", "micro_batch_size": "--micro-batch",
     "global_batch_size": "--global-batch", "seq_length": "--seq-len", "optimizer": "--optimizer",
 }  # fmt: skip
-_OPTIONS = frozenset(
-    f"--{name}" for names in (_NUMBERS, _WORDS, _SWITCHES, _REFUSED_SWITCHES, _REFUSED_WORDS) for name in names.split()
-)
+# Every option, and whether a value stands behind it.
+_OPTIONS = {
+    f"--{name}": names not in (_SWITCHES, _REFUSED_SWITCHES)
+    for names in (_NUMBERS, _WORDS, _REFUSED_WORDS, _SWITCHES, _REFUSED_SWITCHES)
+    for name in names.split()
+}
 # The model's sizes, which --model replaces all together.
 SIZES = frozenset({
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -64,7 +67,10 @@ SIZES = frozenset({
     "moe_layer_freq", "moe_router_score_function",
 })  # fmt: skip
 # Read, and nothing of the price: whatever the script makes of them.
-_IDLE = frozenset({"rotary_base", "norm_epsilon", "hidden_dropout", "attention_dropout", "max_position_embeddings"})
+_IDLE = frozenset({
+    "rotary_base", "norm_epsilon", "hidden_dropout", "attention_dropout", "max_position_embeddings",
+    "rampup_batch_size",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 def arguments(text: str) -> Arguments:
     """What the training command in ``text`` gives; InputError where that is not clear, or has no price."""
-    command = command_of(text, frozenset(_parser()._option_string_actions))  # pyright: ignore[reportPrivateUsage]
+    command = command_of(text, _OPTIONS)
     words, open_words = _known_words(command)
     known, rest = _parser().parse_known_args(words)
     given: dict[str, object] = vars(known)
@@ -102,7 +108,7 @@ def _known_words(command: Command) -> tuple[list[str], dict[str, str]]:
         key = _key(name.removeprefix("--"))
         if not equals and words and not words[0].startswith("--"):
             value = words[0]
-        if not name.startswith("--") or name not in _OPTIONS or not is_unknown(value):
+        if not name.startswith("--") or not _OPTIONS.get(name) or not is_unknown(value):
             found.append(word)
             continue
         left[key] = value

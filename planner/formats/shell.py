@@ -8,7 +8,7 @@ branches say alike counts, and what they say differently is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.errors import InputError
@@ -27,8 +27,11 @@ class Command:
     conditional: tuple[str, ...] = ()
 
 
-def command_of(text: str, options: Collection[str]) -> Command:
-    """The one command of ``text`` with any of ``options``; InputError where commands or branches contradict."""
+def command_of(text: str, options: Mapping[str, bool]) -> Command:
+    """The one command of ``text`` with any of ``options``; InputError where commands or branches contradict.
+
+    ``options``: by name whether a value stands behind it.
+    """
     worlds = [_world(text, 0, options)]
     worlds += [_world(text, branch, options) for branch in range(1, min(MOST_BRANCHES, worlds[0].num_branches))]
     chosen = [_chosen(world.commands, options) for world in worlds]
@@ -47,7 +50,7 @@ def command_of(text: str, options: Collection[str]) -> Command:
     return Command(words, tuple(conditional))
 
 
-def _world(text: str, branch: int, options: Collection[str]) -> Reading:
+def _world(text: str, branch: int, options: Mapping[str, bool]) -> Reading:
     """The script where all conditions that it leaves open take their branch of that number."""
     found = Reading(branch)
     found.read(text)
@@ -60,7 +63,7 @@ def _world(text: str, branch: int, options: Collection[str]) -> Reading:
     return found
 
 
-def _chosen(commands: list[list[str]], options: Collection[str]) -> list[str]:
+def _chosen(commands: list[list[str]], options: Mapping[str, bool]) -> list[str]:
     """The command with most of ``options``; InputError where another one gives one of them another value."""
     counted = [(words, found) for words in commands if (found := _options(words, options))]
     if not counted:
@@ -76,13 +79,14 @@ def _chosen(commands: list[list[str]], options: Collection[str]) -> list[str]:
     return words
 
 
-def _options(words: list[str], options: Collection[str]) -> Mapping[str, str]:
+def _options(words: list[str], options: Mapping[str, bool]) -> Mapping[str, str]:
     """The ``options`` among ``words`` with the first word behind each: the last counts where one is there twice."""
     found: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name in options:
-            found[name] = value if equals else "" if following.startswith("--") else following
+            is_switch = not options[name] or following.startswith("--")
+            found[name] = value if equals else "" if is_switch else following
     return found
 
 

@@ -33,6 +33,7 @@ class _Condition:
     is_over: bool = False  # a branch was taken for sure
     num_open: int = 0  # branches so far of which the script does not say whether they are taken
     awaits_pattern: bool = False
+    patterns: tuple[str, ...] = ()  # of the branch that begins, A|B) has two
 
     @property
     def is_case(self) -> bool:
@@ -71,16 +72,19 @@ class Reading:
         if top is not None and top.is_case and top.awaits_pattern:
             if command and _plain(command[0]) == "esac":
                 self._open.pop()
-            elif after == ")":
-                self._pattern(top, command)
+            elif after in (")", "|") and command:
+                top.patterns = (*top.patterns, _text(command[-1]))
+                if after == ")":
+                    self._pattern(top)
             return
         if command:
             self._begun(command, before, depth)
         top = self._open[-1] if self._open else None
-        if top is not None and top.is_case and (after == ";;" or (command and _plain(command[0]) == "case")):
+        begins = len(command) > 0 and _plain(command[0]) == "case"
+        if top is not None and top.is_case and (after == ";;" or begins):
             top.awaits_pattern = True
-            if after == ")":  # the first pattern stands on the line of ``case``
-                self._pattern(top, command)
+            if begins:  # the first pattern may stand on its line
+                self._command(command[3:], before, after, depth)
 
     def _begun(self, command: list[Token], before: str, depth: int) -> None:
         """A command behind the words that open and close conditions."""
@@ -95,10 +99,11 @@ class Reading:
         if first == "case":
             subject = self.values.text(command[1]) if len(command) > 1 and isinstance(command[1], tuple) else "$"
             self._open.append(_Condition(subject, is_followed=False))
-        elif first == "for":
-            self._loop(command)
         elif all(each.is_followed for each in self._open) and self._goes_on(before):
-            self._followed(command, depth)
+            if first == "for":
+                self._loop(command)
+            else:
+                self._followed(command, depth)
 
     def _goes_on(self, before: str) -> bool:
         """Whether a command behind ``&&`` or ``||`` is followed."""
@@ -111,6 +116,8 @@ class Reading:
         return self._status == (before == "&&")
 
     def _keyword(self, word: str) -> None:
+        if word in ("if", "elif"):
+            self._verdict = None
         if word == "if":
             self._open.append(_Condition())
         top = self._open[-1] if self._open else None
@@ -136,16 +143,14 @@ class Reading:
         top.is_followed = is_taken and not top.is_over and self.branch >= top.num_open
         top.is_over = top.is_over or is_taken
 
-    def _pattern(self, top: _Condition, command: list[Token]) -> None:
-        top.awaits_pattern = False
-        last = command[-1] if command else ""
-        pattern = "".join(part.text for part in last) if isinstance(last, tuple) else "$"
-        if pattern == "*":
+    def _pattern(self, top: _Condition) -> None:
+        patterns, top.patterns, top.awaits_pattern = top.patterns, (), False
+        if "*" in patterns:
             self._branch(top, True)
-        elif is_unknown(top.subject or "$") or re.search(r"[*?\[|$]", pattern):
+        elif is_unknown(top.subject or "$") or any(re.search(r"[*?\[$]", each) for each in patterns):
             self._branch(top, None)
         else:
-            self._branch(top, pattern == top.subject)
+            self._branch(top, top.subject in patterns)
 
     def _loop(self, command: list[Token]) -> None:
         """``for NAME in WORD ...``: the branch of that number is the word of that number."""
@@ -157,7 +162,7 @@ class Reading:
     def _followed(self, command: list[Token], depth: int) -> None:
         """Assignments, then the words of a command."""
         if _plain(command[0]) in _DECLARING:
-            command = [each for each in command[1:] if not _plain(each).startswith("-")]
+            command = [each for each in command[1:] if isinstance(each, Array) or _ASSIGNMENT.match(_text(each))]
         while command:
             first = command[0]
             assigned = _ASSIGNMENT.match(first[0].text) if isinstance(first, tuple) and first else None
@@ -176,9 +181,10 @@ class Reading:
 
     def _words(self, words: list[str], depth: int) -> None:
         name = words[0].rpartition("/")[2]
-        self._verdict = None if self._status is None or name not in _TESTS else _verdict(words)
-        self._status = self._verdict if name in _TESTS else True
-        if name in _TESTS or name in _TALKING:
+        is_test = name in _TESTS or name in ("true", "false")
+        self._verdict = None if self._status is None or not is_test else _verdict(words)
+        self._status = self._verdict if is_test else True
+        if is_test or name in _TALKING:
             return
         found: list[str] = []
         inner: list[str] = []
@@ -204,10 +210,21 @@ def _plain(token: Token) -> str:
     return token[0].text if isinstance(token, tuple) and len(token) == 1 and token[0].kind == "plain" else ""
 
 
+def _text(token: Token) -> str:
+    """All of a word as it stands, quotes left out."""
+    return "".join(part.text for part in token) if isinstance(token, tuple) else ""
+
+
 def _verdict(words: list[str]) -> bool | None:
     """What ``[ A = B ]`` and its like come to; None where the script does not say."""
+    if words in (["true"], ["false"]):
+        return words == ["true"]
     inner = [word for word in words[1:] if word not in ("]", "]]")]
-    if any(is_unknown(word) for word in inner) or len(inner) != 3:
+    if any(is_unknown(word) for word in inner):
+        return None
+    if inner and inner[0] in ("-z", "-n") and len(inner) <= 2:
+        return (len(inner) == 1) == (inner[0] == "-z")
+    if len(inner) != 3:
         return None
     left, how, right = inner
     if how in _COMPARED and not re.search(r"[*?\[]", right):

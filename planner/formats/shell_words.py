@@ -10,6 +10,7 @@ from planner.errors import InputError
 
 _OPERATOR = re.compile(r"\d*[<>]+[&|]?|&>>?|;;|&&|\|\||[;&|()]")
 _HEREDOC = re.compile(r"<<(?!<)(-?)[ \t]*(['\"\\]?)([\w.-]+)['\"]?")
+_STAGES = re.compile(r"[EtmL*|(),\d]+")  # a pipeline's layout, as printed without its quotes
 _PLAIN = re.compile(r"[^\s'\"\\$`;&|()<>]+")
 _IN_QUOTES = re.compile(r"[^\"\\$`]+")
 _CLOSING = {"(": ")", "{": "}"}
@@ -48,7 +49,7 @@ class Lexed:
 
 def lexed(text: str) -> Lexed:
     """The pieces of ``text``; InputError where a quote or a bracket is not closed."""
-    lexer = _Lexer(text)
+    lexer = _Lexer(text.replace("\r\n", "\n"))
     lexer.read(None)
     return lexer.found
 
@@ -183,8 +184,7 @@ class _Lexer:
         if char == "(":
             return not (parts and parts[-1].text.endswith("="))
         if char == "|":
-            following = self.text[self.at + 1 : self.at + 2]
-            return bool(parts) and bool(following) and not following.isspace() and following not in "|&"
+            return _STAGES.fullmatch("".join(part.text for part in parts)) is not None
         return char == ")"
 
     def _part(self, parts: list[Part]) -> None:

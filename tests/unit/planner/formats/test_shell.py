@@ -5,13 +5,15 @@ from contextlib import suppress
 
 import pytest
 
+from costmodels.vocabulary.choices import Precision
 from planner.errors import InputError
 from planner.formats.registry import read_config
 from planner.formats.shell import command_of
 from planner.formats.target import Read
 
 MODEL = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 2048"
-READ = ("--tensor-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-size", "--fp8-format")
+VALUED = ("--tensor-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-size", "--fp8-format")
+READ = {**dict.fromkeys(VALUED, True), "--bf16": False}
 # Scripts without conditions: what they give to torchrun is what bash gives to it.
 SCRIPTS = (
     'RUN=exp/llama\nHOSTS=(a b)\ntorchrun --name ${RUN##*/} --hosts ${#HOSTS[@]} \\\n  --micro-batch-size 2 #no\n',
@@ -29,6 +31,13 @@ SCRIPTS = (
     "A=1\nif [ $A = 1 ]; then M=2; else M=3; fi\ncase $A in 2) T=5;; 1) T=6 ;; *) T=7\nesac\n"
     "[ $A -eq 1 ] && F=x || F=y\n[[ $A == 2 ]] && F=z\n"
     "torchrun --micro-batch-size $M --tensor-model-parallel-size $T --fp8-format $F",
+    "A=b\ncase $A in a|b) M=2;; *) M=3;; esac\ncase $A in\n  (b | c) T=2 ;;\n  d) T=3;;\nesac\n"
+    "torchrun --micro-batch-size $M --tensor-model-parallel-size $T",
+    "F=true\nif $F; then M=2; else M=3; fi\nN=1\nif [ -n \"$N\" ]; then T=4; else T=5; fi\nE=\n"
+    "if [ -z \"$E\" ]; then P=1; else P=2; fi\n"
+    "torchrun --micro-batch-size $M --tensor-model-parallel-size $T --pipeline-model-parallel-size $P",
+    "export -p X M=2 Y\necho y|torchrun --micro-batch-size $M --bf16",
+    "A='--bf16'\nA=\"$A --micro-batch-size 2\"\ndeclare -a B=(--fp8-format x)\ntorchrun $A ${B[@]}",
     "A=1\nif [ $A = 2 ]; then\n  if [ $A = 3 ]; then M=1; fi\nelif [ $A -lt 2 ]; then M=4\nelse M=5\nfi\n"
     "torchrun --micro-batch-size $M",
 )  # fmt: skip
@@ -79,6 +88,8 @@ def test_what_is_not_the_command_does_not_count() -> None:
     assert "--fp8-format" not in found.words
     assert found.words[-2:] == ["--pipeline-model-parallel-size", "4"]
     assert found.conditional == ("--pipeline-model-parallel-size",)
+    assert command_of("x --bf16 $MORE --micro-batch-size 1\ny --bf16 z", READ).words[1:3] == ["--bf16", "$MORE"]
+    assert command_of("x \\\r\n --micro-batch-size 1\r\n", READ).words == ["x", "--micro-batch-size", "1"]
     # in one command the last one counts, as argparse has it, and lines of options need no command
     assert command_of("--micro-batch-size 1\n--fp8-format e4m3", READ).words == [
         "--micro-batch-size", "1", "--fp8-format", "e4m3",
@@ -111,6 +122,8 @@ def test_what_the_environment_says_is_left_to_the_options_that_say_it() -> None:
     notes = " / ".join(found.notes)
     for note in ("--nnodes is $SLURM_NNODES, which the script does not say itself: --gpus", "--global-batch says it"):
         assert note in notes
+    more = read(f"x --tensor-model-parallel-size 2 --micro-batch-size 1 {MODEL} --bf16 $EXTRA")
+    assert (more.settings.precision, more.settings.tp) == (Precision.BF16, 2)
     open_size = read(f"x --tensor-model-parallel-size 2 --micro-batch-size 1 {MODEL} --ffn-hidden-size $F")
     assert open_size.shape is None
     assert "--model says all sizes" in " / ".join(open_size.notes)
