@@ -320,7 +320,8 @@ def _experts(given: Mapping[str, object], numbers: Mapping[str, int], ffn: int) 
         raise InputError(
             f"a shared expert of width {shared} (--moe-shared-expert-intermediate-size) beside experts of {width} is "
             "not priced: only whole multiples are",
-            hint="give the model as a file: --model model.py",
+            hint=f"give a multiple of {width}, or search for the model itself: planner search model.py --framework "
+            "megatron-core",
         )
     dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(given["moe_layer_freq"] or "([0]*0+[1]*1)"))
     if dense is None and given["moe_layer_freq"] != "1":
