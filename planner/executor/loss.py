@@ -40,9 +40,12 @@ Tensors = dict[str, torch.Tensor]
 def check_reduction(loss: TrainingLoss, num_parts: int) -> None:
     """ModelError where a batch has several parts and nobody knows how their losses add up."""
     if loss.reduction is Reduction.UNKNOWN and num_parts > 1:
+        why = f"how they add up could not be found out: {loss.doubt}" if loss.doubt else (
+            "what loss_fn returns of a part is neither a sum, nor a mean over sequences, nor a mean over labels that "
+            "are not -100: how the parts add up is not known"
+        )  # fmt: skip
         raise ModelError(
-            f"a step computes the loss in {num_parts} parts, and what loss_fn returns of a part is neither a sum, nor "
-            "a mean over sequences, nor a mean over labels that are not -100: how the parts add up is not known",
+            f"a step computes the loss in {num_parts} parts, and {why}",
             hint=f"{SAY_HOW_PARTS_ADD_UP}; planner.parallelize sees that with labels among its inputs. What "
             "forward returns of a batch as a whole, as a balance loss, is another number in each part",
         )

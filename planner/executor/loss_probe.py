@@ -1,12 +1,13 @@
 """Finds out what an undeclared loss is, by trying it on a made-up batch and on its halves.
 
-The model runs once on the meta device for the kinds of its outputs; these are filled with random numbers, and the loss
+The model runs once for the kinds of its outputs (``outputs.py``); these are filled with random numbers, and the loss
 is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
 up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
 the other, so that ignoring any of them shows; then some of one half's labels are -100. What is a mean over sequences
 without these alone is trained on batches without them. Other labels and inputs that may be special to the loss, such as
-that of padding, are the numbers that it hands to torch: each stands in one half alone. What a model returns of a batch
-as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
+that of padding, are the numbers that it hands to torch: each stands in one half alone. Every input that the loss reads
+is made to differ between the halves, whatever its given rows are (``unlike_inputs.py``). What a model returns of a
+batch as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from planner.errors import InputError
 from planner.executor.data import NUM_BYTE_TOKENS
-from planner.executor.loss import SAY_HOW_PARTS_ADD_UP
-from planner.executor.stage_trace import CPU, META, Inputs, as_compiled, leaves_of, map_leaves, tensors_in, twin
-from planner.models.inputs import LABELS, call_model
+from planner.executor.outputs import UntriedError, output_of
+from planner.executor.stage_trace import CPU, Inputs, leaves_of, map_leaves, tensors_in
+from planner.executor.unlike_inputs import check_none_missing, partly_missing, unlike_halves
+from planner.models.inputs import LABELS
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
@@ -57,36 +57,87 @@ class _Trial:
 def recognised(
     loss: TrainingLoss, module: nn.Module, inputs: Callable[[int, int], Inputs], seq_len: int
 ) -> TrainingLoss:
-    """``loss`` with its reduction, where that can be found; else as it is. ``inputs`` are (batch size, length)."""
+    """``loss`` with its reduction, where that can be found; else as it is, or with its doubt.
+
+    ``inputs`` are (batch size, length).
+    """
     if loss.reduction is not Reduction.UNKNOWN:
         return loss
     length = min(seq_len, NUM_BYTE_TOKENS)
     size = 2 * math.ceil(NUM_BYTE_TOKENS / length) if length > 1 else NUM_SAMPLES
     try:
         batch = inputs(size, length)
-        output = _output_of(module, batch)
-        other = _output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
-        output = _Output.made_up(output, size, other)
-        labels = batch.get(LABELS, _labels(size, length))
+        output = output_of(module, batch)
+        other = output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
+    except UntriedError as error:
+        return dataclasses.replace(loss, doubt=str(error))
+    try:
+        made_up = _Output.made_up(output, size, other)
+        batch = {LABELS: _labels(size, length), **batch}
         with _Numbers() as numbers:
-            plain = loss.function(output.value, {**batch, "labels": labels})
+            plain = loss.function(made_up.value, batch)
         if isinstance(plain, tuple):
             return dataclasses.replace(loss, reduction=Reduction.COUNTED)
-        trials = [_trial(loss, output, batch, labels)]
-        special = [number for number in numbers.found if 0 <= number < _num_classes(output.value)][:MOST_SPECIAL]
-        if special:
-            trials.append(
-                _trial(loss, output, _with(special, batch, size), _with(special, {LABELS: labels}, size)[LABELS])
-            )
-    except Exception:  # whatever a user's model and loss raise at what is made up
+        return _tried(loss, made_up, batch, numbers, length)
+    except Exception:  # whatever a user's loss raises at what is made up
         return loss
-    masked = labels.clone()
+
+
+def _tried(loss: TrainingLoss, output: _Output, batch: Inputs, numbers: _Numbers, length: int) -> TrainingLoss:
+    """What ``loss`` is on ``batch``, on others whose halves differ, and where labels are ignored."""
+    size = len(batch[LABELS])
+    trials = [_trial(loss, output, batch)]
+    special = [number for number in numbers.found if 0 <= number < _num_classes(output.value)][:MOST_SPECIAL]
+    if special:
+        trials.append(_trial(loss, output, _with(special, batch, size)))
+    read = [name for name, tensor in batch.items() if id(tensor) in numbers.read and len(tensor) == size]
+    for name in read:
+        found = _finite(loss, output, [{**batch, name: changed} for changed in unlike_halves(batch[name])])
+        if not found:  # it is read, and no two halves that differ in it could be tried
+            return dataclasses.replace(loss, doubt=f"it reads {name!r}, of which no other values could be tried")
+        trials += found
+    masked = batch[LABELS].clone()
     masked.view(size, -1)[: size // 2 : 2, : max(2, length // 4)] = IGNORED
     masked.view(size, -1)[1 : size // 2 : 2, 0] = IGNORED  # which losses that shift labels do not see
-    ignoring: list[_Trial] = []
-    with contextlib.suppress(Exception):  # a loss that does not know -100 will not be given any
-        ignoring = [trial for trial in (_trial(loss, output, batch, masked),) if math.isfinite(trial.whole)]
-    return _read(loss, [trial for trial in trials if math.isfinite(trial.whole)], ignoring)
+    ignoring = _finite(loss, output, [{**batch, LABELS: masked}])
+    trials = [trial for trial in trials if math.isfinite(trial.whole)]
+    result = _read(loss, trials, ignoring)
+    partly = {name: partly_missing(batch[name]) for name in read if not _is_labels(name, batch[name])}
+    strange = [
+        name
+        for name, tensors in partly.items()
+        if _read(loss, trials + _finite(loss, output, [{**batch, name: each} for each in tensors]), ignoring) != result
+    ]
+    return _without_missing(loss, result, strange) if strange else result
+
+
+def _is_labels(name: str, tensor: torch.Tensor) -> bool:
+    """Whether -100 among them has been tried already."""
+    return name == LABELS and _is_integer(tensor)
+
+
+def _without_missing(loss: TrainingLoss, found: TrainingLoss, names: Sequence[str]) -> TrainingLoss:
+    """``found``, for batches in which no value of these inputs is missing; ``loss`` where nobody could look."""
+    weight = found.weight
+    if weight is None:
+        return loss
+
+    def checked(batch: Batch) -> torch.Tensor | float:
+        assert isinstance(batch, dict)
+        for name in names:
+            check_none_missing(name, batch[name])
+        return weight(batch)
+
+    return dataclasses.replace(found, weight=checked)
+
+
+def _finite(loss: TrainingLoss, output: _Output, batches: Sequence[Inputs]) -> list[_Trial]:
+    """Of those batches that ``loss`` knows what to do with."""
+    found: list[_Trial] = []
+    for batch in batches:
+        with contextlib.suppress(Exception):  # such as one that does not know -100: it will not be given any
+            found.append(_trial(loss, output, batch))
+    return [trial for trial in found if math.isfinite(trial.whole)]
 
 
 def _read(loss: TrainingLoss, plain: list[_Trial], ignoring: list[_Trial]) -> TrainingLoss:
@@ -107,16 +158,18 @@ def _read(loss: TrainingLoss, plain: list[_Trial], ignoring: list[_Trial]) -> Tr
 
 
 class _Numbers(TorchFunctionMode):
-    """Integers that code hands to torch's functions: those among them that labels are compared with."""
+    """What code hands to torch's functions: integers, those among them that labels are compared with, and tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, None] = {}
+        self.read: set[int] = set()  # ids of tensors
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Any = None
     ) -> object:
         leaves = leaves_of((tuple(args), kwargs or {}))
+        self.read.update(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.found.update({leaf: None for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)})
         held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and _is_integer(leaf)]
         result = func(*args, **(kwargs or {}))
@@ -147,12 +200,12 @@ def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
     return found
 
 
-def _trial(loss: TrainingLoss, output: _Output, batch: Inputs, labels: torch.Tensor) -> _Trial:
+def _trial(loss: TrainingLoss, output: _Output, batch: Inputs) -> _Trial:
+    labels = batch[LABELS]
     size = len(labels)
 
     def value(part: slice) -> float:
-        inputs = {key: tensor[part] for key, tensor in batch.items()}
-        found = loss.function(output.part(part, size), {**inputs, "labels": labels[part]})
+        found = loss.function(output.part(part, size), {key: tensor[part] for key, tensor in batch.items()})
         assert isinstance(found, torch.Tensor)
         return float(found)
 
@@ -169,11 +222,6 @@ def _labels(size: int, length: int) -> torch.Tensor:
     """Every label in the first half, one and the same in the second."""
     each = torch.arange(size // 2 * length).remainder(NUM_BYTE_TOKENS).view(size // 2, length)
     return torch.cat((each, torch.ones_like(each)))
-
-
-def _output_of(module: nn.Module, batch: Inputs) -> object:
-    with torch.no_grad(), META, as_compiled():
-        return call_model(twin(module, torch.float32, META), {key: value.to(META) for key, value in batch.items()})
 
 
 @dataclass(frozen=True)
@@ -242,13 +290,8 @@ def _num_later_targets(batch: Batch) -> torch.Tensor:
 
 def _num_whole_sequences(batch: Batch) -> float:
     """Of a loss that is a mean over sequences as long as no label is ignored, such as one of labels and of logits."""
-    labels = batch.get(LABELS) if isinstance(batch, dict) else None
-    if labels is not None and not isinstance(labels, FakeTensor) and bool((labels == IGNORED).any()):
-        raise InputError(
-            f"the batch has labels that are {IGNORED}, and with them what loss_fn returns of a part of a batch is "
-            "neither a mean over sequences nor one over the other labels: how the parts add up is not known",
-            hint=SAY_HOW_PARTS_ADD_UP,
-        )
+    if isinstance(batch, dict) and LABELS in batch:
+        check_none_missing(LABELS, batch[LABELS])
     return _num_sequences(batch)
 
 

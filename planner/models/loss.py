@@ -42,6 +42,7 @@ class TrainingLoss:
     function: Callable[[object, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     reduction: Reduction = Reduction.UNKNOWN
     weight: Callable[[Batch], torch.Tensor | float] | None = None
+    doubt: str = ""  # why it could not be found out what it is, where it was not even tried
 
 
 def logits_of(output: object) -> torch.Tensor:

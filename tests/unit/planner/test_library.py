@@ -242,6 +242,16 @@ for path in sorted(folder.glob("nested-*.json")):
     dist.all_reduce(checked)
     assert round(float(checked)) == len(list(own.parameters()))
     compared.append(path.name)
+
+def by_weight(output, batch):
+    weight = batch["batch"]["text"][1][:, 0]
+    return (output.square().mean(1) * weight).sum() / weight.sum()
+
+try:  # from one sample, so that all rows of a trial would be alike
+    planner.parallelize(made(), plan, loss_fn=by_weight, inputs=example_inputs(1, 1))
+    raise AssertionError("a mean over weights was taken for one over samples")
+except planner.errors.ModelError as error:
+    assert "how the parts add up is not known" in str(error)
 """
 BEFORE = """
 import pathlib, sys, torch, torch.distributed as dist, planner

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.errors import InputError, ModelError
+from planner.executor import outputs
 from planner.executor.loss import check_reduction
 from planner.executor.loss_probe import recognised
 from planner.model_file import load_model, resolve_model
@@ -231,3 +232,29 @@ class LooksForPackedSequences(Toy):
 def test_the_loss_of_a_model_that_reads_values_for_a_short_cut_is_known() -> None:
     """The probe's model has no values: of plain cross entropy it was not known how its parts add up."""
     assert find(cross_entropy, LooksForPackedSequences()).reduction is Reduction.MEAN
+
+
+class AsksForCausality(Toy):
+    """Reads values of a mask, as torch's own transformer does: it does not run on the meta device."""
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        mask = torch.ones(input_ids.shape[1], input_ids.shape[1]).triu(1)
+        if not bool((mask == mask.triu(1)).all()):
+            raise AssertionError
+        return super().forward(input_ids + torch.multinomial(torch.ones(2), 1))
+
+
+def test_the_loss_of_a_model_that_reads_values_is_known_where_it_is_small() -> None:
+    """Of plain cross entropy it was said that it is neither a sum nor a mean."""
+    module = AsksForCausality()
+    before = torch.get_rng_state()
+    assert find(cross_entropy, module).reduction is Reduction.MEAN
+    assert torch.equal(before, torch.get_rng_state())  # what the model draws then is not missing later
+
+
+def test_a_model_that_reads_values_and_is_large_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "MOST_BYTES", 1000)
+    loss = find(cross_entropy, AsksForCausality())
+    with pytest.raises(ModelError, match=r"could not be found out: .*does not run without values.*too large") as error:
+        check_reduction(loss, 2)
+    assert "neither" not in str(error.value)
