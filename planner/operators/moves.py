@@ -83,7 +83,7 @@ VIEWS = (
         saved=saved_rules.nothing,
         placements=placement_rules.taking_dim_away,
         kept_as=REPEATED,
-        traits=traits(Trait.FOLLOWS_AS_VIEW),
+        traits=PLAIN,  # of a tensor that is split along its dim DTensor refuses it
     ),
     Operator(
         names=named("tensor_split"),

@@ -333,13 +333,10 @@ def slicing(applied: Applied, degree: int) -> list[OpStrategy]:
 
 
 def taking_dim_away(applied: Applied, degree: int) -> list[OpStrategy]:
-    """As ``along_dim``, of operators whose results lack that dim."""
-    operands, found = applied.operands, list[OpStrategy]()
-    is_gone = len(applied.shape) < len(operands[0].shape)
-    for dim in _dims_besides_cut(applied, degree):
-        behind = is_gone and dim > _cut(applied)
-        found.append(_carry(dim, dim - 1 if behind else dim, len(operands), degree))
-    return found
+    """As ``along_dim``, of operators whose results, each of several where they are many, lack that dim."""
+    number, cut = len(applied.operands), _cut(applied)
+    dims = _dims_besides_cut(applied, degree)
+    return [_carry(dim, dim - 1 if dim > cut else dim, number, degree) for dim in dims]
 
 
 def _cut(applied: Applied) -> int:

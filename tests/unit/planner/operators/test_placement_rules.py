@@ -21,9 +21,9 @@ from costmodels.vocabulary.choices import Partial, Placement, Replicate, Shard
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.tensor_parallel import torch_placement
 from planner.graph.model_graph import ModelGraph, Node, OpClass
-from planner.graph.node_operators import has_placement_rule, strategies
+from planner.graph.node_operators import has_placement_rule, is_redistributed, strategies
 from planner.graph.tracer import trace_model
-from planner.model_file import LoadedModel
+from planner.model_file import LoadedModel, load_model, resolve_model
 from planner.operators.partial_sums import passing
 from planner.operators.placement_rules import OpStrategy, leading_dims
 from planner.operators.registry import op_name, operator_of
@@ -165,6 +165,77 @@ def test_every_strategy_is_what_dtensor_does(model: str, degree: int, folder: Pa
                     raise AssertionError(f"{node.op} {known} {dict(node.attributes)} by {strategy}") from error
                 num_checked += 1
     assert num_checked > 40
+
+
+PACKED = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def rotated(self, x):
+        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(turned * turned.detach()).flatten(-2).type_as(x)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q = self.q(x).view(b, t, 4, -1)
+        k, v = self.kv(x).view(b, t, 2, 2, -1).unbind(2)
+        later, earlier = self.kv(x).view(b, t, 2, 2, -1).permute(3, 0, 2, 1, 4).unbind(0)
+        k, v = self.rotated(k).repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1)
+        mixed = torch.einsum("bhij,bjhd->bihd", scores, v).reshape(b, t, d)
+        return mixed + torch.cat((later, earlier), -1).transpose(1, 2).reshape(b, t, d)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+build_model = Model
+"""
+
+
+def packed(folder: Path) -> ModelGraph:
+    path = folder / "packed.py"
+    path.write_text(PACKED)
+    return trace_model(load_model(resolve_model(str(path))), 2, SEQ_LEN, "bfloat16")
+
+
+def test_pieces_that_lack_a_dim_lie_as_dtensor_has_them(folder: Path) -> None:
+    """What lay behind the dim that ``unbind`` takes away was taken to lie one place further back."""
+    traced, checked = packed(folder), 0
+    with fake_mesh(2) as mesh:
+        for node in [node for node in distinct_nodes(traced) if op_name(node.op) == "unbind"]:
+            ((shape, dtype),) = [spec for spec in shapes_and_dtypes(traced, node) if spec is not None]
+            for strategy in strategies(node, traced, 2)[1:]:
+                pieces = call(node, [local_tensor(shape, dtype, strategy.operands[0], mesh)])
+                assert all(is_placed(piece, strategy.output) for piece in pieces), strategy
+                checked += 1
+    assert checked > 4
+
+
+@pytest.mark.parametrize("model", [*MODELS, "packed"])
+def test_views_are_fed_by_dtensor_where_it_is_said(model: str, folder: Path) -> None:
+    """Of a tensor that is split otherwise: a plan left one split along the dim that ``unbind`` takes away."""
+    traced = packed(folder) if model == "packed" else graph(model, folder)
+    with fake_mesh(2) as mesh:
+        for node in distinct_nodes(traced):
+            if node.op_class is not OpClass.VIEW or not is_redistributed(node):
+                continue
+            ((shape, dtype),) = [spec for spec in shapes_and_dtypes(traced, node) if spec is not None]
+            for dim in [dim for dim, size in enumerate(shape) if dim and size % 2 == 0]:
+                assert call(node, [local_tensor(shape, dtype, Shard(dim), mesh)])
 
 
 def test_partial_sums_pass_where_dtensor_lets_them(folder: Path) -> None:
