@@ -11,7 +11,7 @@ from planner.errors import ModelError, PlanError
 from planner.executor.parallelize import Tensors
 from planner.executor.weights import load_weights
 from planner.model_file import LoadedModel, load_model, planned_source
-from planner.models.inputs import LABELS, by_name
+from planner.models.inputs import LABELS, by_name, for_forward
 from planner.plan.schema import Plan
 
 
@@ -44,16 +44,16 @@ def in_training(module: nn.Module) -> nn.Module:
     return module if module.training else module.train()
 
 
-def example_batch(loaded: LoadedModel, plan: Plan) -> dict[str, torch.Tensor]:
-    """One micro-batch of the model's inputs: token ids alone can be filled with text."""
-    named = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
-    named.pop(LABELS, None)  # the data have them
+def example_batch(loaded: LoadedModel, plan: Plan, module: nn.Module) -> dict[str, torch.Tensor]:
+    """One micro-batch of what ``module``'s forward is given: token ids alone can be filled with text, and labels."""
+    given = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
+    named = {name: value for name, value in given.items() if name != LABELS}  # the data have them
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
         raise ModelError(
             f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
             hint="give defaults to the other inputs of its forward",
         )
-    return named
+    return for_forward(given, module)
 
 
 def named_inputs(loaded: LoadedModel, batch_size: int, seq_len: int) -> Tensors:

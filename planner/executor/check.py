@@ -136,8 +136,8 @@ def _loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
 
 
 def _steps(plan: Plan, loaded: LoadedModel, loss: TrainingLoss, mesh: DeviceMesh) -> int:
-    inputs, training = example_batch(loaded, plan), plan.training
-    model = parallelize(in_training(_in_float32(loaded.build())), inputs, loss, plan, mesh)
+    training, module = plan.training, in_training(_in_float32(loaded.build()))
+    model = parallelize(module, example_batch(loaded, plan, module), loss, plan, mesh)
     optimizer = build_optimizer(model.parameters(), training.optimizer, None)
     if model.schedule is not None:
         model.schedule._warmup_p2p = _agree_at_once  # pyright: ignore[reportAttributeAccessIssue]

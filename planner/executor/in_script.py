@@ -15,7 +15,7 @@ from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.models.held import nest_of
 from planner.models.huggingface import for_training
-from planner.models.inputs import LABELS, by_name, taken_by_loss
+from planner.models.inputs import by_name, for_forward, taken_by_loss
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -58,7 +58,7 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
     if loss_fn is not None:
         loss = recognised(taken_by_loss(nest, TrainingLoss(loss_fn)), model, makes, plan.training.seq_len)
     example = makes(plan.pipeline.micro_batch_size, plan.training.seq_len)
-    example = {key: value for key, value in example.items() if key != LABELS}
+    example = for_forward(example, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return parallelize(model, example, loss, plan, build_mesh(plan, device))
 

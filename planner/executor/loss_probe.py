@@ -27,12 +27,13 @@ from planner.executor.data import NUM_BYTE_TOKENS
 from planner.executor.outputs import UntriedError, output_of
 from planner.executor.stage_trace import CPU, Inputs, leaves_of, map_leaves, tensors_in
 from planner.executor.unlike_inputs import check_none_missing, partly_missing, unlike_halves
-from planner.models.inputs import LABELS
+from planner.models.inputs import LABELS, takes_labels
 from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
 MOST_SPECIAL = 64  # of the numbers that a loss hands to torch
 _UNLIKE = 64  # between what a model returns of a part and of the whole: it shows behind a coefficient of 1e-4
+OF_FORWARD = "forward takes labels, and a loss that it computes itself cannot be tried apart from the model"
 NUM_SAMPLES = 8  # of models without tokens: their labels, where they have any, are the caller's
 
 
@@ -67,6 +68,7 @@ def recognised(
     size = 2 * math.ceil(NUM_BYTE_TOKENS / length) if length > 1 else NUM_SAMPLES
     try:
         batch = inputs(size, length)
+        is_given_labels = LABELS in batch and takes_labels(module)
         output = output_of(module, batch)
         other = output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
     except UntriedError as error:
@@ -78,9 +80,11 @@ def recognised(
             plain = loss.function(made_up.value, batch)
         if isinstance(plain, tuple):
             return dataclasses.replace(loss, reduction=Reduction.COUNTED)
-        return _tried(loss, made_up, batch, numbers, length)
+        found = _tried(loss, made_up, batch, numbers, length)
     except Exception:  # whatever a user's loss raises at what is made up
-        return loss
+        found = loss
+    is_own = is_given_labels and found.reduction is Reduction.UNKNOWN
+    return dataclasses.replace(found, doubt=found.doubt or OF_FORWARD) if is_own else found
 
 
 def _tried(loss: TrainingLoss, output: _Output, batch: Inputs, numbers: _Numbers, length: int) -> TrainingLoss:

@@ -29,7 +29,14 @@ from planner.executor.randomness import seed_rank
 from planner.executor.ranks import say
 from planner.executor.recompute import Surroundings, apply_recompute, repeated_in
 from planner.executor.recording import UnrecordableError
-from planner.executor.requirements import check_buffers, check_labels, check_names, check_parameters, statistics_note
+from planner.executor.requirements import (
+    check_buffers,
+    check_labels,
+    check_names,
+    check_parameters,
+    check_whole_sequences,
+    statistics_note,
+)
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
 from planner.executor.stage_module import StageModule, stage_root
@@ -57,7 +64,7 @@ from planner.executor.tensor_parallel import (
     torch_placement,
 )
 from planner.executor.whole_parameters import WholeParameters
-from planner.models.inputs import by_name, call_model
+from planner.models.inputs import LABELS, by_name, call_model
 from planner.models.loss import Reduction, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -245,7 +252,7 @@ def parallelize(
         plan=plan,
         loss=parts,
         has_loss=mine[-1] == last,
-        input_name=next(iter(inputs)),
+        input_name=next(name for name in inputs if name != LABELS),
         context=context,
         experts=experts,
         replicas=tuple(group for group in data_mesh(mesh, plan.zero_stage).get_all_groups() if group.size() > 1),
@@ -293,6 +300,7 @@ def _check(
     check_parameters(module, plan)
     check_placements(module, plan.placements.tp, plan.mesh.tp)
     if context is not None:
+        check_whole_sequences(inputs)
         check_model(module, inputs, training_loss, context)
 
 

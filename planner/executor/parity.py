@@ -26,7 +26,7 @@ from planner.executor.requirements import check_labels
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.model_file import LoadedModel
-from planner.models.inputs import call_model
+from planner.models.inputs import LABELS, call_model
 from planner.plan.schema import Plan
 
 LEARNING_RATE = 0.1
@@ -81,7 +81,7 @@ def _shapes(reference: nn.Module | None) -> dict[str, torch.Size]:
 def _one_process(module: nn.Module, loaded: LoadedModel, plan: Plan, data: TokenData) -> tuple[float, State, State]:
     """Loss, gradients and parameters after one step on the whole batch, on the CPU."""
     tokens, labels = data.global_batch(0, plan.training.global_batch_size)
-    inputs = {next(iter(example_batch(loaded, plan))): tokens}
+    inputs = {name: labels if name == LABELS else tokens for name in example_batch(loaded, plan, module)}
     check_labels(module, inputs)
     before = torch.get_rng_state()
     try:

@@ -38,6 +38,17 @@ def check_labels(module: nn.Module, inputs: Inputs) -> None:
         )
 
 
+def check_whole_sequences(inputs: Inputs) -> None:
+    """PlanError where forward is given labels, of which each rank would see those of its own positions alone."""
+    if LABELS in inputs:
+        raise PlanError(
+            f"the model's forward takes {LABELS}: under context parallelism each rank has some positions of a "
+            "sequence, and a loss that forward computes itself could not look at the labels of the others",
+            hint="plan with --cp 1, or leave labels out of example_inputs and let loss_fn(output, batch) compute the "
+            "loss of logits",
+        )
+
+
 def check_names(module: nn.Module, plan: Plan) -> None:
     """PlanError that lists the modules of ``sharded_units`` and ``recompute`` that the model does not have."""
     known = {fqn for fqn, _ in module.named_modules()}

@@ -97,7 +97,7 @@ def _split(module: nn.Module, loaded: LoadedModel, where: tuple[Plan, DeviceMesh
     plan, mesh, backend = where
     inputs_of = functools.partial(named_inputs, loaded)
     loss = recognised(loaded.training_loss, module, inputs_of, plan.training.seq_len)
-    return parallelize(module, example_batch(loaded, plan), loss, plan, mesh, backend)
+    return parallelize(module, example_batch(loaded, plan, module), loss, plan, mesh, backend)
 
 
 def _initialise(roots: Sequence[nn.Module], built: RecordedModel) -> None:

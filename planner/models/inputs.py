@@ -211,6 +211,20 @@ def _passed(
     return function(*taken.values())
 
 
+def takes_labels(module: nn.Module) -> bool:
+    """Whether ``call_model`` gives forward the labels that its inputs hold. A nest never holds them."""
+    forward = module.forward
+    if isinstance(forward, functools.partial) and forward.func is _called:
+        return False
+    parameters = inspect.signature(forward).parameters.values()
+    return any(each.name == LABELS or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def for_forward(inputs: Mapping[str, T], module: nn.Module) -> dict[str, T]:
+    """``inputs`` without labels, unless forward takes them."""
+    return {name: value for name, value in inputs.items() if name != LABELS or takes_labels(module)}
+
+
 def _takes_many(parameters: Iterable[inspect.Parameter]) -> bool:
     return any(p.kind is p.VAR_POSITIONAL for p in parameters)
 

@@ -253,6 +253,69 @@ try:  # from one sample, so that all rows of a trial would be alike
 except planner.errors.ModelError as error:
     assert "how the parts add up is not known" in str(error)
 """
+
+OWN_LOSS = """
+import torch
+from torch.nn import functional as F
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+build_model = Model
+
+def example_inputs(batch_size, seq_len):
+    ids = torch.randint(64, (batch_size, seq_len))
+    return {"labels": ids, "input_ids": ids}
+
+def loss_fn(output, batch):
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return output["loss"] * count, count
+"""
+
+OWN_LOSS_SCRIPT = """
+import own
+torch.manual_seed(1)
+whole = own.example_inputs(8, 16)
+whole["labels"] = whole["labels"].clone()
+whole["labels"][:3, 5:] = -100  # unequal numbers of terms in the parts
+def made_own():
+    torch.manual_seed(0)
+    return own.Model()
+one = made_own()
+expected = one(**whole)["loss"]
+expected.backward()
+for path in sorted(folder.glob("own-*.json")):
+    plan = planner.load_plan(path, trust=True)
+    dp = plan.mesh.dp_shard * plan.mesh.dp_replicate
+    example = own.example_inputs(plan.pipeline.micro_batch_size, 16)
+    part = planner.parallelize(made_own(), plan, loss_fn=own.loss_fn, inputs=example)
+    loss = part.forward_backward({name: each[rank % dp :: dp] for name, each in whole.items()})
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss / dp, expected.detach())
+    for root in part.roots:
+        for name, p in root.named_parameters():
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, one.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    compared.append(path.name)
+"""
 BEFORE = """
 import pathlib, sys, torch, torch.distributed as dist, planner
 dist.init_process_group("gloo")
@@ -275,12 +338,13 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
     """Two ranks of a script of one's own, against torch in one process: every gradient of a step.
 
     The plan of a file; that of the same module held in Python; data parallelism and a pipeline of a model whose inputs
-    are a nest.
+    are a nest, and of one whose forward takes labels and computes the loss itself.
     """
-    plain, nested, script = tmp_path / "model.py", tmp_path / "nested.py", tmp_path / "train.py"
+    plain, nested, own, script = (tmp_path / f"{name}.py" for name in ("model", "nested", "own", "train"))
     plain.write_text(MODEL)
     nested.write_text(NESTED)
-    script.write_text(BEFORE + PLAIN_SCRIPT + NESTED_SCRIPT + AFTER)
+    own.write_text(OWN_LOSS)
+    script.write_text(BEFORE + PLAIN_SCRIPT + NESTED_SCRIPT + OWN_LOSS_SCRIPT + AFTER)
     names: dict[str, type[nn.Module]] = {}
     exec(MODEL, names)
     common = {"gpus": 2, "hardware": "cpu-gloo", "global_batch_size": 8, "precision": "fp32", "micro_batch": 2}
@@ -290,6 +354,8 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
         "plain-held": planner.search(names["Model"](), **of_plain),  # pyright: ignore[reportArgumentType]
         "nested-dp": planner.search(nested, **common, dp=2, zero=3),  # pyright: ignore[reportArgumentType]
         "nested-pp": planner.search(nested, **common, pp=2),  # pyright: ignore[reportArgumentType]
+        "own-dp": planner.search(own, **common, seq_len=16, dp=2, zero=3),  # pyright: ignore[reportArgumentType]
+        "own-pp": planner.search(own, **common, seq_len=16, pp=2),  # pyright: ignore[reportArgumentType]
     }
     assert plans["nested-pp"].training.seq_len == 1
     for name, plan in plans.items():

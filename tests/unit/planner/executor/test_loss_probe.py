@@ -234,6 +234,25 @@ def test_the_loss_of_a_model_that_reads_values_for_a_short_cut_is_known() -> Non
     assert find(cross_entropy, LooksForPackedSequences()).reduction is Reduction.MEAN
 
 
+class LosesItself(Toy):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        output = super().forward(input_ids)
+        return output if labels is None else {**output, "loss": cross_entropy(output, {"labels": labels})}
+
+
+def test_a_loss_of_forwards_own_is_said_to_be_untried() -> None:
+    def with_labels(batch_size: int, seq_len: int) -> Batch:
+        return {**tokens(batch_size, seq_len), "labels": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+    def own(output: Batch, batch: Batch) -> torch.Tensor:
+        return output["loss"]
+
+    loss = recognised(TrainingLoss(own), LosesItself(), with_labels, SEQ_LEN)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ModelError, match="forward takes labels, and a loss that it computes itself") as error:
+        check_reduction(loss, 2)
+    assert "loss_weight(batch)" in error.value.hint
+
+
 class AsksForCausality(Toy):
     """Reads values of a mask, as torch's own transformer does: it does not run on the meta device."""
 

@@ -7,7 +7,7 @@ import torch
 
 from planner.api import find_plan
 from planner.errors import ModelError
-from planner.executor.build import build_model
+from planner.executor.build import build_model, example_batch
 from planner.executor.data import TokenData
 from planner.executor.parity import LEARNING_RATE, State, _one_process
 from planner.request import Request
@@ -29,6 +29,47 @@ class Model(nn.Module):
 def build_model():
     return Model()
 """
+
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embedding(input_ids))
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+build_model = Model
+
+def example_inputs(batch_size, seq_len):
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+    return {"labels": ids, "input_ids": ids}
+
+def loss_fn(output, batch):
+    return output["loss"]
+"""
+
+
+def test_labels_go_to_a_forward_that_takes_them(tmp_path: Path) -> None:
+    """They are traced there. What ran the model left them out: loss_fn was given None."""
+    loaded = loaded_from_code(OWN_LOSS, tmp_path)
+    plan = find_plan(Request(str(tmp_path / "model.py"), 1, "cpu-gloo", seq_len=8, global_batch_size=2)).plan
+    module = build_model(loaded, 0)
+    batch = example_batch(loaded, plan, module)
+    assert {"input_ids", "labels"} == set(batch)
+    data = TokenData(torch.arange(200, dtype=torch.uint8), 8, 0)
+    tokens, labels = data.global_batch(0, 2)
+    expected = module(tokens, labels)["loss"]
+    expected.backward()
+    loss, gradients, _ = _one_process(build_model(loaded, 0).eval(), loaded, plan, data)
+    assert loss == pytest.approx(float(expected.detach()))
+    torch.testing.assert_close(gradients["head.weight"], module.get_parameter("head.weight").grad)
 
 
 def one_process(line: str, folder: Path) -> tuple[float, State, State]:

@@ -26,6 +26,7 @@ from planner.executor.requirements import (
     check_labels,
     check_names,
     check_parameters,
+    check_whole_sequences,
     hooked_parameters,
     statistics_note,
 )
@@ -111,6 +112,14 @@ class MayHaveLabels(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         return input_ids if labels is None else input_ids + labels
+
+
+def test_labels_of_forward_are_refused_where_ranks_share_sequences() -> None:
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    check_whole_sequences({"input_ids": tokens})
+    with pytest.raises(PlanError, match="forward takes labels: under context") as error:
+        check_whole_sequences({"input_ids": tokens, "labels": tokens})
+    assert "--cp 1" in error.value.hint
 
 
 def test_a_forward_that_needs_labels_is_refused() -> None:

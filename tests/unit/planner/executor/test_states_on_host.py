@@ -48,7 +48,8 @@ def test_fsdp_keeps_the_shards_of_offloaded_states_on_the_host(offload: Offload)
     with fake_world(4):
         loaded = loaded_model(plan)
         mesh = build_mesh(plan, "cpu")
-        model = parallelize(build_model(loaded, 0), example_batch(loaded, plan), loaded.training_loss, plan, mesh)
+        whole = build_model(loaded, 0)
+        model = parallelize(whole, example_batch(loaded, plan, whole), loaded.training_loss, plan, mesh)
         units = [unit for root in model.roots for unit in root.modules() if isinstance(unit, FSDPModule)]
         kept = {p.offload_to_cpu for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups
                 for p in group.fsdp_params}  # fmt: skip

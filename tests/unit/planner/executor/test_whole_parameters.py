@@ -150,8 +150,7 @@ def test_fsdp_is_left_out_where_nothing_is_sharded_cast_or_moved(
     with fake_world(4):
         loaded = loaded_model(plan)
         device_mesh = build_mesh(plan, "cpu")
-        model = parallelize(
-            build_model(loaded, 0), example_batch(loaded, plan), loaded.training_loss, plan, device_mesh
-        )
+        whole = build_model(loaded, 0)
+        model = parallelize(whole, example_batch(loaded, plan, whole), loaded.training_loss, plan, device_mesh)
         is_fsdp = [isinstance(unit, FSDPModule) for root in model.roots for unit in root.modules()]
     assert any(is_fsdp) is not is_left
