@@ -62,8 +62,8 @@ def _without_gradient(nodes: Sequence[Node], parameters: Sequence[Parameter]) ->
     if not idle:
         return ()
     return (
-        f"{len(idle)} trainable parameters get no gradient, the first is {idle[0]}: unused, or used under no_grad "
-        "(checkpoint with use_reentrant=True is such a use)",
+        f"{len(idle)} trainable parameters get no gradient, the first is {idle[0]}: unused, used under no_grad, or "
+        "in a checkpoint with use_reentrant=True whose inputs have no gradient",
     )
 
 

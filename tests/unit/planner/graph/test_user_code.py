@@ -47,12 +47,25 @@ class Model(nn.Module):
             x = layer(x)
         return self.head(x)
 
+class Careful(Square):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.no_grad():
+            ctx.save_for_backward(x)
+        return x * x
+
 def build_model():
     return Model()
 """
 
 TRACED = {
     "checkpoint": ("", "return checkpoint(self.inner, x, use_reentrant=False)"),
+    "reentrant checkpoint": ("", "return checkpoint(self.inner, x, use_reentrant=True)"),
+    "autograd function in a checkpoint": (
+        "self.squared = lambda x: x + Square.apply(self.a(x))",
+        "return checkpoint(self.squared, x, use_reentrant=False)",
+    ),
+    "gradients off in an autograd function": ("", "return x + Careful.apply(self.a(x))"),
     "autograd function": ("", "return x + Square.apply(self.a(x))"),
     "compiled": ("", "return torch.compile(self.inner)(x)"),
     "autocast": ("", "with torch.autocast('cuda', dtype=torch.bfloat16):\n            return x + self.a(x)"),
@@ -104,8 +117,8 @@ UNKNOWN = (
 )
 
 # One linear layer a block, counted by hand: the first two do not run here without warnings or a
-# compiler, and of the third the counter sees the forward pass twice.
-BY_HAND = ("autocast", "compiled", "checkpoint")
+# compiler, and of the others the counter sees the forward pass twice.
+BY_HAND = ("autocast", "compiled", "checkpoint", "reentrant checkpoint", "autograd function in a checkpoint")
 
 
 def trace(init: str, body: str, folder: Path) -> ModelGraph:
@@ -148,9 +161,17 @@ def test_an_operator_without_a_rule_is_named_once(tmp_path: Path) -> None:
 
 
 def test_parameters_without_gradient_are_named(tmp_path: Path) -> None:
-    graph = trace("self.b = nn.Linear(32, 32)", "return checkpoint(self.inner, x, use_reentrant=True)", tmp_path)
+    graph = trace("self.b = nn.Linear(32, 32)", "return self.inner(x)", tmp_path)
     (warning,) = graph.warnings
-    assert "get no gradient" in warning
+    assert "4 trainable parameters get no gradient, the first is layers.0.b.weight" in warning
+
+
+def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none(tmp_path: Path) -> None:
+    """As torch has it: of the first block's ids, none of its parameters are reached."""
+    graph = trace("", "return self.inner(x) + checkpoint(self.inner, x.detach(), use_reentrant=True)", tmp_path)
+    without = trace("", "return self.inner(x)", tmp_path)
+    assert graph.forward_flops > without.forward_flops
+    assert graph.backward_flops == without.backward_flops
 
 
 def test_lora_has_no_weight_gradient_for_frozen_matrices(tmp_path: Path) -> None:
