@@ -49,9 +49,10 @@ def example_batch(loaded: LoadedModel, plan: Plan, module: nn.Module) -> dict[st
     given = named_inputs(loaded, plan.pipeline.micro_batch_size, plan.training.seq_len)
     named = {name: value for name, value in given.items() if name != LABELS}  # the data have them
     if len(named) != 1 or next(iter(named.values())).dtype != torch.int64:
+        in_script = "train it in a script of your own, split by planner.parallelize(model, plan, loss_fn, inputs)"
         raise ModelError(
             f"{loaded.source.name} takes {', '.join(named)}: only models whose one input is token ids can be run yet",
-            hint="give defaults to the other inputs of its forward",
+            hint=in_script if len(named) < 2 else f"give defaults to the other inputs of its forward, or {in_script}",
         )
     return for_forward(given, module)
 

@@ -21,8 +21,8 @@ from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import build_optimizer
 from planner.executor.options import ParityOptions
 from planner.executor.parallelize import ParallelModel
-from planner.executor.ranks import process_group, quiet_torch
-from planner.executor.requirements import check_labels
+from planner.executor.ranks import process_group, quiet_torch, say
+from planner.executor.requirements import check_buffers, check_labels
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.model_file import LoadedModel
@@ -58,7 +58,7 @@ def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[s
     check_world_size(plan)
     loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
     data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
-    reference = build_model(loaded, options.seed).eval() if dist.get_rank() == 0 else None
+    reference = _reference(loaded, options.seed, plan) if dist.get_rank() == 0 else None
     shapes = _shapes(reference)
     expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     if reference is not None:
@@ -68,6 +68,17 @@ def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[s
     found = float(train_step(model, optimizer, local_batch(model, data, 0, mesh), mesh))
     rows = _rows(model, shapes, gradients, parameters)
     return {"loss": found, "expected_loss": expected_loss, "rows": [asdict(row) for row in rows]}
+
+
+def _reference(loaded: LoadedModel, seed: int, plan: Plan) -> nn.Module:
+    """One process's model, in evaluation mode. Says where in training mode a run would refuse it."""
+    module = build_model(loaded, seed)
+    inputs = example_batch(loaded, plan, module)
+    try:
+        check_buffers(module, inputs, plan)
+    except ModelError as error:
+        say(f"warning: planner run refuses this plan, since it trains in training mode: {error.message}")
+    return module.eval()
 
 
 def _shapes(reference: nn.Module | None) -> dict[str, torch.Size]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -206,8 +206,10 @@ def _passed(
     taken = {name: value for name, value in inputs.items() if name != LABELS or name in parameters}
     if all(name in parameters for name in taken):
         return function(**taken)
-    if len(taken) > 1 and len(parameters) == 1 and not _takes_many(parameters.values()):
-        return function(dict(inputs))
+    if not _takes_many(parameters.values()):
+        _check_known(taken, parameters)
+        if len(taken) > 1 and len(parameters) == 1:
+            return function(dict(inputs))
     return function(*taken.values())
 
 
@@ -223,6 +225,18 @@ def takes_labels(module: nn.Module) -> bool:
 def for_forward(inputs: Mapping[str, T], module: nn.Module) -> dict[str, T]:
     """``inputs`` without labels, unless forward takes them."""
     return {name: value for name, value in inputs.items() if name != LABELS or takes_labels(module)}
+
+
+def _check_known(given: Iterable[str], parameters: Collection[str]) -> None:
+    """ModelError where there are more inputs than parameters, and these are some of them by name."""
+    strange = [name for name in given if name not in parameters]
+    known = [name for name in given if name in parameters]
+    if known and len(known) + len(strange) > len(parameters):
+        raise ModelError(
+            f"the inputs hold {', '.join(strange)}, which forward({', '.join(parameters)}) does not take",
+            hint=f"what only the loss function needs, other than {LABELS}, is given to forward too: let forward take "
+            + ", ".join(f"{name}=None" for name in strange),
+        )
 
 
 def _takes_many(parameters: Iterable[inspect.Parameter]) -> bool:

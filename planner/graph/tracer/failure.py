@@ -19,6 +19,11 @@ from planner.graph.tracer.frames import TORCH_FOLDER, short_place
 MAX_REASON = 200  # characters
 MAX_LINE = 80
 _LACKS_INPUTS = re.compile(r"forward\(\) missing \d+ required|forward\(\) got an unexpected keyword")
+_NAMES_DEVICE = re.compile(r"not linked with support for \w+ devices|not compiled with \w+ enabled|'CUDA' backend")
+_DEVICE_HINT = (
+    "a model is traced without a GPU: make tensors where the input is, with device=x.device or .to(x.device), in place "
+    'of device="cuda" or .cuda()'
+)
 _INPUTS_HINT = "define example_inputs(batch_size, seq_len) in a model.py: a dict or tuple of what forward takes"
 
 
@@ -46,7 +51,7 @@ class Failure:
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             reason = "the control flow depends on the values of tensors"
         lacks_inputs = not own and isinstance(error, TypeError) and _LACKS_INPUTS.search(text)  # by our own call
-        hint = _INPUTS_HINT if lacks_inputs else ""
+        hint = _INPUTS_HINT if lacks_inputs else _DEVICE_HINT if _NAMES_DEVICE.search(text) else ""
         return Failure(_failed_operator(error), place, f"{type(error).__name__}: {reason}", hint)
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ precision; buffers and what the model computes in float32 stay in float32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -35,6 +36,7 @@ from planner.models.causal_masks import unfinished_passes_forgotten
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 
+_NAMES_DTYPE = re.compile(r"bfloat16|float16|\bhalf\b|dtype|scalar type", re.IGNORECASE)
 Run = Callable[[TrainingStep, StandIn], Program]
 Tier = Literal["export", "modules"]
 TIERS: tuple[Tier, ...] = ("export", "modules")
@@ -91,7 +93,7 @@ def trace_model(
             else:
                 stopped.pop(tier, None)
                 return _graph(loaded, sizes, tier, _noting(traced, stopped))
-    raise _no_way(loaded, list(stopped.values()))
+    raise _no_way(loaded, list(stopped.values()), dtype)
 
 
 def trace_whole(loaded: LoadedModel, batch_size: int, seq_len: int, dtype: str = "bfloat16") -> ModelGraph:
@@ -120,12 +122,15 @@ def _noting(traced: Traced, stopped: dict[Tier, Failure]) -> Traced:
     return replace(traced, assumed=(*notes, *traced.assumed))
 
 
-def _no_way(loaded: LoadedModel, failures: list[Failure]) -> ModelError:
+def _no_way(loaded: LoadedModel, failures: list[Failure], dtype: str) -> ModelError:
     texts = dict.fromkeys(map(str, failures))
     hints = [failure.hint for failure in failures if failure.hint]
+    plain = "correct the line, or keep it out of the forward pass; mixed dtypes need a cast"
+    if dtype != "float32" and any(_NAMES_DTYPE.search(text) for text in texts):
+        plain += f", or plan in float32 (--precision fp32) a model that does not run in {dtype}"
     return ModelError(
         f"{loaded.source.name} cannot be traced: {'; then, run module by module, '.join(texts)}",
-        hint=hints[0] if hints else "correct the line, or keep it out of the forward pass; mixed dtypes need a cast",
+        hint=hints[0] if hints else plain,
     )
 
 

@@ -7,9 +7,10 @@ import torch
 
 from planner.api import find_plan
 from planner.errors import ModelError
+from planner.executor import ranks
 from planner.executor.build import build_model, example_batch
 from planner.executor.data import TokenData
-from planner.executor.parity import LEARNING_RATE, State, _one_process
+from planner.executor.parity import LEARNING_RATE, State, _one_process, _reference
 from planner.request import Request
 from tests.unit.planner.graph.traced import loaded_from_code
 
@@ -70,6 +71,50 @@ def test_labels_go_to_a_forward_that_takes_them(tmp_path: Path) -> None:
     loss, gradients, _ = _one_process(build_model(loaded, 0).eval(), loaded, plan, data)
     assert loss == pytest.approx(float(expected.detach()))
     torch.testing.assert_close(gradients["head.weight"], module.get_parameter("head.weight").grad)
+
+
+def test_a_plan_that_a_run_would_refuse_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Statistics of a part of the batch change in training mode alone: parity said that all was equal."""
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
+    line = "x = self.norm(x.transpose(1, 2)).transpose(1, 2)"
+    code = CODE.format(line=line).replace(
+        "        self.embedding,", "        self.norm = nn.BatchNorm1d(16)\n        self.embedding,"
+    )
+    loaded = loaded_from_code(code, tmp_path)
+    request = Request(str(tmp_path / "model.py"), 2, "cpu-gloo", seq_len=8, global_batch_size=2)
+    plan = find_plan(request).plan
+    plan = plan.model_copy(
+        update={"mesh": plan.mesh.model_copy(update={"pp": 1, "tp": 1, "dp_replicate": 2, "dp_shard": 1})}
+    )
+    assert not _reference(loaded, 0, plan).training
+    assert "planner run refuses this plan" in capsys.readouterr().err
+    alone = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"dp_replicate": 1})})
+    _reference(loaded, 0, alone)
+    assert not capsys.readouterr().err
+
+
+IMAGES = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+
+def example_inputs(batch_size, seq_len):
+    return {"input": torch.zeros(batch_size, 3, 4), "labels": torch.zeros(batch_size, dtype=torch.int64)}
+"""
+
+
+def test_a_model_of_images_is_sent_where_it_can_be_trained(tmp_path: Path) -> None:
+    """It was told to give defaults to its other inputs, and has none."""
+    loaded = loaded_from_code(IMAGES, tmp_path)
+    plan = find_plan(Request(str(tmp_path / "model.py"), 1, "cpu-gloo", global_batch_size=2)).plan
+    with pytest.raises(ModelError, match="takes input: only models whose one input is token ids") as error:
+        example_batch(loaded, plan, build_model(loaded, 0))
+    assert "planner.parallelize" in error.value.hint
+    assert "defaults" not in error.value.hint
 
 
 def one_process(line: str, folder: Path) -> tuple[float, State, State]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.errors import ModelError
 from planner.graph.model_graph import ModelGraph
@@ -137,6 +138,34 @@ def test_traced_and_counted(name: str, tmp_path: Path) -> None:
     else:
         forward, backward = counted_flops(model, 2, 16)
     assert (graph.forward_flops, graph.backward_flops) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        ("return self.inner(x) + torch.ones(32, device='cuda')", "device=x.device"),
+        ("return self.inner(x) + torch.ones(32).cuda()", "device=x.device"),
+        ("return self.inner(torch.fft.rfft(x, dim=1).abs())", "--precision fp32"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torch finds the GPU that the line asks for")
+def test_refused_with_the_way_out(body: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.py:25") as error:
+        trace("", body, tmp_path)
+    assert hint in error.value.hint
+
+
+def test_an_input_that_forward_does_not_take_is_named(tmp_path: Path) -> None:
+    """One for the loss function alone: forward was given all of them as its one argument."""
+    inputs = (
+        "def example_inputs(batch_size, seq_len):\n"
+        "    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)\n"
+        "    return {'ids': ids, 'labels': ids, 'cls': ids[:, 0]}\n"
+    )
+    loaded = loaded_from_code(MODEL.format(init="pass", body="return self.inner(x)") + inputs, tmp_path)
+    with pytest.raises(ModelError, match=r"hold cls, which forward\(ids\) does not take") as error:
+        trace_model(loaded, 2, 16)
+    assert "cls=None" in error.value.hint
 
 
 def test_refused_with_the_line(tmp_path: Path) -> None:
