@@ -64,7 +64,7 @@ def run_rank(plan_file: Path, way: str, out: Path) -> None:
         before, start_s = psutil.Process().memory_info().rss, time.perf_counter()
         if way == "whole":
             module = build_model(loaded, 0)
-            model = parallelize(module, example_batch(loaded, plan), loaded.training_loss, plan, mesh)
+            model = parallelize(module, example_batch(loaded, plan, module), loaded.training_loss, plan, mesh)
             del module
         else:
             model = started(loaded, plan, mesh, Start(seed=0))
