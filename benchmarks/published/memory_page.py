@@ -20,7 +20,7 @@ SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, inf)  # of a device's 
 
 def memory_sections(names: Iterable[str], ran: Sequence[Row], failed: Sequence[Row]) -> str:
     """The sections on memory; ``names``: recipes, ``failed``: runs that ran out of it."""
-    return "\n".join(part for part in (_bands(names), _fitted(ran, failed), _blind()) if part)
+    return "\n".join(part for part in (_bands(names), who_ran_out(ran, failed), _blind()) if part)
 
 
 def _bands(names: Iterable[str]) -> str:
@@ -45,7 +45,7 @@ def _bands(names: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fitted(ran: Sequence[Row], failed: Sequence[Row]) -> str:
+def who_ran_out(ran: Sequence[Row], failed: Sequence[Row]) -> str:
     """How many runs ran out of memory, by the share of a device that they were predicted to take."""
     recipes = {row.recipe for row in failed if row.device_share is not None}
     labelled = (*((row, False) for row in ran), *((row, True) for row in failed))

@@ -8,7 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.published.frameworks import WRITTEN_OUT_NORM_BYTES, with_norms
-from benchmarks.published.memory_page import memory_sections
+from benchmarks.published.memory_page import who_ran_out
 from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import Row, row_of
 from costmodels.recipe import load_recipe
@@ -82,7 +82,7 @@ def test_the_page_counts_who_ran_out_of_memory_by_what_was_predicted() -> None:
         return [Row(str(share), "", "", 1.0, recipe=recipe, device_share=share) for share in shares]
 
     ran = [*rows(0.1, 0.86, 0.97), *rows(0.86, recipe="maxtext")]  # of maxtext none ran out: it says nothing
-    text = memory_sections(["nanotron"], ran, rows(0.88, 0.97, 2.0))
+    text = who_ran_out(ran, rows(0.88, 0.97, 2.0))
     assert "| 0% to 70% | 1 | 0 | 0% |" in text
     assert "| 85% to 90% | 2 | 1 | 50% |" in text
     assert "| 95% to 100% | 2 | 1 | 50% |" in text

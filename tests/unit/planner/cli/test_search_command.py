@@ -152,7 +152,7 @@ def refused(run: Run, *arguments: object) -> str:
         ("absent.json", "no such file: absent.json"),
         ("llama3-7b", "nearest presets: llama3-70b, llama3-8b"),
         ("tests", "folder tests holds no config.json"),
-        ("pyproject.toml", "no model 'pyproject.toml'"),
+        ("pyproject.toml", "pyproject.toml is no model"),
     ],
 )
 def test_a_model_that_cannot_be_found(run: Run, model: str, message: str) -> None:
