@@ -118,6 +118,7 @@ def test_what_would_help_is_looked_for_no_longer_than_there_is_time(
 def test_the_hint_and_the_least_number_are_one(large_graph: str, small_memory: str, tmp_path: Path) -> None:
     """Sixteen devices, say, that share one sequence: the hint asked for more devices, and for a sequence for each."""
     profile = load_profile(small_memory)
+    assert profile.node.ram_bytes is not None
     ram = profile.node.ram_bytes.model_copy(update={"value": 1e9})  # nothing can be offloaded
     without_ram = profile.model_copy(update={"node": profile.node.model_copy(update={"ram_bytes": ram})})
     (tmp_path / "cluster.json").write_text(without_ram.model_dump_json())
