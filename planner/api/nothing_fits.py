@@ -6,7 +6,7 @@ it then: of long sequences on too few devices, each of thousands of layouts may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.errors import HardwareError, InfeasibleError, InputError, PlannerError, TimeLimitError
 from planner.layout.deadline import Deadline, OutOfTimeError
@@ -22,15 +22,9 @@ RISKS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, EVEN_RISK)
 HINT_S, ATTEMPT_S = 20.0, 4.0
 
 
-@dataclass(frozen=True)
-class _Hint:
-    """The time that is left to find what would help."""
-
-    due: Deadline
-
-    def attempt(self) -> Deadline:
-        """The time of one attempt."""
-        return Deadline.within(min(ATTEMPT_S, self.due.left_s))
+def _attempt(due: Deadline) -> Deadline:
+    """The time of one attempt, where all are due then."""
+    return Deadline.within(min(ATTEMPT_S, due.left_s))
 
 
 def no_plan(
@@ -50,8 +44,8 @@ def no_plan(
     lacks = lacking_bytes(closest)
     if brief:
         return InfeasibleError(text, hint="planner fit says what would fit", lacks_bytes=lacks)
-    hint = _Hint(Deadline.within(min(HINT_S, deadline.left_s)))
-    risk = _least_risk_that_fits(problem, hint)
+    due = Deadline.within(min(HINT_S, deadline.left_s))
+    risk = _least_risk_that_fits(problem, due)
     if risk is not None:
         change = (
             f"give --memory-risk {risk:g}: a plan fits with {1 - risk:.0%}, as published runs differed from predictions"
@@ -60,17 +54,17 @@ def no_plan(
     asked = Attempt(cluster, problem.space.training, problem.space.pins)
 
     def fits(attempt: Attempt) -> bool:
-        return something_fits(problem.target, attempt, problem.memory_risk, hint.attempt())
+        return something_fits(problem.target, attempt, problem.memory_risk, _attempt(due))
 
     return InfeasibleError(text, hint=smallest_change(asked, fits), lacks_bytes=lacks)
 
 
-def _least_risk_that_fits(problem: Problem, hint: _Hint) -> float | None:
+def _least_risk_that_fits(problem: Problem, due: Deadline) -> float | None:
     """The least risk, of ``RISKS`` above the problem's, at which a layout is found; None where none is at 1/2."""
     higher = [risk for risk in RISKS if risk > problem.memory_risk]
-    if not higher or not problem.at_risk(higher[-1]).can_fit(hint.attempt()):
+    if not higher or not problem.at_risk(higher[-1]).can_fit(_attempt(due)):
         return None
-    return next((risk for risk in higher[:-1] if problem.at_risk(risk).can_fit(hint.attempt())), higher[-1])
+    return next((risk for risk in higher[:-1] if problem.at_risk(risk).can_fit(_attempt(due))), higher[-1])
 
 
 def something_fits(
