@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from planner.errors import PlanError
 from planner.executor.glue import Aliases, Draws, Watch, Writing
+from planner.models import autograd_functions
 
 Function = Callable[..., object]
 
@@ -303,7 +303,7 @@ class _Recorder(TorchFunctionMode):
         function: Function | None,
         module: str,
         args: tuple[object, ...],
-        kwargs: dict[str, object],
+        kwargs: Mapping[str, object],
         result: object,
     ) -> None:
         """Appends one call. Every result gets a new slot, also one that was changed in place or passed through."""
@@ -364,37 +364,22 @@ class _Recorder(TorchFunctionMode):
         self._known[id(tensor)] = slot
 
 
-@contextlib.contextmanager
-def _own_functions_as_calls(recorder: _Recorder) -> Generator[None]:
-    """Records the ``apply`` of every ``torch.autograd.Function`` of the glue: what it does inside has no gradients."""
-    plain = vars(torch.autograd.Function)["apply"]
+def _own_functions_as_calls(recorder: _Recorder) -> contextlib.AbstractContextManager[None]:
+    """Records every autograd function of the glue as one call: what it does inside has no gradients."""
 
-    def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
-        def run() -> object:
-            return plain.__func__(cls, *args, **kwargs)
-
+    def apply(
+        function: autograd_functions.Function,
+        run: Callable[[], object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         if recorder.is_paused:
             return run()
-        if cls is CheckpointFunction:
-            return _checkpointed(*args)  # pyright: ignore[reportArgumentType]
         result = recorder.call_paused(run)
-        recorder.record(_Applied(cls), "", args, kwargs, result)
+        recorder.record(_Applied(function), "", args, kwargs, result)
         return result
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
-
-
-def _checkpointed(function: Function, _: object, *args: object) -> object:
-    """What torch's reentrant checkpoint computes, recorded as what it runs: the plan says what is recomputed.
-
-    Nothing in it has gradients where no argument has.
-    """
-    with torch.set_grad_enabled(torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))):
-        return function(*args)
+    return autograd_functions.applied_by(apply)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+
+from planner.models.autograd_functions import Function, applied_by
 
 
 class _SwitchedUnseen(TorchFunctionMode):
@@ -37,27 +38,14 @@ class _SwitchedUnseen(TorchFunctionMode):
 
 @contextlib.contextmanager
 def functions_have_gradients() -> Generator[None]:
-    """Records functions so; a reentrant checkpoint is what it runs, since a plan says what is recomputed."""
-    plain = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
-        if cls is CheckpointFunction:
-            return _checkpointed(*args)
-        with _SwitchedUnseen():
-            return plain.__func__(cls, *args, **kwargs)
-
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
-    try:
+    """Records functions so."""
+    with applied_by(_apply):
         yield
-    finally:
-        setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
 
 
-def _checkpointed(function: object, preserves_random_state: object, *args: object) -> object:
-    """Of a reentrant checkpoint: nothing in it has gradients where no argument has."""
-    del preserves_random_state
-    assert callable(function)
-    if not torch.is_grad_enabled() or any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
-        return function(*args)
-    with torch.no_grad():
-        return function(*args)
+def _apply(
+    function: Function, run: Callable[[], object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    del function, args, kwargs
+    with _SwitchedUnseen():
+        return run()
