@@ -216,7 +216,12 @@ class TiedGradient:
     num_copies: int  # on all stages
 
     def reduce(self) -> None:
-        """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal."""
+        """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal.
+
+        None to what is frozen, on every rank alike: zeros would let weight decay and momentum move it.
+        """
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            return
         total = torch.zeros_like(_local(self.parameters[0].detach()))
         for parameter in self.parameters:
             if parameter.grad is not None:

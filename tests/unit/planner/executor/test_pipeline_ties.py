@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from planner.executor.pipeline import TiedGradient, tied_gradients
@@ -41,3 +42,14 @@ def test_a_tie_inside_one_stage_needs_no_group_and_another_rank_is_in_none() -> 
     (inside,) = ties_of_rank_0((0,))
     assert inside.group is None
     assert ties_of_rank_0((1, 2)) == ()
+
+
+def test_what_is_frozen_gets_no_gradient_and_what_is_trained_the_sum() -> None:
+    """Zeros were given, with which weight decay moved a frozen embedding that is tied to the head."""
+    frozen = tuple(nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2))
+    TiedGradient(frozen, None, 2).reduce()
+    assert all(parameter.grad is None for parameter in frozen)
+    trained = tuple(nn.Parameter(torch.ones(3)) for _ in range(2))
+    trained[0].grad = torch.full((3,), 2.0)
+    TiedGradient(trained, None, 2).reduce()
+    assert all(parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3 for parameter in trained)
