@@ -39,7 +39,7 @@ class _Bucket:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Those that are trained now: a loop of one's own may freeze some midway, on all ranks."""
+        """Those that are trained now: a loop of one's own may freeze or unfreeze some midway, on all ranks."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def start_over(self) -> None:
@@ -47,8 +47,9 @@ class _Bucket:
 
 
 class WholeParameters(DataParallel):
-    """A stage whose trainable parameters lie whole, but for tensor and expert parallelism, on each of ``group_of``'s
-    ranks. ``units``: FQNs of modules in the order in which they run forward; what is outside them is reduced last.
+    """A stage whose parameters lie whole, but for tensor and expert parallelism, on each of ``group_of``'s ranks.
+
+    ``units``: FQNs of modules in the order in which they run forward; what is outside them is reduced last.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[str], device: torch.device, group_of: GroupOf) -> None:
@@ -59,13 +60,15 @@ class WholeParameters(DataParallel):
         self._under_way: list[torch.Tensor] = []
         self._zeros: list[nn.Parameter] = []  # which have some in place of a gradient
         for bucket in self._buckets:
-            bucket.start_over()
             for parameter in bucket.parameters if bucket.group.size() > 1 else ():
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+                _hook(parameter, partial(self._arrived, bucket))
 
     def prepare_backward(self, *, last: bool) -> None:
         """Only gradients of the last pass are reduced, with those that they were added to."""
         self._is_last = last
+        if last:
+            for bucket in self._buckets:
+                bucket.start_over()
 
     def finish_weights(self, *, last: bool) -> None:
         """Begins to reduce everything, where all of it is there."""
@@ -80,8 +83,6 @@ class WholeParameters(DataParallel):
         self._under_way.clear()
         self.unreached, self._zeros = frozenset(self._zeros), []
         self._is_last, self._next = False, 0
-        for bucket in self._buckets:
-            bucket.start_over()
 
     def finish_forward(self) -> None:
         """Nothing: there are no copies."""
@@ -119,6 +120,13 @@ class WholeParameters(DataParallel):
                 self._under_way += gradients
 
 
+def _hook(parameter: nn.Parameter, arrived: Callable[[nn.Parameter], None]) -> None:
+    """Calls ``arrived`` whenever ``parameter`` has a gradient; torch takes no such hook for one that is frozen now."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
+    parameter.requires_grad_(is_trained)
+
+
 def settled_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of the gradient, contiguous: zero where there was none, and placed as the parameter is."""
     gradient = parameter.grad
@@ -136,11 +144,12 @@ def _buckets(root: nn.Module, units: Sequence[str], group_of: GroupOf) -> list[_
     place_of = {fqn: place for place, fqn in enumerate(units)}
     found: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
     for fqn, parameter in root.named_parameters():
-        if parameter.requires_grad:
-            parts = fqn.split(".")
-            prefixes = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]  # the innermost unit first
-            place = next((place_of[prefix] for prefix in prefixes if prefix in place_of), -1)
-            found.setdefault((place, group_of(parameter)), []).append(parameter)
+        if not (parameter.is_floating_point() or parameter.is_complex()):  # which nobody can train
+            continue
+        parts = fqn.split(".")
+        prefixes = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]  # the innermost unit first
+        place = next((place_of[prefix] for prefix in prefixes if prefix in place_of), -1)
+        found.setdefault((place, group_of(parameter)), []).append(parameter)
     order = sorted(found, key=lambda key: -key[0])
     return [_Bucket(tuple(found[key]), key[1]) for key in order]
 

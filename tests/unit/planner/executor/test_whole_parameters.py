@@ -101,6 +101,24 @@ def test_what_is_frozen_midway_has_no_gradient() -> None:
     assert module.end.weight.grad is not None
 
 
+def test_what_is_trained_only_later_is_reduced_too() -> None:
+    """Every rank kept the gradient of its own data, and ranks went apart."""
+    with fake_world(4):
+        module = Chain()
+        module.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)  # which nobody can train
+        module.layers[1].requires_grad_(False)
+        data = whole(module)
+        step(data)
+        module.zero_grad()
+        module.layers[1].requires_grad_(True)
+        module(torch.ones(2, 4)).sum().backward()
+        expected = {fqn: p.grad / 4 for fqn, p in module.named_parameters() if p.grad is not None}
+        module.zero_grad()
+        step(data)
+    for fqn, gradient in expected.items():
+        assert torch.equal(module.get_parameter(fqn).grad, gradient)  # type: ignore[arg-type]
+
+
 def test_a_unit_is_reduced_as_soon_as_its_gradients_are_there() -> None:
     with fake_world(4):
         data = whole(Chain())
