@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from planner.errors import ModelError
 from planner.executor.data_parallel import DataParallel
 from planner.executor.glue import Writing
 from planner.executor.stage_split import StageProgram
@@ -167,6 +168,12 @@ class StageModule(nn.Module):
         return DTensor.from_local(value, self._tp_mesh, [self._placement_of(meta)], run_check=False)
 
     def _send(self, value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+        if value.requires_grad and not meta.requires_grad:
+            raise ModelError(
+                "a pipeline stage sends what needs a gradient now and needed none when the model was split: all before "
+                "it was frozen then",
+                hint="split the model anew once that is unfrozen, or plan with pp = 1",
+            )
         value = value.to(meta.dtype)
         if isinstance(value, DTensor):
             assert self._tp_mesh is not None
