@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import torch
 from torch import _meta_registrations
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from planner.operators.moves import VIEWS
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
@@ -43,6 +45,7 @@ def register_sharding_rules() -> None:
         handlers[getattr(_aten, name).default] = _computed_whole
     for name in _HALF_RULED:
         handlers[getattr(_aten, name).default] = _computed_alike
+    handlers |= dict.fromkeys((*_views_in_place(), _aten.t_.default), _viewed_in_place)
     asked = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
     DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
 
@@ -82,6 +85,26 @@ def _computed_alike(operator: OpOverload, args: tuple[object, ...], kwargs: dict
     )
 
 
+def _views_in_place() -> Generator[OpOverload]:
+    """What gives a tensor another shape or order in place: where torch has a rule for it, that keeps its shape."""
+    for name in (f"{name}_" for operator in VIEWS for name in operator.names):
+        packet = getattr(_aten, name, None)
+        each = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        yield from (operator for operator in each if torch.Tag.inplace_view in operator.tags)
+
+
+def _viewed_in_place(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The operand itself, which from now on is what the operator that makes a new view returns.
+
+    Recurrent layers, for one, bring the batch to the front so: without it their output keeps the shape from before.
+    """
+    changed = args[0]
+    assert isinstance(changed, DTensor)
+    view = getattr(_aten, operator._schema.name.removeprefix("aten::").removesuffix("_"))(*args, **kwargs)
+    changed._local_tensor, changed._spec = view._local_tensor, view._spec
+    return return_and_correct_aliasing(operator, args, kwargs, changed)
+
+
 def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
     """What DTensor asks for placements; where there is no rule the result of the operator, which it takes instead."""
 
@@ -95,8 +118,9 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
             if not operator._schema.is_mutable:
                 return _computed_alike(operator, args, kwargs)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-            if any(not placement.is_replicate() for each in leaves for placement in each.placements):
-                raise  # what is split cannot be changed as a whole
+            is_split = any(not placement.is_replicate() for each in leaves for placement in each.placements)
+            if is_split or torch.Tag.inplace_view in operator.tags:
+                raise  # what is split cannot be changed as a whole, nor a shape by what lies on this rank
             local_args, local_kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
             operator(*local_args, **local_kwargs)
             return args[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F  # noqa: N812
 
@@ -53,6 +53,46 @@ def test_gradients_of_a_divided_input_are_those_of_the_whole(layer: nn.Module) -
         found = run(*halves_of(1, local))
     for mine, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("transpose_", (0, 1)), ("swapaxes_", (-1, 0)), ("t_", ()), ("unsqueeze_", (0,)), ("squeeze_", (1,))],
+)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_a_view_in_place_changes_the_tensor(name: str, arguments: tuple[int, ...], placement: Placement) -> None:
+    """What was whole on each rank kept its shape and its order, without a word."""
+    shape = (4, 1, 6) if name == "squeeze_" else (4, 6)
+    changed, whole = (torch.arange(24.0).view(shape).requires_grad_() for _ in range(2))
+    with fake_world(2):
+        register_sharding_rules()
+        given = DTensor.from_local(changed, init_device_mesh("cpu", (2,)), [placement], run_check=False)
+        twice_whole = torch.cat([whole, whole]) if placement.is_shard() else whole * 1.0
+        found, expected = given * 2.0, twice_whole * 2.0
+        assert isinstance(found, DTensor)
+        assert getattr(found, name)(*arguments) is found
+        getattr(expected, name)(*arguments)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.full_tensor(), expected)
+        (found * found).sum().backward()
+        (expected * expected).sum().backward()
+    assert changed.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(changed.grad * (2 if placement.is_shard() else 1), whole.grad)
+
+
+def test_a_recurrent_layer_of_batches_that_come_first_is_that_of_one_process() -> None:
+    """Its output had the sequence before the batch."""
+    layer, x = nn.GRU(4, 4, batch_first=True), torch.randn(3, 5, 4)
+    expected = layer(x)[0]
+    with fake_world(2), implicit_replication():
+        register_sharding_rules()
+        mesh = init_device_mesh("cpu", (2,))
+        distribute_module(layer, mesh)
+        found = layer(DTensor.from_local(x, mesh, [Replicate()], run_check=False))[0]
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.sum().backward()
 
 
 def test_a_convolution_of_plain_images_has_gradients() -> None:
