@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, ModelError, PlanError
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
@@ -39,6 +39,7 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("the model's parameters are on the meta device: they have no values to train",
                         hint="build it on the CPU, with the same seed on every rank")  # fmt: skip
+    _check_dtypes(model, plan)
     check_world_size(plan)
     _check_equal(model)
     model = for_training(model)
@@ -61,6 +62,17 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
     example = for_forward(example, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return parallelize(model, example, loss, plan, build_mesh(plan, device))
+
+
+def _check_dtypes(model: Module, plan: Plan) -> None:
+    """ModelError where parameters are kept in less or more than the 32 bits that an optimiser is to update."""
+    for fqn, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ModelError(
+                f"{fqn} is {str(parameter.dtype).removeprefix('torch.')}: parameters and what an optimiser keeps of "
+                f"them are float32 under every plan, and this one computes in {plan.training.precision.value}",
+                hint="call model.float() before",
+            )
 
 
 def _check_equal(model: Module) -> None:

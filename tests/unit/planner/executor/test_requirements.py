@@ -262,3 +262,11 @@ def test_other_values_on_another_rank_are_refused(monkeypatch: pytest.MonkeyPatc
         in_script.dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), [own, own])
     )
     in_script._check_equal(Toy())
+
+
+def test_a_script_s_model_in_16_bits_is_refused() -> None:
+    """It was updated in 16 bits without a word, and a pipeline's second stage ended in an error of torch's."""
+    in_script._check_dtypes(Toy(), plan_of(MeshSection()))
+    with pytest.raises(ModelError, match="is bfloat16: parameters") as error:
+        in_script._check_dtypes(Toy().bfloat16(), plan_of(MeshSection()))
+    assert "model.float()" in (error.value.hint or "")
