@@ -11,7 +11,7 @@ from rich.table import Table
 
 from planner.cli.options import Trust
 from planner.cli.process import uncollected
-from planner.cli.run import one_of
+from planner.cli.run import token_dtype
 from planner.cli.terminal import data_console
 from planner.plan.plan_file import read_plan
 
@@ -31,7 +31,7 @@ def parity(  # over 6 arguments: one for each option of the command line
     top: Annotated[int, typer.Option("--top", min=1, help="Rows shown, the worst first.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the samples.")] = 0,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
-    data_dtype: Annotated[str, typer.Option(metavar="uint8|uint16|uint32", help="As for `planner run`.")] = "uint8",
+    data_dtype: Annotated[str | None, typer.Option(metavar="uint8|uint16|uint32", help="As for `planner run`.")] = None,
     timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON on stdout.")] = False,
@@ -41,9 +41,8 @@ def parity(  # over 6 arguments: one for each option of the command line
     with uncollected():
         from planner.executor.options import ParityOptions
         from planner.executor.outcome import on_all_ranks
-        from planner.executor.token_file import TokenDtype
 
-    options = ParityOptions(seed, data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), timeout)
+    options = ParityOptions(seed, data, token_dtype(data_dtype), timeout)
     outcome = on_all_ranks(plan, lambda: _compared(plan, options))
     if outcome is None:
         return 0

@@ -17,6 +17,7 @@ from planner.plan.plan_file import read_plan
 if TYPE_CHECKING:
     from planner.executor.options import RunOptions
     from planner.executor.run_log import StepReport
+    from planner.executor.token_file import TokenDtype
     from planner.plan.schema import Plan
 
 _DATA, _RATE, _CHECKPOINTS, _TALK = "Data", "Optimisation", "Checkpoints", "Log"
@@ -53,8 +54,11 @@ def run(  # over 6 arguments: one for each option of the command line
         ),
     ] = None,
     data_dtype: Annotated[
-        str, typer.Option(metavar="uint8|uint16|uint32", help="Of a file without a header.", rich_help_panel=_DATA)
-    ] = "uint8",
+        str | None,
+        typer.Option(
+            metavar="uint8|uint16|uint32", help="Of tokens without a header. Default: text.", rich_help_panel=_DATA
+        ),
+    ] = None,
     eval_data: Annotated[Path | None, typer.Option(help="Held-back data.", rich_help_panel=_DATA)] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Evaluate after every so many steps.", rich_help_panel=_DATA)
@@ -152,7 +156,6 @@ def run(  # over 6 arguments: one for each option of the command line
             RunOptions,
         )
         from planner.executor.run_log import LogOptions
-        from planner.executor.token_file import TokenDtype
 
     options = RunOptions(
         steps=steps,
@@ -161,9 +164,7 @@ def run(  # over 6 arguments: one for each option of the command line
         weights=weights,
         is_compiled=compiled,
         offload_dir=offload_dir,
-        data=DataOptions(
-            data, TokenDtype(one_of(data_dtype, TokenDtype, "--data-dtype")), eval_data, eval_every, eval_batches
-        ),
+        data=DataOptions(data, token_dtype(data_dtype), eval_data, eval_every, eval_batches),
         optimization=Optimization(
             learning_rate=learning_rate,
             schedule=LearningRate(one_of(lr_schedule, LearningRate, "--lr-schedule")),
@@ -239,3 +240,10 @@ def one_of(value: str, choices: type, option: str) -> str:
     if value not in known:
         raise InputError(f"{option} is one of {', '.join(known)}, not {value!r}", hint=f"give {option} {known[0]}")
     return value
+
+
+def token_dtype(value: str | None) -> TokenDtype | None:
+    """What --data-dtype says; InputError where there is no such dtype."""
+    from planner.executor.token_file import TokenDtype
+
+    return None if value is None else TokenDtype(one_of(value, TokenDtype, "--data-dtype"))

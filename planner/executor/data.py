@@ -83,7 +83,7 @@ class TokenData:
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()  # losses take views of labels
 
 
-def load_tokens(path: Path | None, dtype: TokenDtype = TokenDtype.BYTES) -> torch.Tensor:
+def load_tokens(path: Path | None, dtype: TokenDtype | None = None) -> torch.Tensor:
     """The tokens of ``path``, or the bytes of the running Python's standard library."""
     if path is None:
         return torch.frombuffer(bytearray(_standard_library()), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def load_tokens(path: Path | None, dtype: TokenDtype = TokenDtype.BYTES) -> torc
 
 
 def open_data(
-    plan: Plan, path: Path | None, vocab_size: int | None, seed: int, dtype: TokenDtype = TokenDtype.BYTES
+    plan: Plan, path: Path | None, vocab_size: int | None, seed: int, dtype: TokenDtype | None = None
 ) -> TokenData:
     """The samples that ``plan`` trains on; an error where the text or the vocabulary is too small."""
     data = TokenData(load_tokens(path, dtype), plan.training.seq_len, seed, vocab_size)
@@ -99,7 +99,7 @@ def open_data(
         raise InputError(
             f"{path or 'the standard library'} holds {data.num_samples} samples of {data.seq_len} tokens, "
             f"fewer than one global batch of {plan.training.global_batch_size}",
-            hint="pass a larger file with --data, or plan with a shorter sequence or a smaller batch",
+            hint="pass a larger file, or plan with a shorter sequence or a smaller batch",
         )
     if vocab_size is not None and data.tokens.dtype == torch.uint8 and _are_bytes(data, path, vocab_size):
         raise PlanError(

@@ -80,7 +80,7 @@ class DataOptions:
     """What to train on, and what to look at in between."""
 
     file: Path | None = None  # None: the standard library's source
-    dtype: TokenDtype = TokenDtype.BYTES  # of a file that does not say its own
+    dtype: TokenDtype | None = None  # of a file that does not say its own; None: such a file is text
     eval_file: Path | None = None
     eval_every: int | None = None  # steps
     eval_batches: int = 8  # global batches, each time the same
@@ -133,5 +133,5 @@ class ParityOptions:
 
     seed: int = 0
     data: Path | None = None
-    data_dtype: TokenDtype = TokenDtype.BYTES
+    data_dtype: TokenDtype | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S

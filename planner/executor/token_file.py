@@ -12,6 +12,7 @@ import torch
 from planner.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
+NUM_LOOKED_AT = 2**16  # bytes in which tokens of 16 or 32 bits have a zero byte, and text has none
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of entries of documents
 # Megatron-Core, megatron/core/datasets/indexed_dataset.py: the codes of DType that are whole numbers.
 _MEGATRON_DTYPES = {1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 8: torch.uint16}
@@ -35,34 +36,41 @@ _OTHER_KINDS = {
     b"\xfd7zXZ": "compressed by xz",
     b"PK\x03\x04": "a zip archive",
     b"\x93NUMPY": "NumPy's, though not named .npy",
+    _MAGIC[:8]: "an index of Megatron-LM's, which lies beside the .bin that is to be named",
 }
 
 
-def map_tokens(path: Path, dtype: TokenDtype) -> torch.Tensor:
+def map_tokens(path: Path, dtype: TokenDtype | None = None) -> torch.Tensor:
     """The tokens of ``path`` (num_tokens,), read when they are used. InputError where the file is not one of tokens.
 
-    ``dtype`` is that of a file that does not say its own: neither ``.npy`` nor beside an ``.idx``.
+    ``dtype`` is that of a file that does not say its own: neither ``.npy`` nor beside an ``.idx``. None: it is text.
     """
+    binary = path.with_name(f"{path.name}.bin")
     try:
         if path.suffix == ".npy":
             return _numpy(path)
         index = path.with_suffix(".idx")
         if path.suffix == ".bin" and index.exists():
             return _megatron(path, index)
-        _check_plain(path)
-        return _mapped(path, 0, getattr(torch, dtype.value))
+        _check_plain(path, dtype)
+        return _mapped(path, 0, getattr(torch, (dtype or TokenDtype.BYTES).value))
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}", hint="check the path given to --data") from error
+        hint = f"name {binary}" if binary.exists() else "check the path of the data"
+        raise InputError(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _check_plain(path: Path) -> None:
-    """InputError for a file of another kind than tokens or text, by how it begins."""
+def _check_plain(path: Path, dtype: TokenDtype | None) -> None:
+    """InputError for a file of another kind than tokens or text, by how it begins; without ``dtype``, than text."""
     with path.open("rb") as file:
-        start = file.read(8)
+        start = file.read(NUM_LOOKED_AT)
     found = next((kind for magic, kind in _OTHER_KINDS.items() if start.startswith(magic)), None)
     if found is not None:
         raise InputError(f"{path} is {found}, not a file of tokens or text",
                          hint="write its tokens as .npy of uint16 or uint32, or as text")  # fmt: skip
+    if dtype is None and b"\0" in start:
+        raise InputError(f"{path} is no text, for it holds zero bytes, and nothing says how many bytes a token has",
+                         hint="say it by --data-dtype uint16, uint32 or uint8; Megatron-LM's .bin needs its .idx "
+                         "beside it")  # fmt: skip
 
 
 def _mapped(path: Path, start: int, dtype: torch.dtype) -> torch.Tensor:

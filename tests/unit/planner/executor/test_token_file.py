@@ -86,9 +86,30 @@ def test_samples_go_on_where_another_batch_size_left_off() -> None:
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize(("start", "kind"), [(b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip")])
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [(b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip"), (b"MMIDIDX\0\0", "beside the .bin")],
+)
 def test_files_of_other_kinds_are_no_bytes_to_learn(start: bytes, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "data.bin"
     path.write_bytes(start + bytes(1000))
     with pytest.raises(InputError, match=kind):
         map_tokens(path, TokenDtype.BYTES)
+
+
+def test_tokens_without_a_header_are_no_text(tmp_path: Path) -> None:
+    """The halves of tokens of 16 bits were trained on as bytes, without a word."""
+    path = tmp_path / "tokens.bin"
+    TOKENS.tofile(path)
+    with pytest.raises(InputError, match="no text.*how many bytes") as error:
+        map_tokens(path)
+    assert "--data-dtype uint16" in (error.value.hint or "")
+    assert map_tokens(path, TokenDtype.BYTES).tolist() == list(TOKENS.tobytes())
+    path.write_bytes("Größe, 大きさ\n".encode())
+    assert map_tokens(path).dtype is torch.uint8
+
+
+def test_megatron_s_prefix_is_told_by_its_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        map_tokens(megatron(tmp_path, [3, 4]).with_suffix(""))
+    assert (error.value.hint or "").endswith("tokens.bin")
