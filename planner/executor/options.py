@@ -112,6 +112,15 @@ class RunOptions:
     log: LogOptions = field(default_factory=LogOptions)
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
 
+    def never_comes(self, first: int) -> list[str]:
+        """What is asked for at steps that a run after step ``first`` does not take."""
+        every, asked = self.data.eval_every, list[str]()
+        if every is not None and self.steps // every == first // every:
+            asked.append(f"--eval-every {every}: no step from {first + 1} to {self.steps} is a multiple of it")
+        if self.profile is not None and not first < self.profile[0] <= self.steps:
+            asked.append(f"--profile-step {self.profile[0]}: steps are {first + 1} to {self.steps}")
+        return asked if first < self.steps else []
+
     def check_offload(self, offload: Offload) -> None:
         """InputError where a plan that offloads so needs a folder and has none, or the other way round."""
         if offload is Offload.NVME and self.offload_dir is None:

@@ -84,6 +84,8 @@ def train(plan: Plan, options: RunOptions, report: Callable[[StepReport], None])
             run = replace(run, data=replace(run.data, origin=_origin(found.manifest.progress, plan)))
             _say_what_changed(run, found.manifest.progress)
             say(f"going on after step {first} of {folder}")
+        for text in options.never_comes(first):
+            say(f"warning: nothing comes of {text}")
         return _loop(run, first, device, report)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError
 from planner.executor.optimizer import build_optimizer, parameter_groups, rate_at
-from planner.executor.options import Decay, LearningRate, Optimization
+from planner.executor.options import DataOptions, Decay, LearningRate, Optimization, RunOptions
 
 PEAK, STEPS = 2.0, 100
 
@@ -86,3 +88,11 @@ def test_one_group_of_torch_s_own_by_default() -> None:
     groups = parameter_groups(list(Model().named_parameters()), Optimization())
     assert [set(group) for group in groups] == [{"params"}]
     assert len(groups[0]["params"]) == 5
+
+
+def test_what_is_asked_for_at_steps_that_do_not_come_is_told() -> None:
+    options = RunOptions(steps=50, data=DataOptions(eval_every=20), profile=(30, Path("profile")))
+    assert options.never_comes(0) == []
+    assert options.never_comes(35) == ["--profile-step 30: steps are 36 to 50"]
+    assert [text.split(":")[0] for text in options.never_comes(40)] == ["--eval-every 20", "--profile-step 30"]
+    assert options.never_comes(50) == []
