@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -67,8 +68,17 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("planner"))
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Global options; ``--debug`` is read by ``main`` and stands here for ``--help``."""

@@ -46,3 +46,8 @@ def test_an_unknown_command_is_told_its_likely_name() -> None:
     result = CliRunner().invoke(app, ["serach"])
     assert result.exit_code == 2
     assert "search" in result.output
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output.strip()) == (0, planner.__version__)
