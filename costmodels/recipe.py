@@ -202,6 +202,9 @@ class Recipe(_Value):
     gathers_each_tensor: bool = False
     # What ZeRO 2 and 3 move in every micro-batch is beside compute; otherwise nothing hides it.
     overlaps_micro_batches: bool = True
+    # What ZeRO 2 and 3 reduce over the shards in every micro-batch is summed over replicas of these once a step;
+    # otherwise in every micro-batch, too.
+    reduces_over_replicas_once: bool = False
     # Where a block is recomputed, ZeRO 3 gathers its parameters once more: for the recomputation alone.
     gathers_to_recompute: bool = False
     overlaps_gather: bool  # updated parameters are gathered behind the next forward pass

@@ -100,6 +100,7 @@ class Data(Enum):
     GATHER = "its parameters, whole on every rank"
     REDUCE = "its gradients, summed where they belong"
     ACCUMULATE = "one micro-batch's gradients added to those before it"
+    REPLICAS = "its gradients, reduced in every micro-batch, summed over replicas once a step"
 
 
 class Element(Enum):

@@ -5,6 +5,9 @@
                that group; parameters are gathered over the group of shards
     ZeRO 1 of frameworks that reduce to all: as ZeRO 0, and updated parameters are gathered
 
+From ZeRO 2 on every micro-batch is reduced over the shards, and over the replicas as well, unless the framework leaves
+that to the last one of the step.
+
 Ranks of context parallelism hold the same parameters, so they count with those of data parallelism. An expert's
 parameters lie on 1 / ep of these ranks. Where experts are not divided, all of a unit moves in one collective, unless
 the framework gathers every tensor by itself.
@@ -14,6 +17,7 @@ Source: Rajbhandari et al., "ZeRO" (2020).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import ClassVar, NamedTuple
 
@@ -147,6 +151,8 @@ def _moves(
         return gather, _reduction(CollectiveKind.ALL_REDUCE, everywhere, trained, zero, framework)
     scatter = _reduction(CollectiveKind.REDUCE_SCATTER, shards, trained, zero, framework)
     across = _reduction(CollectiveKind.ALL_REDUCE, replicas, trained, zero, framework, 1 / shards.num_ranks)
+    if zero.shards_gradients and framework.recipe.reduces_over_replicas_once:
+        across = replace(across, role=Role.REPLICAS, hides=Hides.LAST_BACKWARD)
     return gather, scatter, across
 
 

@@ -31,6 +31,7 @@ class Role(Enum):
     COMBINE = auto()  # and back
     GATHER = auto()  # parameters
     REDUCE = auto()  # gradients
+    REPLICAS = auto()  # gradients that every micro-batch reduces over the shards, over their replicas, once a step
 
 
 class Hides(Enum):

@@ -20,7 +20,7 @@ from costmodels.pipeline_steady import simulate_long
 from costmodels.vocabulary.action import ActionLists, Transfer
 from costmodels.vocabulary.choices import BlockMode, Offload, Recompute, recompute_of
 from costmodels.vocabulary.schedules import ScheduleName
-from costmodels.vocabulary.terms import Data, Element, Holding, Pass, Term
+from costmodels.vocabulary.terms import Element, Holding, Pass, Term
 from planner.evaluation.block_modes import MODES
 from planner.evaluation.cuts import even_starts, spread_starts, weighted_starts
 from planner.evaluation.exchanges import StageExchanges, stage_exchanges, unhidden_s, without_pipeline
@@ -33,7 +33,6 @@ from planner.layout.layout import Layout
 from planner.table.keys import SendKey
 
 _TRAINABLE, _FROZEN, _TIED, _EXPERT = range(len(Element))
-_GATHER, _REDUCE, _ = range(len(Data))
 
 
 @dataclass(frozen=True)
@@ -340,9 +339,8 @@ class Evaluator(LayoutUnits):
         kinds = [self._kinds[unit] for unit in units]
         counts = self.table.elements[self._rows.split[0]][kinds].sum(axis=0)
         data = rank.data_s[kinds]
-        whole = data.sum(axis=0)
         passes = Passes(*passes_s, rank.facts.overlap)
-        collected = Collected(whole[_REDUCE], data[0, _REDUCE], whole[_GATHER], data[0, _GATHER])
+        collected = Collected.of(data.sum(axis=0), data[0])
         held = num_updated(self.layout, float(counts[_TRAINABLE]), float(counts[_EXPERT]))
         exposed = float(once_a_step_s(self.layout, collected, passes, self.table.framework))
         return exposed, float(self._update_s(rank, held, passes))
@@ -363,7 +361,6 @@ class Evaluator(LayoutUnits):
         on_device, kinds = self._ranks[rank], self._kinds
         data = on_device.data_s[kinds]
         counts = self.table.elements[self._rows.split[0]][kinds]
-        first = data[:, None, :]
 
         def between(values: Array) -> Array:
             running = np.concatenate(([0.0], np.cumsum(values)))
@@ -375,9 +372,8 @@ class Evaluator(LayoutUnits):
             between(times.compute_backward_s.max(axis=0)[kinds]),
             on_device.facts.overlap,
         )
-        collected = Collected(
-            between(data[:, _REDUCE]), first[..., _REDUCE], between(data[:, _GATHER]), first[..., _GATHER]
-        )
+        whole = np.stack([between(seconds) for seconds in data.T], axis=-1)
+        collected = Collected.of(whole, data[:, None, :])
         held = num_updated(self.layout, between(counts[:, _TRAINABLE]), between(counts[:, _EXPERT]))
         exposed = once_a_step_s(self.layout, collected, passes, self.table.framework)
         start, end = np.indices((len(kinds), len(kinds) + 1))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodels.vocabulary.terms import Data
+from costmodels.vocabulary.terms import PLACE, Data
 from costmodels.vocabulary.workload import OpClass
 from planner.axes.framework import Framework
 from planner.axes.lowered import Collective, RankStates, Role, StateKind
@@ -14,6 +14,11 @@ from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
 _STATES = tuple(StateKind)
+_PLACES = {
+    Role.GATHER: PLACE[Data.GATHER],
+    Role.REDUCE: PLACE[Data.REDUCE],
+    Role.REPLICAS: PLACE[Data.REPLICAS],
+}
 
 
 def elements_of(states: Sequence[RankStates]) -> Array:
@@ -48,8 +53,8 @@ class StatePricer:
         """[units, ``Data``]."""
         found = np.zeros((len(self._elements), len(Data)))
         for collective in collectives:
-            found[:, 0 if collective.role is Role.GATHER else 1] += self._collective_s(collective)
-        found[:, 2] = self._accumulate_s
+            found[:, _PLACES[collective.role]] += self._collective_s(collective)
+        found[:, PLACE[Data.ACCUMULATE]] = self._accumulate_s
         return found
 
     def _collective_s(self, collective: Collective) -> Array:

@@ -146,7 +146,7 @@ def _data(
         found[place, _places(keys, needed)] = data_rows(
             graph, decisions, needed, target.machine_on(cluster), target.framework
         )
-    rows, moved = _places(keys, across), [PLACE[Data.GATHER], PLACE[Data.REDUCE]]
+    rows, moved = _places(keys, across), [PLACE[each] for each in Data if each is not Data.ACCUMULATE]
     of_groups = found[1:, rows]
     of_groups[..., moved] = found[0, rows][..., moved]
     found[1:, rows] = of_groups

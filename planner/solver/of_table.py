@@ -126,7 +126,8 @@ class OfTable:
         data = np.min([data_times(self.table, rows, device) for device in devices], axis=0)
         spare_s = np.max([self._hiding(device).of(rows) for device in devices], axis=0)
         forward_s, backward_s = (each @ counts for each in spare_s)
-        reduce_s, gather_s = data[..., PLACE[Data.REDUCE]] @ counts, data[..., PLACE[Data.GATHER]] @ counts
+        once, each, gather_s = (data[..., PLACE[i]] @ counts for i in (Data.REPLICAS, Data.REDUCE, Data.GATHER))
+        reduce_s = np.where(_SHARDS_GRADIENTS[zero], once, each)
         overlap = least_exposing([self.table.cluster.devices[device].overlap for device in devices])
         may_hide = np.where(rows.is_sharded, framework.overlaps_reduction, framework.overlaps_whole_reduction)
         hides = may_hide & ~rows.splits_backward
@@ -134,7 +135,7 @@ class OfTable:
         if framework.overlaps_gather:
             gather_s = exposed_s(gather_s, forward_s, overlap)
         gathers = _SHARDS_OPTIMIZER[zero] & ~_SHARDS_PARAMETERS[zero]
-        return np.where(_SHARDS_GRADIENTS[zero], 0.0, reduce_s) + np.where(gathers, gather_s, 0.0)
+        return reduce_s + np.where(gathers, gather_s, 0.0)
 
     def _hiding(self, device: int) -> Hiding:
         return self._hidings.setdefault(device, Hiding(self.table, device))

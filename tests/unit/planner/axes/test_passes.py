@@ -247,17 +247,23 @@ def test_groups_that_hold_the_same_states() -> None:
 
 
 def test_what_zero_moves_every_micro_batch_hides_behind_it() -> None:
-    """ZeRO 3 gathers for every pass of a unit, from ZeRO 2 on each micro-batch's gradients are reduced; else once."""
+    """ZeRO 3 gathers for every pass of a unit, from ZeRO 2 on each micro-batch's gradients are reduced; else once.
+
+    Over replicas our executor sums once a step in any case, as tests/distributed/test_communication.py counts.
+    """
     once = [(Role.GATHER, Hides.FIRST_FORWARD), *[(Role.REDUCE, Hides.LAST_BACKWARD)] * 2]
-    expected = {
-        0: [(Role.REDUCE, Hides.LAST_BACKWARD)],
-        1: once,
-        2: [(Role.GATHER, Hides.FIRST_FORWARD), *[(Role.REDUCE, Hides.UNIT)] * 2],
-        3: [(Role.GATHER, Hides.UNIT), *[(Role.REDUCE, Hides.UNIT)] * 2],
-    }
-    for zero, hides in expected.items():
-        fields = DATA.state_fields(DataKey(WHOLE, 1, 8, 1, 0) if zero == 0 else DataKey(WHOLE, 1, 2, 4, zero))
-        assert [(each.role, each.hides) for each in DATA.state_collectives(fields, framework_of())] == hides
+    each = (Role.REDUCE, Hides.UNIT)
+    for recipe, replicas in (("planner", (Role.REPLICAS, Hides.LAST_BACKWARD)), ("torchtitan", each)):
+        expected = {
+            0: [(Role.REDUCE, Hides.LAST_BACKWARD)],
+            1: once,
+            2: [(Role.GATHER, Hides.FIRST_FORWARD), each, replicas],
+            3: [(Role.GATHER, Hides.UNIT), each, replicas],
+        }
+        for zero, hides in expected.items():
+            fields = DATA.state_fields(DataKey(WHOLE, 1, 8, 1, 0) if zero == 0 else DataKey(WHOLE, 1, 2, 4, zero))
+            found = DATA.state_collectives(fields, framework_of(recipe))
+            assert [(moved.role, moved.hides) for moved in found] == hides
 
 
 def test_a_rank_holds_its_experts_and_its_part_of_the_rest() -> None:

@@ -320,7 +320,7 @@ def test_states_move_as_rings_move_them() -> None:
     assert [each.name for each in Element] == ["TRAINABLE", "FROZEN", "TIED", "EXPERT"]
     keys = [DataKey(WHOLE, 1, 1, n, 3), DataKey(WHOLE, 1, n, 1, 0), DataKey(WHOLE, 1, 1, 1, 0)]
     sharded, replicated, alone = data_rows(graph, decisions, keys, MACHINE, framework)[:, BLOCK]
-    assert [each.name for each in Data] == ["GATHER", "REDUCE", "ACCUMULATE"]
+    assert [each.name for each in Data] == ["GATHER", "REDUCE", "ACCUMULATE", "REPLICAS"]
 
     def ring_s(kind: CollectiveName, num_bytes: float, passes: int) -> float:
         rate = tier.collectives.get(kind)
