@@ -50,12 +50,19 @@ def binding_lines(found: Explanation) -> list[str]:
     """What holds the plan back, and how full its memory is."""
     binding, memory = found.binding, found.memory
     lines: list[str] = []
-    if binding.resource is not None:
+    asked_memory = any(each.resource is Resource.MEMORY and each.searched_s is not None for each in found.what_if)
+    unasked = "" if asked_memory else " Memory was not judged: that takes a search."
+    if binding.resource is not None and binding.saves < WORTH_SAYING:
+        lines.append(
+            "What binds: nothing that the devices and the network have. Twice as much of any of it would save less "
+            f"than {WORTH_SAYING:.1%} of a step; what the compute waits for stands below.{unasked}"
+        )
+    elif binding.resource is not None:
         label = binding.resource.label
         how = "searched again" if binding.resource is Resource.MEMORY else "the same plan"
         lines.append(
             f"What binds: {binding.resource.value}. {label[0].upper()}{label[1:]} would save "
-            f"{binding.saves:.1%} of a step ({how}); of nothing else would twice as much save more."
+            f"{binding.saves:.1%} of a step ({how}); of nothing else would twice as much save more.{unasked}"
         )
     prediction = found.plan.prediction
     if prediction is not None:

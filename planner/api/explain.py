@@ -112,9 +112,9 @@ def explain(plan: Plan, hardware: str | None = None, wishes: Wishes | None = Non
     if wishes.why_not is not None:
         asked = pinned_question(plan, hardware, wishes.why_not)
         alternative = why_not(again, asked, found, Deadline.answering_within(wishes.time_limit_s))
-    limit_s = wishes.time_limit_s or USUAL_LIMIT_S
-    of_changes = Deadline.answering_within(wishes.time_limit_s if wishes.searches is Searches.ALL else limit_s)
-    changes = what_if(plan, planned, question, of_changes, wishes.searches)
+    limit_s = USUAL_LIMIT_S if wishes.time_limit_s is None else wishes.time_limit_s
+    of_each = wishes.time_limit_s if wishes.searches is Searches.ALL else limit_s
+    changes = what_if(plan, planned, question, of_each, wishes.searches)
     may_search = wishes.searches is not Searches.NONE
     others = runners_up(plan, planned, found, Deadline.answering_within(limit_s) if may_search else None)
     return Explanation(
@@ -150,13 +150,18 @@ def fastest_s(others: Sequence[Alternative], step_s: float) -> float:
 
 
 def _binding(changes: tuple[WhatIf, ...], step_s: float, fastest_here_s: float) -> Binding:
-    """Everything counts by the same plan, memory by what a search finds with twice as much over what it finds here."""
+    """Everything counts by the same plan, memory by what a search finds with twice as much over what it finds here.
+
+    What it finds may fit without: then memory saves nothing, and a search here would have found it with more time.
+    """
     saved: dict[Resource, float] = {}
     for each in changes:
         of_memory = each.resource is Resource.MEMORY
         seconds = each.searched_s if of_memory else each.priced_s
         if each.resource is not None and seconds is not None:
             saved[each.resource] = 1 - seconds / (fastest_here_s if of_memory else step_s)
+            if of_memory and not each.needs_change:
+                saved[each.resource] = 0.0
     most = max(saved, key=lambda resource: saved[resource], default=None)
     return Binding(None, 0.0) if most is None else Binding(most, max(0.0, saved[most]))
 

@@ -14,7 +14,7 @@ from costmodels.vocabulary.choices import Searches
 from planner.api import PlannedLayout, Question, answer_of, price_plan
 from planner.errors import PlannerError
 from planner.layout.deadline import Deadline
-from planner.plan.schema import MeshSection, Plan
+from planner.plan.schema import MeshSection, Plan, PredictionSection
 from planner.pricing.what_if import Change, changed
 
 # Other devices that are asked about, where the plan is for one kind: one profile of each generation.
@@ -65,25 +65,29 @@ class WhatIf:
     fits: bool | None = None  # the same plan
     searched_s: float | None = None
     mesh: MeshSection | None = None
+    needs_change: bool | None = None  # the best plan there does not fit the devices as they are
     says: str = ""
 
 
 def what_if(
-    plan: Plan, planned: PlannedLayout, question: Question, deadline: Deadline, searches: Searches
+    plan: Plan, planned: PlannedLayout, question: Question, limit_s: float | None, searches: Searches
 ) -> tuple[WhatIf, ...]:
-    """Every change. ``question`` is the search that the plan answers."""
-    of_memory = None if searches is Searches.NONE else deadline
-    of_all = deadline if searches is Searches.ALL else None
+    """Every change. ``question`` is the search that the plan answers; each search takes ``limit_s`` at most."""
+
+    def due(*, is_asked: bool) -> Deadline | None:
+        return Deadline.answering_within(limit_s) if is_asked else None
+
     found: list[WhatIf] = []
     for resource in Resource:
-        asked = of_memory if resource is Resource.MEMORY else of_all
-        row = _of_change(resource.label, _CHANGES[resource], planned, question, asked)
+        asked = searches is Searches.ALL or (searches is Searches.MEMORY and resource is Resource.MEMORY)
+        row = _of_change(resource.label, _CHANGES[resource], planned, question, due(is_asked=asked))
         found.append(replace(row, resource=resource))
-    found.append(_of_change(_TWICE_THE_SPEED, Change(2, 2), planned, question, of_all))
+    of_all = searches is Searches.ALL
+    found.append(_of_change(_TWICE_THE_SPEED, Change(2, 2), planned, question, due(is_asked=of_all)))
     cluster = question.target.cluster
     if cluster.mixed is None and cluster.profile.name in OTHER_PROFILES:
         others = [name for name in OTHER_PROFILES if name != cluster.profile.name]
-        found += [_on_other(name, plan, question, of_all) for name in others]
+        found += [_on_other(name, plan, question, due(is_asked=of_all)) for name in others]
     return tuple(found)
 
 
@@ -96,7 +100,7 @@ def _of_change(
     if deadline is None:
         return asked
     cluster = changed(question.target.cluster, change)
-    return _searched(asked, replace(question, target=replace(question.target, cluster=cluster)), deadline)
+    return _searched(asked, replace(question, target=replace(question.target, cluster=cluster)), deadline, change)
 
 
 def _on_other(name: str, plan: Plan, question: Question, deadline: Deadline | None) -> WhatIf:
@@ -115,15 +119,23 @@ def _on_other(name: str, plan: Plan, question: Question, deadline: Deadline | No
         return WhatIf(label, says=error.message.partition("\n")[0])
 
 
-def _searched(asked: WhatIf, question: Question, deadline: Deadline) -> WhatIf:
-    if deadline.is_over():
-        return replace(asked, says="no time was left to search again")
+def _searched(asked: WhatIf, question: Question, deadline: Deadline, change: Change | None = None) -> WhatIf:
     try:
-        deadline.resume()
         answer = answer_of(question, deadline)
     except PlannerError as error:
         return replace(asked, says=error.message.partition("\n")[0])
     if answer.interrupted:
         raise KeyboardInterrupt
-    assert answer.plan.prediction is not None
-    return replace(asked, searched_s=answer.plan.prediction.step_time_s, mesh=answer.plan.mesh)
+    found = answer.plan.prediction
+    assert found is not None
+    needs_change = None if change is None else _needs(change, found, question)
+    return replace(asked, searched_s=found.step_time_s, mesh=answer.plan.mesh, needs_change=needs_change)
+
+
+def _needs(change: Change, found: PredictionSection, question: Question) -> bool:
+    """Whether a plan found with ``change`` takes more memory than a plan may take without it."""
+    band = question.target.recipe.memory_band
+    factor = 1.0 if band is None else band.factor(question.request.memory_risk)
+    peaks = found.peak_memory_bytes
+    rooms = found.memory_capacities_bytes or (found.memory_capacity_bytes,) * len(peaks)
+    return any(peak * factor > room / change.memory for peak, room in zip(peaks, rooms, strict=True))

@@ -10,12 +10,13 @@ import pytest
 from costmodels.vocabulary.choices import Recompute, Searches
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.catalog import load_profile
-from planner.api import Answer, find_plan, price_plan
+from planner.api import Answer, Question, find_plan, price_plan
 from planner.api.alternatives import Verdict
-from planner.api.explain import Explanation, Wishes, explain
+from planner.api.explain import Binding, Explanation, Wishes, _binding, explain
 from planner.api.operators import starred
-from planner.api.what_if import Resource
-from planner.errors import PlanError
+from planner.api.what_if import Resource, WhatIf
+from planner.errors import PlanError, TimeLimitError
+from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.pricing.operator_costs import Limit
@@ -265,6 +266,43 @@ def test_memory_is_not_said_to_save_what_a_search_saves_without_it() -> None:
     assert found.binding.resource is not Resource.MEMORY
     assert found.binding.saves >= 1 - row.searched_s / min(others_s)
     assert any("A search finds a plan for the same GPUs that takes" in line for line in binding_lines(found))
+
+
+def test_memory_saves_nothing_where_the_plan_that_is_found_with_more_fits_without() -> None:
+    """Searches that the clock ended differ by chance: the one with twice the memory may have come further."""
+    quick = WhatIf("more", Resource.MEMORY, searched_s=0.5, needs_change=False)
+    rows = (WhatIf("faster", Resource.ARITHMETIC, priced_s=0.75), quick)
+    assert _binding(rows, 1.0, 1.0) == Binding(Resource.ARITHMETIC, 0.25)
+    needed = replace(quick, needs_change=True)
+    assert _binding((rows[0], needed), 1.0, 1.0) == Binding(Resource.MEMORY, 0.5)
+
+
+def test_a_tiny_model_does_not_need_twice_the_memory() -> None:
+    found = explain(answer_of("free").plan)
+    assert [row.needs_change for row in found.what_if if row.resource is Resource.MEMORY] == [False]
+    assert found.binding.resource is not Resource.MEMORY
+    assert not any("not judged" in line for line in binding_lines(found))
+
+
+def test_what_no_resource_would_save_is_not_said_to_bind() -> None:
+    found = replace(explanation_of("free"), binding=Binding(Resource.ARITHMETIC, 0.001))
+    said = binding_lines(found)[0]
+    assert said.startswith("What binds: nothing that the devices and the network have.")
+    assert said.endswith("Memory was not judged: that takes a search.")
+
+
+def test_each_search_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--time-limit``: what the first searches take is not taken from the last."""
+    given: list[Deadline] = []
+
+    def searched(question: Question, deadline: Deadline) -> Answer:
+        given.append(deadline)
+        raise TimeLimitError
+
+    monkeypatch.setattr("planner.api.what_if.answer_of", searched)
+    rows = explain(answer_of("tensor").plan, wishes=Wishes(searches=Searches.ALL, time_limit_s=9.0)).what_if
+    assert len({id(deadline) for deadline in given}) == len(rows)
+    assert {row.says for row in rows} == {TimeLimitError().message}
 
 
 def test_searching_again_is_never_slower_than_the_same_plan_there() -> None:
