@@ -182,11 +182,19 @@ _ZERO = {
 
 def fullest_text(prediction: PredictionSection) -> str:
     """``62.6 GiB of 79.2 GiB``, of the fullest GPU."""
-    rooms = prediction.memory_capacities_bytes or (prediction.memory_capacity_bytes,) * len(
-        prediction.peak_memory_bytes
-    )
-    need, room = max(zip(prediction.peak_memory_bytes, rooms, strict=True), key=lambda pair: pair[0] / pair[1])
-    return f"{size(need)} of {size(room)}"
+    rank = fullest_rank(prediction)
+    return f"{size(prediction.peak_memory_bytes[rank])} of {size(_rooms(prediction)[rank])}"
+
+
+def fullest_rank(prediction: PredictionSection) -> int:
+    """The one that takes most of its device, which need not be the one that takes most."""
+    shares = [need / room for need, room in zip(prediction.peak_memory_bytes, _rooms(prediction), strict=True)]
+    return shares.index(max(shares))
+
+
+def _rooms(prediction: PredictionSection) -> tuple[int, ...]:
+    alike = (prediction.memory_capacity_bytes,) * len(prediction.peak_memory_bytes)
+    return prediction.memory_capacities_bytes or alike
 
 
 def _micro_batches(pipeline: PipelineSection) -> str:
@@ -265,8 +273,7 @@ def _phases(plan: Plan, prediction: PredictionSection) -> RenderableType:
     """The fullest rank's memory phase by phase, and how each term is known."""
     if not prediction.memory_phases_bytes:
         return Text("")
-    peaks = prediction.peak_memory_bytes
-    rank = peaks.index(max(peaks))
+    peaks, rank = prediction.peak_memory_bytes, fullest_rank(prediction)
     phases = prediction.memory_phases_bytes[rank]
     scale, unit = (GIB, "GiB") if peaks[rank] >= GIB else (MIB, "MiB")
     table = Table(title=f"Memory of {rank_name(plan, rank)}, the fullest, phase by phase", title_justify="left")

@@ -138,6 +138,7 @@ def _units(compute: ComputeShares) -> RenderableType:
         table.add_row(escape(row.name), str(row.count), share, limit, roofline, host)
     parts = [f"{value / compute.seconds:.0%} for {LIMITS[limit]}" for limit, value in compute.limits.items()]
     peak = f"{compute.peak_flops_per_s / 1e12:,.0f} TFLOP/s and {compute.peak_bytes_per_s / 1e12:.3g} TB/s"
+    peak += ", on average of unlike ones" if compute.peaks_are_means else ""
     return Group(
         table,
         Text(

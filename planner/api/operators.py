@@ -65,8 +65,9 @@ class ComputeShares:
     units: tuple[UnitRow, ...]
     limits: Mapping[Limit, float]  # seconds of operators by what limits them
     other_s: float
-    peak_flops_per_s: float
+    peak_flops_per_s: float  # of a device by its data sheet
     peak_bytes_per_s: float
+    peaks_are_means: bool = False  # of unlike devices
 
 
 class _Held(NamedTuple):
@@ -95,15 +96,16 @@ def compute_shares(planned: PlannedLayout) -> ComputeShares:
             by_operator[each.module, each.operator].append(each)
             limits[each.limit] += each.seconds
     rows = [OperatorRow(*name, _reached(costs, total_s)) for name, costs in by_operator.items()]
-    device = planned.target.cluster.profile.device
+    cluster = planned.target.cluster
     return ComputeShares(
         seconds=total_s,
         operators=tuple(sorted(rows, key=lambda row: -row.reached.seconds)),
         units=tuple(_unit_row(units, total_s) for units in by_kind.values()),
         limits=limits,
         other_s=sum(unit.other_s for unit in held),
-        peak_flops_per_s=to_plan.mean_peak_flops_per_s(planned.target.cluster, planned.training.precision.value),
-        peak_bytes_per_s=device.memory_bandwidth_bytes_per_s.value,
+        peak_flops_per_s=to_plan.mean_peak_flops_per_s(cluster, planned.training.precision.value),
+        peak_bytes_per_s=to_plan.mean_memory_bytes_per_s(cluster),
+        peaks_are_means=cluster.mixed is not None,
     )
 
 

@@ -318,6 +318,13 @@ def mean_peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
     return sum(peaks) / cluster.num_devices
 
 
+def mean_memory_bytes_per_s(cluster: ClusterSpec) -> float:
+    """Memory bandwidth of a device, the mean where they differ."""
+    parts = [cluster] if cluster.mixed is None else [group.cluster for group in cluster.mixed.groups]
+    rates = [part.profile.device.memory_bandwidth_bytes_per_s.value * part.num_devices for part in parts]
+    return sum(rates) / sum(part.num_devices for part in parts)
+
+
 def term_bytes(ledger: MemoryLedger) -> dict[MemoryTerm, int]:
     """The terms of ``ledger`` that there are."""
     return {name: round(num_bytes) for name, num_bytes in ledger.rows if round(num_bytes) > 0}

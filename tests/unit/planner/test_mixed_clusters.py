@@ -13,6 +13,7 @@ import pytest
 
 from costmodels.vocabulary.choices import Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from hardware_profiles.catalog import load_profile
 from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, price_plan
 from planner.errors import HardwareError
@@ -23,7 +24,7 @@ from planner.layout.layout import Layout, Pins
 from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
-from planner.render import show_plan
+from planner.render import fullest_rank, show_plan
 from planner.request import Request
 from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
@@ -31,6 +32,7 @@ from planner.solver.cutting import Pricer, Pricers, best_cut, probe
 from planner.solver.glance import rough_bound_s
 from planner.solver.search import search
 from planner.table.keys import SendKey
+from planner.translate.to_plan import mean_memory_bytes_per_s
 from tests.planning import NO_PINS, graph_of, training_of
 
 A100, H100 = "dgx-a100-80gb", "dgx-h100-80gb"
@@ -260,6 +262,21 @@ def test_a_small_memory_holds_less_of_the_model() -> None:
     rooms = prediction.memory_capacities_bytes
     assert len(set(rooms)) == 2
     assert all(need <= room for need, room in zip(prediction.peak_memory_bytes, rooms, strict=True))
+
+
+def test_the_fullest_rank_is_the_one_with_least_room_for_its_size() -> None:
+    prediction = plan_on("l40s-x8:8,dgx-h200:8").prediction
+    assert prediction is not None
+    unlike = {"peak_memory_bytes": (40, 100), "memory_capacities_bytes": (44, 140)}
+    assert fullest_rank(prediction.model_copy(update=unlike)) == 0
+    assert fullest_rank(prediction.model_copy(update={**unlike, "memory_capacities_bytes": (80, 140)})) == 1
+
+
+def test_peaks_of_unlike_devices_are_means_of_both_kinds() -> None:
+    cluster = cluster_for(None, f"{A100}:8,{H100}:24")
+    rates = [load_profile(name).device.memory_bandwidth_bytes_per_s.value for name in (A100, H100)]
+    assert mean_memory_bytes_per_s(cluster) == pytest.approx(rates[0] / 4 + rates[1] * 3 / 4)
+    assert mean_memory_bytes_per_s(cluster_for(8, A100)) == rates[0]
 
 
 def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path) -> None:
