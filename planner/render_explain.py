@@ -17,6 +17,7 @@ from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, ran
 # Operators that are shown one by one; the rest are one row.
 MOST_OPERATORS = 10
 BAR_WIDTH = 14
+LEAST_DIFFERENCE_S = 1e-9
 WORTH_SAYING = 0.005  # of a step: a search calls plans within a thousandth or so equal
 LIMITS = {"arithmetic": "FLOP/s", "memory": "memory", "launch": "launches"}
 
@@ -189,7 +190,8 @@ def where_text(row: Alternative) -> str:
 
 
 def signed(value: float) -> str:
-    """A difference of times."""
+    """A difference of times; what sums in floating point leave is none."""
+    value = 0.0 if abs(value) < LEAST_DIFFERENCE_S else value
     return ("+" if value >= 0 else "-") + seconds(abs(value))
 
 

@@ -21,7 +21,7 @@ from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.pricing.operator_costs import Limit
 from planner.render import adding_up
-from planner.render_explain import binding_lines, price_lines
+from planner.render_explain import binding_lines, price_lines, signed
 from planner.request import Request
 
 QUICK = Wishes(searches=Searches.NONE)
@@ -90,6 +90,11 @@ def test_the_numbers_that_are_shown_add_up_to_the_sum_that_is_shown() -> None:
     assert float(shown[-1]) == pytest.approx(124.236, abs=0.06)
     assert adding_up([0.0123])[1] == "ms"
     assert adding_up([1.5e-6]) == (["1.500", "1.500"], "µs")
+
+
+def test_what_rounding_leaves_is_no_difference() -> None:
+    assert signed(-3.6e-15) == signed(0.0) == "+0 µs"
+    assert (signed(-2e-9), signed(0.5)) == ("-0.002 µs", "+500 ms")
 
 
 # -- operators by hand --------------------------------------------------------------------------------------
