@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planner.operators.call import OpCall, TensorValue
+from planner.operators.einsum_pairs import pairs_of
 from planner.operators.recurrence import recurrent_weights
 
 
@@ -63,18 +64,24 @@ def grouped_matmul(call: OpCall) -> Products:
 
 
 def einsum(call: OpCall) -> Products | None:
-    """Of two operands with a label that the result lacks; anything else is no product."""
-    equation = str(call.attributes.get("equation", "")).replace(" ", "")
-    inputs, _, result = equation.partition("->")
-    labels = inputs.split(",")
-    sizes: dict[str, int] = {}
-    for names, tensor in zip(labels, call.operands, strict=False):
-        if "." not in names:
-            sizes.update(zip(names, tensor.shape, strict=False))
-    contracts = set(sizes) - set(result)
-    if len(call.operands) != 2 or not contracts or "." in equation:
+    """Operands two at a time; a result wants its gradient where one of its factors does."""
+    path = call.attributes.get("path")
+    equation = str(call.attributes["equation"])
+    places = tuple(place for place in path if place is not None) if isinstance(path, tuple) else None
+    factors = list(call.operands)
+    found: list[Products] = []
+    for left, right, flops in pairs_of(equation, [operand.shape for operand in call.operands], places):
+        pair = factors[left], factors[right]
+        found.append(_products(flops, pair))
+        wants, is_weight = any(f.requires_grad for f in pair), all(f.is_weight for f in pair)
+        factors.append(replace(pair[0], requires_grad=wants, is_weight=is_weight))
+    if not any(products.flops for products in found):
         return None
-    return _products(2 * prod(sizes.values()), call.operands)
+    return Products(
+        sum(products.flops for products in found),
+        sum(products.backward_flops for products in found),
+        sum(products.weight_gradient_flops for products in found),
+    )
 
 
 def bilinear(call: OpCall) -> Products:

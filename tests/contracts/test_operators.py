@@ -49,10 +49,15 @@ def tensor_arguments(name: str) -> tuple[str, ...]:
         return ("self", "weight")
     for overload in packet.overloads():
         schema = getattr(packet, overload)._schema
-        found = tuple(argument.name for argument in schema.arguments if "Tensor" in str(argument.type))
+        found = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
         if found and not any(argument.is_out for argument in schema.arguments):
-            return found
+            return tuple(name for argument in found for name in names_of(argument))
     return ("self",)
+
+
+def names_of(argument: torch.Argument) -> tuple[str, ...]:
+    """As a graph names tensors: two of a list."""
+    return (f"{argument.name}.0", f"{argument.name}.1") if "List" in str(argument.type) else (argument.name,)
 
 
 def test_no_answer_is_a_default() -> None:
