@@ -180,4 +180,5 @@ class StageModule(nn.Module):
             placement = self._placement_of(meta) if meta.requires_grad else Replicate()
             value = redistribute(value, self._tp_mesh, placement).to_local()
         # torch cuts what is sent off its graph in place, where a schedule splits backward passes: no view may be sent.
-        return value.clone() if value._is_view() else value.contiguous()
+        # And messages lie in memory in their order, which a plain copy of a transposed view would not.
+        return value.clone(memory_format=torch.contiguous_format) if value._is_view() else value.contiguous()
