@@ -119,6 +119,34 @@ def _run(root: nn.Module, call: Call, args: object, kwargs: object) -> object:
         return function(*args, **kwargs)
 
 
+class _Beside(torch.autograd.Function):
+    """The first operand, recorded as following from all: the others get no gradient by it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *received: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.num_received = len(received)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, *(None,) * ctx.num_received
+
+
+def _follows(value: torch.Tensor, received: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient of ``value`` comes to one of ``received``."""
+    wanted = {id(tensor) for tensor in received}
+    open_nodes, seen = [value.grad_fn], set[object]()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        seen.add(node)
+        open_nodes += [following for following, _ in node.next_functions]
+    return False
+
+
 class StageModule(nn.Module):
     """One stage, or the whole model: local tensors in, local tensors or the loss out."""
 
@@ -136,6 +164,7 @@ class StageModule(nn.Module):
         self.input_metas, self.output_metas = metas
         self._tp_mesh, self._placement = boundary
         self._loss = loss
+        self._alone: list[bool] | None = None  # of what is sent; known from the first pass on
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What the next stage receives, or on the last stage the loss."""
@@ -144,7 +173,22 @@ class StageModule(nn.Module):
         if self._loss is not None:
             return self._loss(output, batch)
         assert isinstance(output, tuple)
-        return tuple(self._send(value, meta) for value, meta in zip(output, self.output_metas, strict=True))
+        sent = [self._send(value, meta) for value, meta in zip(output, self.output_metas, strict=True)]
+        return self._beside(sent, [value for value in received if value.requires_grad])
+
+    def _beside(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """``sent``, where what follows from nothing that was received is made to look as if it did.
+
+        Half of a split backward pass starts where paths from parameters meet those from what was received (``torch/
+        distributed/pipelining/_backward.py``): what of a gradient comes to a parameter by no such place is lost.
+        """
+        if self._alone is None and received and torch.is_grad_enabled():
+            self._alone = [value.requires_grad and not _follows(value, received) for value in sent]
+        alone = self._alone if received and self._alone is not None else [False] * len(sent)
+        return tuple(
+            _Beside.apply(value, *received) if is_alone else value  # pyright: ignore[reportArgumentType]
+            for value, is_alone in zip(sent, alone, strict=True)
+        )
 
     def local_meta(self, meta: TensorMeta) -> TensorMeta:
         """``meta`` of the part that one tensor-parallel rank sends or receives."""

@@ -1,5 +1,7 @@
 """What a stage sends lies in memory as messages do, in order and on its own, and is what its neighbour expects."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Replicate
 
 from planner.errors import ModelError
@@ -45,5 +48,42 @@ def test_what_is_sent_is_in_order(name: str) -> None:
     (sent,) = stage(received)
     assert isinstance(sent, torch.Tensor)
     assert sent.is_contiguous()
-    assert not sent._is_view()  # pyright: ignore[reportPrivateUsage]
+    assert not sent._is_view()
     torch.testing.assert_close(sent, expected)
+
+
+class Decoder(nn.Module):
+    """Its bias goes to its own product, and to the next stage without meeting what was received; one half does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.scale, self.far = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bias = self.bias * 2
+        return x * self.scale + bias, bias, self.far.exp()
+
+
+def test_a_split_backward_pass_gives_what_is_sent_beside_the_received_its_gradients() -> None:
+    """Such as a bias of positions that all blocks of a decoder add: it had the gradient of its own stage alone."""
+    root, received = Decoder(), torch.randn(3, 4, requires_grad=True)
+    expected = root.run(received)
+    weights = [torch.randn(value.shape) for value in expected]
+    torch.autograd.backward(expected, weights)
+    wanted = [parameter.grad for parameter in (received, *root.parameters())]
+    received.grad = None
+    root.zero_grad()
+
+    metas = tuple(TensorMeta(tuple(value.shape), torch.float32, requires_grad=True) for value in expected)
+    inputs = (TensorMeta((3, 4), torch.float32, requires_grad=True),)
+    data = cast(Any, SimpleNamespace(root=root))
+    stage = StageModule(data, lambda given, _: root.run(given[0]), (inputs, metas), (None, Replicate()), None)
+    for _ in range(2):  # the second pass goes by what the first found out
+        received.grad = None
+        root.zero_grad()
+        sent = stage(received)
+        _, groups = stage_backward_input(list(sent), weights, [received], root.parameters())
+        stage_backward_weight(root.parameters(), groups)
+        for found, right in zip((received, *root.parameters()), wanted, strict=True):
+            assert found.grad is not None
+            torch.testing.assert_close(found.grad, right)
