@@ -116,7 +116,10 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of a micro-batch's backward pass."""
+        """Sends of a micro-batch's backward pass, each in order: a split pass makes transposed gradients too."""
+        if bwd_chunk_id in self.bwd_cache:
+            gradients: tuple[torch.Tensor | None, ...] = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
         return SendsAfterReceives(super().get_bwd_send_ops(bwd_chunk_id))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:

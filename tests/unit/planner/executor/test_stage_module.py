@@ -14,6 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import Replicate
 
 from planner.errors import ModelError
+from planner.executor import pipeline
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_trace import TensorMeta
 
@@ -87,3 +88,13 @@ def test_a_split_backward_pass_gives_what_is_sent_beside_the_received_its_gradie
         for found, right in zip((received, *root.parameters()), wanted, strict=True):
             assert found.grad is not None
             torch.testing.assert_close(found.grad, right)
+
+
+def test_gradients_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a split backward pass they are as the operators made them, which the backend refused to send."""
+    stage = object.__new__(pipeline._Stage)
+    stage.bwd_cache = {0: (torch.randn(3, 4).t(), None)}
+    monkeypatch.setattr(pipeline.PipelineStage, "get_bwd_send_ops", lambda stage, index: list(stage.bwd_cache[index]))
+    first, second = stage.get_bwd_send_ops(0)
+    assert cast(torch.Tensor, first).is_contiguous()
+    assert second is None
