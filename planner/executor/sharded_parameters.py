@@ -55,6 +55,8 @@ class ShardedParameters(DataParallel):
         self._zero_stage, self._is_pipelined = plan.zero_stage, plan.mesh.pp > 1
         options = _options(mesh, plan, placements)
         options["ignored_params"] = set(_numbers(root))
+        for parameter in root.parameters():  # FSDP takes no transposed ones, whose values are the same in order
+            parameter.data = parameter.data.contiguous()
         targets = {fqn: unit for fqn, unit in root.named_modules() if fqn in set(units.fqns)}
         kept_in_root = _tied_parameters(root)
         kept_in_root |= {p for fqn, p in root.named_parameters(remove_duplicate=False) if fqn in units.shared}
