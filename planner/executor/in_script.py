@@ -79,7 +79,8 @@ def _check_equal(model: Module) -> None:
     """InputError where ranks hold other values, by the sum and the first number of each tensor. Collective."""
     with torch.no_grad():
         tensors = [tensor.detach() for tensor in model.state_dict().values() if tensor.numel()]
-        mine = [(float(tensor.double().sum()), float(tensor.flatten()[0])) for tensor in tensors]
+        real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+        mine = [(float(tensor.double().sum()), float(tensor.flatten()[0])) for tensor in real]
     every: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(every, repr(mine))
     others = [rank for rank, values in enumerate(every) if values != every[0]]

@@ -88,6 +88,13 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
             "and several ranks would each change their own",
             hint="leave max_norm out, or plan with --dp 1 --tp 1 --zero 0 in fp32",
         )
+    complex_ones = [fqn for fqn, parameter in module.named_parameters() if parameter.is_complex()]
+    if complex_ones and not keeps_whole(plan):
+        raise PlanError(
+            f"complex parameters {', '.join(complex_ones[:NUM_NAMED])}: FSDP divides and casts real numbers alone",
+            hint="plan with --zero 0 in fp32, or keep them as real numbers (torch.view_as_real) and make complex ones "
+            "of them in forward",
+        )
 
 
 def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:

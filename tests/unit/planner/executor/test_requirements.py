@@ -270,3 +270,34 @@ def test_a_script_s_model_in_16_bits_is_refused() -> None:
     with pytest.raises(ModelError, match="is bfloat16: parameters") as error:
         in_script._check_dtypes(Toy().bfloat16(), plan_of(MeshSection()))
     assert "model.float()" in (error.value.hint or "")
+
+
+class Filter(nn.Module):
+    """With complex weights, as of a Fourier neural operator."""
+
+    def __init__(self, *values: complex) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values))
+
+
+def test_complex_parameters_need_whole_ones() -> None:
+    """FSDP ended in an assertion, or cast them to real numbers."""
+    check_parameters(Filter(1j), whole(MeshSection(dp_replicate=2)))
+    for plan in (plan_of(MeshSection(dp_shard=2)), plan_of(MeshSection())):
+        with pytest.raises(PlanError, match="complex parameters weight: FSDP"):
+            check_parameters(Filter(1j), plan)
+
+
+def test_complex_values_of_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To sum them up as real numbers was an error."""
+    seen: list[object] = []
+
+    def gather(found: list[object], own: object) -> None:
+        seen.append(own)
+        found[:] = [seen[0], own]
+
+    monkeypatch.setattr(in_script.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(in_script.dist, "all_gather_object", gather)
+    in_script._check_equal(Filter(1, 2 + 1j))
+    with pytest.raises(InputError, match="other values on rank 1"):
+        in_script._check_equal(Filter(1, 2 + 3j))
