@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -92,10 +93,25 @@ class _Stage(PipelineStage):
         # Weights' gradients may pass a unit's hook on their way: it must not free parameters that others still need.
         data.prepare_backward(last=last_backward and not is_weight)
         data.share_reductions(self._reductions)
+        if backward_type == "input" and not _wants_gradients(bwd_kwargs["input_values"]):
+            return self._all_at_once(bwd_kwargs)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if is_weight:
             data.finish_weights(last=last_backward)
         return result
+
+    def _all_at_once(
+        self, bwd_kwargs: dict[str, object]
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]]]:
+        """Both halves of a backward pass, where nothing is to be sent: all stages before are frozen.
+
+        torch finds what the second half has to do from the first's way to what was received: here there is none.
+        """
+        if self.is_last:  # of which torch made a tuple of one
+            (loss,) = cast(tuple[torch.Tensor], bwd_kwargs["stage_output"])
+            bwd_kwargs = {**bwd_kwargs, "stage_output": loss}
+        gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs)
+        return gradients, []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's forward pass."""
@@ -172,6 +188,11 @@ class _Stage(PipelineStage):
         for info in infos:
             if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _wants_gradients(values: object) -> bool:
+    assert isinstance(values, list | tuple)
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _release(infos: Iterable[_RecvInfo]) -> None:

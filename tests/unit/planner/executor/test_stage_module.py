@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Replicate
@@ -17,6 +18,8 @@ from planner.errors import ModelError
 from planner.executor import pipeline
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_trace import TensorMeta
+from planner.executor.whole_parameters import WholeParameters
+from tests.fake_world import fake_world
 
 SENT = {
     "channels last, as images between convolutions and norms": lambda x: (x * 2).permute(0, 3, 1, 2),
@@ -98,3 +101,29 @@ def test_gradients_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = stage.get_bwd_send_ops(0)
     assert cast(torch.Tensor, first).is_contiguous()
     assert second is None
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_stage_behind_frozen_ones_is_trained_under_a_split_backward_pass(is_last: bool) -> None:
+    """Its parameters got no gradients at all: torch finds the way to them from what was received."""
+    root, received = Decoder(), torch.randn(3, 4)
+    metas = (TensorMeta((3, 4), torch.float32, requires_grad=False),)
+    with fake_world(1):
+        group = dist.group.WORLD
+        assert group is not None
+        data = WholeParameters(root, (), torch.device("cpu"), lambda _: group)
+        module = StageModule(data, lambda given, _: root.run(given[0])[:1], (metas, metas), (None, Replicate()), None)
+        stage = object.__new__(pipeline._Stage)
+        stage.submod, stage.stage_index, stage.num_stages, stage._reductions = module, 1, 2 if is_last else 3, []
+        (sent,) = module(received)
+        passed: dict[str, object] = {"input_values": [received]}
+        passed["output_grads"] = None if is_last else (torch.ones(3, 4),)
+        passed["stage_output"] = (sent.sum(),) if is_last else (sent,)
+        gradients, groups = stage.backward_maybe_with_nosync("input", passed)
+        rest: dict[str, object] = {"stage_output": (), "param_groups": groups}
+        stage.backward_maybe_with_nosync("weight", rest, last_backward=True)
+    assert gradients == (None,)
+    assert root.scale.grad is not None
+    assert root.bias.grad is not None
+    torch.testing.assert_close(root.scale.grad, received.sum(0))
+    torch.testing.assert_close(root.bias.grad, torch.full((4,), 6.0))
