@@ -49,7 +49,7 @@ PRODUCTS = (
     Operator(
         names=named("matmul mm bmm"),
         work=_PRODUCT,
-        saved=saved_rules.factors_of_product,
+        saved=saved_rules.factors_of_batches,
         placements=placement_rules.mm,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,

@@ -57,6 +57,17 @@ def factors_of_product(call: OpCall) -> Saved:
     return Saved(tuple(name for name in names if any(other != name for other in wanting)))
 
 
+def factors_of_batches(call: OpCall) -> Saved:
+    """As of a product; what is broadcast over a batch of matrices is copied for each of them, and the copy is kept."""
+    kept, batch = factors_of_product(call), prod(call.output.shape[:-2])
+    if any(len(tensor.shape) < 3 for tensor in call.operands):  # of one matrix, whose rows are those of all batches
+        return kept
+    copied = [name for name in kept.tensors if prod(call.tensors[name].shape[:-2]) < batch]
+    num_elements = sum(batch * prod(call.tensors[name].shape[-2:]) for name in copied)
+    others = tuple(name for name in kept.tensors if name not in copied)
+    return Saved(others, num_elements * call.output.item_bytes)
+
+
 def factors_besides_summand(call: OpCall) -> Saved:
     """addmm(input, mat1, mat2): the summand is not kept."""
     factors = [name for name in call.tensors if name not in ("self", "input")]

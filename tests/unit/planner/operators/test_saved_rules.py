@@ -101,3 +101,22 @@ def value_of(tensor: torch.Tensor) -> TensorValue:
 def test_without_gradient_nothing_is_kept() -> None:
     tensor = TensorValue((4, 5), "float32")
     assert saved_for_backward(OpCall("mul", {"self": tensor, "other": tensor}, tensor)) == Saved()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((2, 4, 3, 5), (4, 5, 6)),  # experts' weights
+        ((2, 1, 3, 5), (2, 4, 5, 6)),
+        ((1, 4, 3, 5), (4, 5, 6)),
+        ((2, 4, 3, 5), (5, 6)),
+        ((2, 4, 3, 5), (2, 4, 5, 6)),
+    ],
+)
+def test_of_products_in_batches_copies_are_kept(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    """torch copies a matrix for each batch that it is broadcast over, which was taken to be kept once."""
+    operands = {"self": values(*left), "other": values(*right)}
+    tensors = {name: value_of(tensor) for name, tensor in operands.items()}
+    saved = saved_for_backward(OpCall("matmul", tensors, value_of(torch.matmul(*operands.values()))))
+    assert saved is not None
+    assert (set(saved.tensors), saved.extra_bytes) == kept_by_autograd(torch.matmul, operands)
