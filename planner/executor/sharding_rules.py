@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
+from typing import cast
 
 import torch
 from torch import _meta_registrations
 from torch._ops import OpOverload
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_stride
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -46,6 +49,7 @@ def register_sharding_rules() -> None:
     for name in _HALF_RULED:
         handlers[getattr(_aten, name).default] = _computed_alike
     handlers |= dict.fromkeys((*_views_in_place(), _aten.t_.default), _viewed_in_place)
+    handlers[_aten.new_empty_strided.default] = _for_gradient
     asked = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
     DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
 
@@ -103,6 +107,26 @@ def _viewed_in_place(operator: OpOverload, args: tuple[object, ...], kwargs: dic
     view = getattr(_aten, operator._schema.name.removeprefix("aten::").removesuffix("_"))(*args, **kwargs)
     changed._local_tensor, changed._spec = view._local_tensor, view._spec
     return return_and_correct_aliasing(operator, args, kwargs, changed)
+
+
+def _for_gradient(
+    operator: OpOverload, args: tuple[torch.Tensor, list[int], list[int]], kwargs: dict[str, object]
+) -> object:
+    """Room for a gradient, placed as the first operand; whole where autograd is to write into a part of it.
+
+    A part of a divided tensor is a copy. Slices that a forward pass writes to lost their gradient so, without a word.
+    """
+    like, size, stride = args
+    assert isinstance(like, DTensor)
+    mesh, local = like.device_mesh, like._local_tensor
+    node = cast(Node | None, torch._C._current_autograd_node())
+    is_written_to = node is not None and node.name().endswith("CopySlices")
+    if is_written_to or tuple(size) != tuple(like.shape):
+        placements, made = (Replicate(),) * mesh.ndim, operator(local, size, stride, **kwargs)
+    else:
+        placements, strides = like.placements, compute_local_stride(tuple(stride), tuple(local.shape))
+        made = operator(local, local.shape, strides, **kwargs)
+    return DTensor.from_local(made, mesh, placements, run_check=False, shape=torch.Size(size), stride=tuple(stride))
 
 
 def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:

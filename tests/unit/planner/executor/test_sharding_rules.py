@@ -177,3 +177,31 @@ def test_gradients_of_divided_weights_that_are_normed_are_those_of_the_whole() -
         found = run(*halves_of(0, *local))
     for mine, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, whole)
+
+
+WRITTEN = {
+    "half": lambda h: h[:, :4].mul_(0.5),
+    "half by index": lambda h: h.__setitem__((slice(None), slice(0, 4)), h[:, :4] * 0.5),
+    "every other": lambda h: h.__setitem__((slice(None), slice(None, None, 2)), 0),
+    "one of four": lambda h: h.view(3, 4, 2)[:, 0].mul_(0.3),
+    "a row": lambda h: h[1].add_(h[0]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_slice_that_is_written_to_has_its_gradient(name: str) -> None:
+    """The gradient comes divided, and autograd wrote into copies of its parts."""
+    x, factor = torch.randn(3, 8), torch.randn(3, 4)
+
+    def gradient(x: torch.Tensor, factor: torch.Tensor) -> list[torch.Tensor]:
+        written = x * 1.0
+        WRITTEN[name](written)
+        (written * factor).sum().backward()
+        return gradients(x)
+
+    (expected,) = gradient(x.clone().requires_grad_(), torch.cat([factor, factor], 1))
+    with fake_world(2), implicit_replication():
+        (divided,) = halves_of(1, factor)
+        whole = DTensor.from_local(x.clone(), init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+        (found,) = gradient(whole.requires_grad_(), divided)
+    torch.testing.assert_close(found, expected)
