@@ -317,6 +317,7 @@ COUNTED_CASES = {
     **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},
     "count-hsdp-zero2": Case("llama", MeshSection(dp_replicate=2, dp_shard=2), 2),
     "count-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
+    "count-ep-hsdp": Case("mixture", MeshSection(dp_replicate=2, dp_shard=2, ep=2), 2),
     "count-pp-zero3": Case("llama", _PP2_DP2, 3, micro_batch_size=2),
     "count-tp": Case("llama", _TP4, micro_batch_size=16),
     "count-tp-full": Case("llama", _TP4, recompute=Recompute.FULL, micro_batch_size=16),

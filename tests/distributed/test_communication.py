@@ -70,3 +70,10 @@ def test_rows_travel_to_their_experts_and_back_once_each_way(outcomes: dict[str,
     counts = counts_of("count-ep", outcomes)
     assert counts["all_to_all"] == 4 * NUM_LAYERS  # one micro-batch; sizes and the weights of rows count as small
     assert counts["all_gather"] == counts["reduce_scatter"] == BIG_UNITS + NUM_LAYERS  # of experts over other ranks
+
+
+def test_gradients_of_experts_are_summed_over_replicas_once_a_step(outcomes: dict[str, Outcome]) -> None:
+    """Both ranks of a replica hold half of the experts, whole: nothing is to be reduced over shards of these."""
+    counts = counts_of("count-ep-hsdp", outcomes)
+    assert (counts["all_gather"], counts["reduce_scatter"]) == (BIG_UNITS, BIG_UNITS * MICROBATCHES)
+    assert counts["all_reduce"] == BIG_UNITS + NUM_LAYERS
