@@ -107,12 +107,12 @@ def test_gradients_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stage_behind_frozen_ones_is_trained_under_a_split_backward_pass(is_last: bool) -> None:
     """Its parameters got no gradients at all: torch finds the way to them from what was received."""
     root, received = Decoder(), torch.randn(3, 4)
-    metas = (TensorMeta((3, 4), torch.float32, requires_grad=False),)
+    taken, given_on = ((TensorMeta((3, 4), torch.float32, requires_grad=wants),) for wants in (False, True))
     with fake_world(1):
         group = dist.group.WORLD
         assert group is not None
         data = WholeParameters(root, (), torch.device("cpu"), lambda _: group)
-        module = StageModule(data, lambda given, _: root.run(given[0])[:1], (metas, metas), (None, Replicate()), None)
+        module = StageModule(data, lambda x, _: root.run(x[0])[:1], (taken, given_on), (None, Replicate()), None)
         stage = object.__new__(pipeline._Stage)
         stage.submod, stage.stage_index, stage.num_stages, stage._reductions = module, 1, 2 if is_last else 3, []
         (sent,) = module(received)
