@@ -199,7 +199,7 @@ def held_model(
     ``example_inputs``: as in a model file, or one micro-batch; None: token ids. ModelError where that cannot be traced.
     """
     from planner.models.held import HeldModule, as_batch, fixed_seq_len, inputs_like, nest_of, seq_len_of
-    from planner.models.inputs import taking
+    from planner.models.inputs import taken_in_float32
     from planner.models.loss import NEXT_TOKEN, next_token_loss
     from planner.models.python_file import max_seq_len_of
 
@@ -221,7 +221,7 @@ def held_model(
         vocab_size=None,
         build=held.build,
         example_inputs=inputs,
-        loss_fn=next_token_loss if loss_fn is None else taking(nest, loss_fn, 1),
+        loss_fn=next_token_loss if loss_fn is None else taken_in_float32(nest, loss_fn),
         training_loss=NEXT_TOKEN,
     )
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 )
 
 from planner.errors import ModelError
-from planner.models.loss import TrainingLoss
+from planner.models.loss import TrainingLoss, in_float32
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 LABELS = "labels"
@@ -91,7 +91,20 @@ def taking(nest: Nest | None, function: Callable[..., T], batch_at: int) -> Call
 def taken_by_loss(nest: Nest | None, loss: TrainingLoss) -> TrainingLoss:
     """The user's ``loss``, for batches by name."""
     weight = None if loss.weight is None else taking(nest, loss.weight, 0)
-    return replace(loss, function=taking(nest, loss.function, 1), weight=weight)
+    return replace(loss, function=taken_in_float32(nest, loss.function), weight=weight)
+
+
+def taken_in_float32(nest: Nest | None, loss_fn: Callable[[object, Batch], T]) -> Callable[[object, Batch], T]:
+    """The user's ``loss_fn``, for a batch by name and for outputs in any dtype, which it gets in float32.
+
+    So torch.autocast computes losses, and so the default loss is: a sum in bfloat16 has 8 bits.
+    """
+
+    @functools.wraps(loss_fn)
+    def call(output: object, batch: Batch) -> T:
+        return loss_fn(in_float32(output), batch)
+
+    return taking(nest, call, 1)
 
 
 def _as_given(nest: Nest | None, batch: object) -> object:

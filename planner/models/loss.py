@@ -8,6 +8,7 @@ entropy in float32 (of two towers the contrastive loss), is a sum that is divide
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from enum import StrEnum
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_map
 
 from planner.errors import ModelError
 
@@ -65,6 +67,22 @@ def _held_by(output: object) -> Iterable[object]:
     if dataclasses.is_dataclass(output):
         return [getattr(output, field.name) for field in dataclasses.fields(output)]
     return output if isinstance(output, tuple | list) else ()
+
+
+def in_float32(output: object) -> object:
+    """What a module returned, with its tensors of 16 bits in float32; dataclasses count as containers."""
+
+    def widened(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        changed = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(changed, field.name, in_float32(getattr(leaf, field.name)))
+        return changed
+
+    return tree_map(widened, output)
 
 
 def next_token_loss(output: object, batch: Batch) -> torch.Tensor:
