@@ -45,7 +45,8 @@ def verify(  # over 6 arguments: one for each option of the command
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write what was measured here, for `planner calibrate`.")
+        Path | None,
+        typer.Option("-o", "--output", help="Write what was measured of PLAN here, for `planner calibrate`."),
     ] = None,
 ) -> int:
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
@@ -61,14 +62,14 @@ def verify(  # over 6 arguments: one for each option of the command
 
     options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data), offload_dir=offload_dir)
     options.check_offload(plan.offload)
-    if prediction is None:
-        each = on_all_ranks(plan, lambda: _measured_each(plan, top - 1, options))
-        return 0 if each is None else _show_each(plan, each, keep, as_json=as_json)
-    measured = on_all_ranks(plan, lambda: _measured(plan, options))
-    if measured is None:
+    found = on_all_ranks(plan, lambda: _measured(plan, options) if top == 1 else _measured_each(plan, top - 1, options))
+    if found is None:
         return 0
+    measured = found if top == 1 else found["found"][0]
     if output is not None:
         write_text(output, measured_text(plan_file, output, measured))
+    if prediction is None:
+        return _show_each(plan, found, keep, as_json=as_json)
     times, memory = time_rows(prediction, measured), memory_rows(plan, prediction, measured)
     if as_json:
         typer.echo(json.dumps({"time": times, "memory": memory, "measured": measured}))

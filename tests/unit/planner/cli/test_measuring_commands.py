@@ -93,6 +93,16 @@ def test_several_plans_are_shown_the_fastest_first_and_those_that_cannot_run_las
     assert "no such thing" in invoke(monkeypatch, value, *arguments)[1]
 
 
+def test_what_the_given_plan_came_to_is_written_beside_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With --top -o was taken, and nothing was written: `planner calibrate` had nothing to read."""
+    plan, written = json.loads(EXAMPLE.read_text()), tmp_path / "measured.json"
+    value = {"plans": [plan, {**plan, "zero_stage": 3}], "found": [MEASURED, {**MEASURED, "step_time_s": 0.5}]}
+    code, _ = invoke(monkeypatch, value, "verify", str(EXAMPLE), "--top", "2", "-o", str(written))
+    found = json.loads(written.read_text())
+    assert (code, found["step_time_s"]) == (0, MEASURED["step_time_s"])
+    assert (tmp_path / found["plan"]).resolve() == EXAMPLE.resolve()
+
+
 def test_nothing_is_kept_of_one_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="several plans"):
         invoke(monkeypatch, MEASURED, "verify", str(EXAMPLE), "--keep", str(tmp_path / "kept.json"))
