@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from planner.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 NUM_LOOKED_AT = 2**16  # bytes in which tokens of 16 or 32 bits have a zero byte, and text has none
+_JSON = re.compile(rb'\s*(\[\s*)?\{\s*"[^"\n]*"\s*:')  # how objects begin, a line each or in one list
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of entries of documents
 # Megatron-Core, megatron/core/datasets/indexed_dataset.py: the codes of DType that are whole numbers.
 _MEGATRON_DTYPES = {1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 8: torch.uint16}
@@ -45,6 +47,8 @@ def map_tokens(path: Path, dtype: TokenDtype | None = None) -> torch.Tensor:
 
     ``dtype`` is that of a file that does not say its own: neither ``.npy`` nor beside an ``.idx``. None: it is text.
     """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder", hint="name one file of text or of tokens")
     binary = path.with_name(f"{path.name}.bin")
     try:
         if path.suffix == ".npy":
@@ -67,6 +71,10 @@ def _check_plain(path: Path, dtype: TokenDtype | None) -> None:
     if found is not None:
         raise InputError(f"{path} is {found}, not a file of tokens or text",
                          hint="write its tokens as .npy of uint16 or uint32, or as text")  # fmt: skip
+    if dtype is None and _JSON.match(start):
+        raise InputError(f"{path} is JSON, whose keys and quotes would be learned as text",
+                         hint="write the texts in it to a file of their own, or their tokens as .npy; --data-dtype "
+                         "uint8 takes it as it is")  # fmt: skip
     if dtype is None and b"\0" in start:
         raise InputError(f"{path} is no text, for it holds zero bytes, and nothing says how many bytes a token has",
                          hint="say it by --data-dtype uint16, uint32 or uint8; Megatron-LM's .bin needs its .idx "

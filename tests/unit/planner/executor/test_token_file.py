@@ -109,6 +109,24 @@ def test_tokens_without_a_header_are_no_text(tmp_path: Path) -> None:
     assert map_tokens(path).dtype is torch.uint8
 
 
+@pytest.mark.parametrize("content", [b'{"text": "Once"}\n{"text": "upon"}\n', b'[\n  {"text": "Once"}\n]\n'])
+def test_json_is_no_text_unless_it_is_asked_for(content: bytes, tmp_path: Path) -> None:
+    """Of lines with a text each, the keys and quotes were learned as well, without a word."""
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="is JSON") as error:
+        map_tokens(path)
+    assert "--data-dtype uint8" in (error.value.hint or "")
+    assert map_tokens(path, TokenDtype.BYTES).tolist() == list(content)
+
+
+@pytest.mark.parametrize("path", [Path(), Path("/")])
+def test_a_folder_is_no_file_of_tokens(path: Path) -> None:
+    """It was called a defect of ours: neither has a name to which an ending could be added."""
+    with pytest.raises(InputError, match="is a folder"):
+        map_tokens(path)
+
+
 def test_megatron_s_prefix_is_told_by_its_file(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         map_tokens(megatron(tmp_path, [3, 4]).with_suffix(""))
