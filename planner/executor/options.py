@@ -66,7 +66,10 @@ class Optimization:
         return ", ".join(part for part in parts if part)
 
     def check(self, steps: int) -> None:
-        """InputError where the schedule cannot be followed."""
+        """InputError where the schedule cannot be followed, or no gradient is left."""
+        if self.clip_norm == 0:
+            raise InputError("--clip-norm 0 leaves nothing of any gradient: nothing would be learned",
+                             hint="leave it out, and nothing is clipped")  # fmt: skip
         end = self.schedule_steps or steps
         if self.schedule is not LearningRate.CONSTANT and self.warmup_steps >= end:
             raise InputError(

@@ -63,6 +63,13 @@ def test_a_warm_up_longer_than_the_schedule_is_refused() -> None:
         options.check(20)
 
 
+def test_gradients_clipped_to_nothing_are_refused() -> None:
+    """--clip-norm 0 was taken, as if for no clipping, and the parameters only decayed."""
+    Optimization(clip_norm=1e-3).check(20)
+    with pytest.raises(InputError, match="nothing would be learned"):
+        Optimization(clip_norm=0.0).check(20)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
