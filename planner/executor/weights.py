@@ -63,7 +63,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     for file in files:
         try:
             found |= _read_file(file)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        except OSError as error:
+            raise InputError(f"cannot read {file}: {error.strerror}", hint="check the path of the weights") from error
+        except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
             raise InputError(f"{file} is not a whole safetensors file: {error}", hint="download it again") from error
     return found
 
@@ -80,6 +82,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if entry["dtype"] not in _DTYPES:
+            raise InputError(f"{path}: {name} is {entry['dtype']}, which is not read",
+                             hint=f"store it as one of {', '.join(_DTYPES)}")  # fmt: skip
         dtype, (start, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
         piece = content[start:end]
         if start < 0 or len(piece) != end - start:

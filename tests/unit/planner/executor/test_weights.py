@@ -65,6 +65,18 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
             read_safetensors(path)
 
 
+def test_weights_that_are_not_there_or_of_another_kind_are_not_called_broken(tmp_path: Path) -> None:
+    """Both were to be downloaded again."""
+    path = tmp_path / "w.safetensors"
+    with pytest.raises(InputError, match="No such file") as error:
+        read_safetensors(path)
+    assert error.value.hint == "check the path of the weights"
+    safetensors_torch.save_file({"a": torch.zeros(5, 3).to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(InputError, match="a is F8_E4M3") as error:
+        read_safetensors(path)
+    assert "BF16" in (error.value.hint or "")
+
+
 def test_hugging_face_s_names_and_layouts(tmp_path: Path) -> None:
     """A mixture: its file has a matrix for each expert, transformers' module one tensor for all."""
     config = transformers.MixtralConfig(
