@@ -203,6 +203,7 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
         check_compilable(plan, INDUCTOR, device_type())
     options.optimization.check(options.steps)
     options.log.check()
+    options.check_profile()
     options.check_offload(plan.offload)
     if not is_rank():
         check_machine(plan)

@@ -124,6 +124,12 @@ class RunOptions:
             asked.append(f"--profile-step {self.profile[0]}: steps are {first + 1} to {self.steps}")
         return asked if first < self.steps else []
 
+    def check_profile(self) -> None:
+        """InputError before the run rather than in it, where traces cannot be written."""
+        if self.profile is not None and self.profile[1].exists() and not self.profile[1].is_dir():
+            raise InputError(f"cannot write traces into {self.profile[1]}: it is no folder",
+                             hint="choose another --profile-dir")  # fmt: skip
+
     def check_offload(self, offload: Offload) -> None:
         """InputError where a plan that offloads so needs a folder and has none, or the other way round."""
         if offload is Offload.NVME and self.offload_dir is None:

@@ -50,6 +50,8 @@ class LogOptions:
         if self.file is not None and not self.file.parent.is_dir():
             text = f"cannot write {self.file}: {self.file.parent} is no folder"
             raise InputError(text, hint="choose another --log FILE")
+        if self.file is not None and self.file.is_dir():
+            raise InputError(f"cannot write {self.file}: it is a folder", hint="choose another --log FILE")
         if self.board is None:
             return
         if importlib.util.find_spec("tensorboard") is None:

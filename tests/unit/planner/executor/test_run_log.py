@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from planner.errors import InputError
+from planner.executor.options import RunOptions
 from planner.executor.run_log import LogOptions, RunLog, StepReport
 from planner.plan.plan_file import read_plan
 from tests.fake_world import fake_world
@@ -18,6 +19,17 @@ def test_a_log_needs_its_folder(tmp_path: Path) -> None:
     LogOptions(tmp_path / "log.jsonl").check()
     with pytest.raises(InputError, match="is no folder"):
         LogOptions(tmp_path / "nowhere" / "log.jsonl").check()
+    with pytest.raises(InputError, match="it is a folder"):  # the run went on to its end without a log
+        LogOptions(tmp_path).check()
+
+
+def test_traces_need_a_folder(tmp_path: Path) -> None:
+    """The run ended in its step with a FileExistsError."""
+    (tmp_path / "file").touch()
+    for free in (tmp_path, tmp_path / "new"):
+        RunOptions(profile=(1, free)).check_profile()
+    with pytest.raises(InputError, match="it is no folder"):
+        RunOptions(profile=(1, tmp_path / "file")).check_profile()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is installed")
