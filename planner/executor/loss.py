@@ -96,7 +96,8 @@ class LossOfParts:
                              hint="let it always return the same")  # fmt: skip
         if isinstance(value, tuple):
             value, count = value
-            self._counts.append(_local(count.detach()).double())
+            number = count.detach() if isinstance(count, torch.Tensor) else torch.tensor(count)
+            self._counts.append(_local(number).double())
         return _local(value).float() * scale
 
     def finish(self, losses: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

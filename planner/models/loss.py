@@ -37,11 +37,11 @@ class Reduction(StrEnum):
 class TrainingLoss:
     """A loss function, and what makes the loss of a batch of its values over the parts.
 
-    ``function(output, batch)`` returns a scalar, or under ``COUNTED`` the pair (sum, count). ``weight(batch)`` is the
-    number of terms in a part, from the batch alone.
+    ``function(output, batch)`` returns a scalar, or under ``COUNTED`` the pair (sum, count), whose count may be a plain
+    number. ``weight(batch)`` is the number of terms in a part, from the batch alone.
     """
 
-    function: Callable[[object, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    function: Callable[[object, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]]
     reduction: Reduction = Reduction.UNKNOWN
     weight: Callable[[Batch], torch.Tensor | float] | None = None
     doubt: str = ""  # why it could not be found out what it is, where it was not even tried
