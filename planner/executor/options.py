@@ -117,12 +117,14 @@ class RunOptions:
 
     def never_comes(self, first: int) -> list[str]:
         """What is asked for at steps that a run after step ``first`` does not take."""
+        if first >= self.steps:
+            return [f"--steps {self.steps}: {first} are done already, which count among them"]
         every, asked = self.data.eval_every, list[str]()
         if every is not None and self.steps // every == first // every:
             asked.append(f"--eval-every {every}: no step from {first + 1} to {self.steps} is a multiple of it")
         if self.profile is not None and not first < self.profile[0] <= self.steps:
             asked.append(f"--profile-step {self.profile[0]}: steps are {first + 1} to {self.steps}")
-        return asked if first < self.steps else []
+        return asked
 
     def check_profile(self) -> None:
         """InputError before the run rather than in it, where traces cannot be written."""

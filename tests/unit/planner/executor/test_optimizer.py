@@ -102,4 +102,4 @@ def test_what_is_asked_for_at_steps_that_do_not_come_is_told() -> None:
     assert options.never_comes(0) == []
     assert options.never_comes(35) == ["--profile-step 30: steps are 36 to 50"]
     assert [text.split(":")[0] for text in options.never_comes(40)] == ["--eval-every 20", "--profile-step 30"]
-    assert options.never_comes(50) == []
+    assert options.never_comes(50) == ["--steps 50: 50 are done already, which count among them"]  # nothing was said
