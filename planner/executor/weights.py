@@ -51,6 +51,10 @@ def matched_weights(module: nn.Module, path: Path) -> dict[str, torch.Tensor]:
         if value.shape != own[name].shape:
             raise InputError(f"{path}: {name} has the shape {list(value.shape)}, the model's {list(own[name].shape)}",
                              hint="name the weights of this model")  # fmt: skip
+        if own[name].is_floating_point() and not value.is_floating_point():
+            raise InputError(f"{path}: {name} is stored as {str(value.dtype).removeprefix('torch.')}, as quantised "
+                             "weights are, and without their scales it is another number",
+                             hint="store it as F32 or BF16, unquantised")  # fmt: skip
     return {name: stored[source[id(value)]] for name, value in own.items()}
 
 

@@ -77,6 +77,14 @@ def test_weights_that_are_not_there_or_of_another_kind_are_not_called_broken(tmp
     assert "BF16" in (error.value.hint or "")
 
 
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    """Whole numbers were taken for weights as they stood, and training began at a loss of thousands."""
+    path = tmp_path / "w.safetensors"
+    safetensors_torch.save_file({"weight": torch.ones(3, 5, dtype=torch.int8)}, path)
+    with pytest.raises(InputError, match="weight is stored as int8"):
+        matched_weights(nn.Linear(5, 3, bias=False), path)
+
+
 def test_hugging_face_s_names_and_layouts(tmp_path: Path) -> None:
     """A mixture: its file has a matrix for each expert, transformers' module one tensor for all."""
     config = transformers.MixtralConfig(
