@@ -15,10 +15,14 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dispatch import as_strided_handler
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpInfo, OutputSharding
 from torch.distributed.tensor._utils import compute_local_stride
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from planner.executor.written_operands import written_by
 from planner.operators.moves import VIEWS
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
@@ -50,8 +54,11 @@ def register_sharding_rules() -> None:
         handlers[getattr(_aten, name).default] = _computed_alike
     handlers |= dict.fromkeys((*_views_in_place(), _aten.t_.default), _viewed_in_place)
     handlers[_aten.new_empty_strided.default] = _for_gradient
+    handlers[_aten.as_strided.default] = _strided
     asked = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
     DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
+    ended = DTensor._op_dispatcher._dispatch_fast_path_python_tail
+    DTensor._op_dispatcher._dispatch_fast_path_python_tail = _or_written_to(ended)
 
 
 @functools.cache
@@ -129,27 +136,79 @@ def _for_gradient(
     return DTensor.from_local(made, mesh, placements, run_check=False, shape=torch.Size(size), stride=tuple(stride))
 
 
+def _strided(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """A view of what is whole on every rank: autograd takes one where a slice of a plain tensor was written to."""
+    viewed = args[0]
+    assert isinstance(viewed, DTensor)
+    if not _is_whole(viewed):
+        return as_strided_handler(operator, args, kwargs)
+    view = operator(viewed._local_tensor, *args[1:], **kwargs)
+    result = DTensor.from_local(view, viewed.device_mesh, viewed.placements, run_check=False)
+    return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
 def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
-    """What DTensor asks for placements; where there is no rule the result of the operator, which it takes instead."""
+    """What DTensor asks for placements; the result of the operator, which it takes instead, where that has no answer.
+
+    That is where there is no rule, or where one moves the operand that is written to: a copy would be written to.
+    """
 
     @functools.wraps(propagate)
     def asked(
-        operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], *others: object, **options: object
+        operator: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        info: OpInfo,
+        *others: object,
+        **options: object,
     ) -> object:
         try:
-            return propagate(operator, args, kwargs, *others, **options)
+            found = propagate(operator, args, kwargs, info, *others, **options)
         except NotImplementedError:
             if not operator._schema.is_mutable:
                 return _computed_alike(operator, args, kwargs)
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-            is_split = any(not placement.is_replicate() for each in leaves for placement in each.placements)
-            if is_split or torch.Tag.inplace_view in operator.tags:
+            written = written_by(operator, args, kwargs)
+            if not all(map(_is_whole, written)) or torch.Tag.inplace_view in operator.tags:
                 raise  # what is split cannot be changed as a whole, nor a shape by what lies on this rank
-            local_args, local_kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
-            operator(*local_args, **local_kwargs)
-            return args[0]
+        else:
+            if not (_moves_first(found, info) and all(map(_is_whole, written_by(operator, args, kwargs)))):
+                return found
+        whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        operator(*whole_args, **whole_kwargs)  # a tensor that is whole is no copy
+        return args[0]
 
     return asked
+
+
+def _or_written_to(end: Callable[..., object]) -> Callable[..., object]:
+    """What DTensor ends an operator with; the operand that was written to, where that is a plain tensor.
+
+    It counts as whole on every rank and stays one: torch wants a DTensor here.
+    """
+
+    @functools.wraps(end)
+    def ended(operator: OpOverload, args: tuple[object, ...], *others: object, **options: object) -> object:
+        first = args[0] if args else None
+        is_plain = isinstance(first, torch.Tensor) and not isinstance(first, DTensor)
+        if is_plain and any(first is each for each in written_by(operator, args, {})):
+            return first
+        return end(operator, args, *others, **options)
+
+    return ended
+
+
+def _is_whole(operand: torch.Tensor) -> bool:
+    return not isinstance(operand, DTensor) or all(each.is_replicate() for each in operand.placements)
+
+
+def _moves_first(found: object, info: OpInfo) -> bool:
+    """Whether what DTensor found, for an operator that writes to its first operand, places that as it does not lie."""
+    if not isinstance(found, OutputSharding) or found.redistribute_schema is None or info.schema is None:
+        return False
+    if not info.schema.is_inplace_op():
+        return False
+    before, after = info.schema.args_schema[0], found.redistribute_schema.args_schema[0]
+    return isinstance(before, DTensorSpec) and isinstance(after, DTensorSpec) and before.placements != after.placements
 
 
 def _attended(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

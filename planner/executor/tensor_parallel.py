@@ -61,6 +61,7 @@ def apply_tensor_parallel(
         if entry.output is not None:
             for _, target in _matching(module, entry.module):
                 target.register_forward_hook(_RedistributeHook(tp_mesh, torch_placement(entry.output)))
+    module.register_forward_hook(_WholeHook(tp_mesh))
 
 
 def parameter_placements(module: nn.Module, entries: Sequence[ModulePlacement]) -> Mapping[str, Placement]:
@@ -173,6 +174,37 @@ class _Redistribute(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None]:
         placement: Placement = ctx.gradient_placement  # pyright: ignore[reportAttributeAccessIssue]
         return gradient.redistribute(gradient.device_mesh, [placement]), None, None
+
+
+class _WholeHook:
+    """A forward hook that makes DTensors of plain tensors with gradients: what forward made and wrote DTensors to."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, module: nn.Module, arguments: object, output: object) -> object:
+        return tree_map_only(torch.Tensor, self._whole, output)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or not tensor.requires_grad:
+            return tensor
+        whole = _Whole.apply(tensor, self._mesh)
+        assert isinstance(whole, DTensor)
+        return whole
+
+
+class _Whole(torch.autograd.Function):
+    """A plain tensor, the same on every rank, as a DTensor; its gradient stays one, which parameters before it need."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return DTensor.from_local(tensor, mesh, [ReplicatePlacement()], run_check=False)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: torch.autograd.function.FunctionCtx, gradient: DTensor
+    ) -> tuple[torch.Tensor, None]:
+        return gradient.redistribute(gradient.device_mesh, [ReplicatePlacement()]), None
 
 
 def _matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:

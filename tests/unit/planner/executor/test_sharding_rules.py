@@ -3,6 +3,8 @@
 Both halves of what two ranks share are alike: a fake world's rank gathers its own twice.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -205,3 +207,40 @@ def test_a_slice_that_is_written_to_has_its_gradient(name: str) -> None:
         whole = DTensor.from_local(x.clone(), init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
         (found,) = gradient(whole.requires_grad_(), divided)
     torch.testing.assert_close(found, expected)
+
+
+PLACES = torch.tensor([2, 0, 1])
+INTO_PLAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "add": lambda made, x: made.add_(x),
+    "copy": lambda made, x: made.copy_(x),
+    "scatter": lambda made, x: made.scatter_(0, PLACES[:, None].expand(3, 8), x),
+    "scatter add": lambda made, x: made.scatter_add_(0, PLACES[:, None].expand(3, 8), x),
+    "index add": lambda made, x: made.index_add_(0, PLACES, x),
+    "index put": lambda made, x: made.index_put_((PLACES,), x),
+    "part": lambda made, x: made[:, 2:6].mul_(x[:, 2:6]),
+    "parts": lambda made, x: [made[:, i].copy_(x[:, i]) for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", INTO_PLAIN)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_what_forward_makes_is_written_to_as_a_whole(name: str, *, is_plain: bool) -> None:
+    """A plain tensor was an AssertionError of torch's; of a DTensor a scatter wrote to a copy, without a word."""
+    half, weight = torch.randn(3, 4), torch.randn(8, 5)
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        made = torch.ones(3, 8)
+        if isinstance(x, DTensor) and not is_plain:
+            made = DTensor.from_local(made, x.device_mesh, [Replicate()], run_check=False)
+        INTO_PLAIN[name](made, x * 2.0)
+        (made @ weight).square().sum().backward()
+        return gradients(x, weight)
+
+    (repeated,) = twice(1, half)
+    expected = run(repeated, weight.clone().requires_grad_())
+    with fake_world(2), implicit_replication():
+        (divided,) = halves_of(1, half)
+        whole = DTensor.from_local(weight.clone(), init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+        found = run(divided, whole.requires_grad_())
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)
