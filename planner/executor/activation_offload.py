@@ -77,15 +77,15 @@ def kept_on_host(forward: Callable[..., object], module: nn.Module) -> Callable[
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        staying = _storages(module.parameters()) | _storages(module.buffers())
+        staying = storages_of(module.parameters()) | storages_of(module.buffers())
         # A tensor that several operators keep is copied once. Until the pass ends none of them is freed, so that no
         # other takes its place.
         known: dict[Hashable, tuple[torch.Tensor, OnHost]] = {}
 
         def pack(tensor: torch.Tensor) -> Packed:
-            if _storage(tensor) in staying:
+            if storage_of(tensor) in staying:
                 return tensor
-            key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if key not in known:
                 known[key] = tensor, OnHost.of(tensor)
             return known[key][1]
@@ -121,10 +121,12 @@ def returning(kept: Callable[[], Iterable[KeptValue]]) -> Generator[None]:
     yield
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {_storage(tensor) for tensor in tensors}
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Which memory ``tensors`` lie in."""
+    return {storage_of(tensor) for tensor in tensors}
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which memory ``tensor``, or this rank's part of it, lies in: the same for all views of a tensor that is there."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -23,15 +24,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     _VersionWrapper,
     checkpoint,
-    create_selective_checkpoint_contexts,
     noop_context_fn,
 )
 
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import PlanError
-from planner.executor.activation_offload import kept_on_host, leaving, returning
+from planner.executor.activation_offload import kept_on_host, leaving, returning, storage_of, storages_of
+from planner.executor.written_operands import is_writing, written_by
 from planner.operators.registry import kept_by_selective_recomputation
 from planner.plan.schema import RecomputeRule
 
@@ -39,6 +42,8 @@ KEPT = kept_by_selective_recomputation()
 """What SELECTIVE keeps: outputs of products (of matrices, groups of rows, convolutions, attention) and collectives."""
 
 
+_Named: TypeAlias = Mapping[str, object]
+_Storage: TypeAlias = dict[Any, dict[int, Any]]
 _Context: TypeAlias = contextlib.AbstractContextManager[None]
 Surroundings: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -60,20 +65,10 @@ def apply_recompute(module: nn.Module, rules: Sequence[RecomputeRule], on_host: 
         if fqn not in modules:
             continue
         target, mode, leaves = modules[fqn], modes.get(fqn, Recompute.NONE), fqn in on_host
-        if mode is Recompute.SELECTIVE and _adds_in_place(target):
-            mode = Recompute.FULL
         if mode is not Recompute.NONE:
             target.forward = _checkpointed(target.forward, mode, leaves=leaves)
         if leaves:
             target.forward = kept_on_host(target.forward, target)
-
-
-def _adds_in_place(module: nn.Module) -> bool:
-    """Whether some products of ``module`` are changed once they are there, so that they cannot be kept.
-
-    Without cuDNN torch makes recurrent layers of single products and adds to them in place.
-    """
-    return not torch.cuda.is_available() and any(isinstance(each, nn.RNNBase) for each in module.modules())
 
 
 @contextlib.contextmanager
@@ -128,7 +123,7 @@ def _called(forward: Callable[..., object], names: Sequence[str], *values: objec
 
 
 def _selective_contexts_on_host() -> tuple[_Context, _Context]:
-    first, again = create_selective_checkpoint_contexts(_policy)
+    first, again = _selective_contexts()
     kept = functools.partial(_kept_values, first)
     return _nested(leaving(kept), first), _nested(returning(kept), again)
 
@@ -150,11 +145,55 @@ def _nested(*contexts: contextlib.AbstractContextManager[object]) -> Generator[N
 
 
 def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    return create_selective_checkpoint_contexts(_policy)
+    storage: _Storage = defaultdict(dict)
+    return _Keeping(_policy, storage), _Repeating(None, storage)
+
+
+class _Keeping(_CachingTorchDispatchMode):
+    """Torch's first pass, which copies what it kept before that is written to: then its values are those it had."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy], storage: _Storage) -> None:
+        super().__init__(policy, storage)
+        self._kept: dict[int, list[_VersionWrapper]] = defaultdict(list)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: _Named | None = None
+    ) -> object:
+        for storage in storages_of(written_by(func, args, kwargs or {})):
+            for each in self._kept.pop(storage, ()):
+                each.val = each.val.clone()
+                each.version = each.val._version
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if _name(func) in KEPT:
+            *_, last = self.storage[func].values()
+            for each in tree_leaves(last):
+                if isinstance(each, _VersionWrapper) and isinstance(each.val, torch.Tensor):
+                    self._kept[storage_of(each.val)].append(each)
+        return result
+
+
+class _Repeating(_CachedTorchDispatchMode):
+    """Torch's second pass, which repeats what was written to behind the first: who did that is not known there."""
+
+    def __enter__(self) -> _CachedTorchDispatchMode:
+        for entries in self.storage.values():
+            for index, entry in entries.items():
+                if any(isinstance(each, _VersionWrapper) and _is_changed(each) for each in tree_leaves(entry)):
+                    entries[index] = checkpointing._RECOMPUTE
+        return super().__enter__()
+
+
+def _is_changed(kept: _VersionWrapper) -> bool:
+    return isinstance(kept.val, torch.Tensor) and kept.val._version != kept.version
 
 
 def _policy(
     context: SelectiveCheckpointContext, operator: OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    name, _, _ = str(operator).rpartition(".")  # aten.mm of aten.mm.default
-    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _name(operator) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(operator: OpOverload) -> str:
+    """``aten.mm`` of ``aten.mm.default``; of what writes to its operands nothing that is kept."""
+    name, _, _ = str(operator).rpartition(".")
+    return "" if is_writing(operator) else name
