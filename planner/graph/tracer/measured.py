@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph.tracer.fx_reading import named_arguments
@@ -22,8 +23,23 @@ class Measured:
     saved: Saved
 
 
-def measure(node: fx.Node, tensors: Mapping[str, TensorValue]) -> Measured | None:
-    """FLOPs forward and backward of ``node``, and what it keeps; None where it cannot run alone."""
+class Measurements:
+    """What each kind of call shows, run once: a loop over time, or a stack of blocks, has many that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Measured | None] = {}
+
+    def of(self, node: fx.Node, tensors: Mapping[str, TensorValue]) -> Measured | None:
+        """FLOPs forward and backward of ``node``, and what it keeps; None where it cannot run alone."""
+        # A tensor is known by its name, whichever node it comes from.
+        others = repr([(name, tree_map_only(fx.Node, lambda _: None, value)) for name, value in named_arguments(node)])
+        key = (node.target, tuple(tensors.items()), others)
+        if key not in self._known:
+            self._known[key] = _measure(node, tensors)
+        return self._known[key]
+
+
+def _measure(node: fx.Node, tensors: Mapping[str, TensorValue]) -> Measured | None:
     inputs = {
         name: torch.empty(
             tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta", requires_grad=tensor.requires_grad

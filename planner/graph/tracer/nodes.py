@@ -35,7 +35,7 @@ from planner.graph.tracer.fx_reading import (
     tensor_value,
     values_of,
 )
-from planner.graph.tracer.measured import measure
+from planner.graph.tracer.measured import Measurements
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
 from planner.operators.call import AttributeValue, OpCall, Saved, TensorValue
 from planner.operators.product_rules import Products
@@ -79,6 +79,7 @@ class NodeBuilder:
         self._nodes: list[Node] = []
         self._edges: set[tuple[int, int]] = set()
         self._warnings: dict[str, str] = {}
+        self._measurements = Measurements()
         self._owners: dict[int, int | None] = {}  # storage -> owning node
         self._writes: dict[int, _Write] = {}  # owning node -> last write
         self._is_tuple: set[int] = set()
@@ -341,7 +342,7 @@ class NodeBuilder:
         saved = saved_for_backward(call)
         if saved is not None:
             return saved, None
-        measured = measure(node, call.tensors)
+        measured = self._measurements.of(node, call.tensors)
         place = self._source_of(node)
         how = "counted by running it on meta" if measured else "priced by its bytes, all its operands taken as kept"
         self._warnings.setdefault(
