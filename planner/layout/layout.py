@@ -109,6 +109,14 @@ class Layout(NamedTuple):
     shares: tuple[int, ...] = ()
 
     @property
+    def has_alike_stages(self) -> bool:
+        """Whether stages hold nearly as many blocks each: where a rank has several, and its devices are as the others'.
+
+        Several of unlike sizes make every round of micro-batches wait for the longest.
+        """
+        return self.virtual_stages > 1 and not self.groups
+
+    @property
     def parts(self) -> tuple[Layout, ...]:
         """The replicas on each group alone, where they have shares of the batch; otherwise the layout itself."""
         if not self.shares:

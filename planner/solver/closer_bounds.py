@@ -247,7 +247,7 @@ class _Pipelines:
             least_s = float((self._of.num_microbatches * self._work_s[..., self._block or 0].min(axis=1)).min())
             most = num_blocks if self._block is None else min(num_blocks, self._enough_s / least_s)
             return StageSizes(0, max(1, int(most)))
-        return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages, are_alike=not self._of.is_over_groups)
+        return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages, are_alike=self._of.has_alike_stages)
 
     @cached_property
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:

@@ -93,6 +93,11 @@ class AlikeMemory:
         return bool(self._key.groups)
 
     @property
+    def has_alike_stages(self) -> bool:
+        """As ``Layout.has_alike_stages``."""
+        return self.virtual_stages > 1 and not self.is_over_groups
+
+    @property
     def memory_of_ranks(self) -> Array:
         """What a plan may take of a device of each rank."""
         return self._room * self.table.cluster.devices[0].memory_bytes
@@ -258,7 +263,8 @@ class AlikeMemory:
         if self.schedule.rules.has_one_stage:
             most, least_weight = num_blocks, self._weights[0].min(axis=1)
         else:
-            most = stage_sizes(num_blocks, self.pp * self.virtual_stages).most * self.virtual_stages
+            sizes = stage_sizes(num_blocks, self.pp * self.virtual_stages, are_alike=self.has_alike_stages)
+            most = sizes.most * self.virtual_stages
             least_weight = np.full(len(lacking), 1 / self.pp)
         for way, buffers in self.buffers.items():
             left[way] = np.maximum(0.0, left[way] - (least_weight * buffers / most)[:, None])
@@ -348,7 +354,7 @@ class AlikeMemory:
         """``means_by_kind`` of the micro-batches that it takes to see the peak, [4, kinds]."""
         m = self.schedule.rules.shortened_to_peak(self.pp, key.num_microbatches, MOST_ROUNDS)
         counted = Counted(self.schedule, self.pp, self.virtual_stages, m, self.is_at_lowest(key))
-        return means_by_kind(self.table.units, counted, are_alike=not self._key.groups)
+        return means_by_kind(self.table.units, counted, are_alike=self.has_alike_stages)
 
     @cached_property
     def at_peak(self) -> Self | None:
