@@ -183,18 +183,13 @@ _ZERO = {
 def fullest_text(prediction: PredictionSection) -> str:
     """``62.6 GiB of 79.2 GiB``, of the fullest GPU."""
     rank = fullest_rank(prediction)
-    return f"{size(prediction.peak_memory_bytes[rank])} of {size(_rooms(prediction)[rank])}"
+    return f"{size(prediction.peak_memory_bytes[rank])} of {size(prediction.rooms_bytes[rank])}"
 
 
 def fullest_rank(prediction: PredictionSection) -> int:
     """The one that takes most of its device, which need not be the one that takes most."""
-    shares = [need / room for need, room in zip(prediction.peak_memory_bytes, _rooms(prediction), strict=True)]
+    shares = [need / room for need, room in zip(prediction.peak_memory_bytes, prediction.rooms_bytes, strict=True)]
     return shares.index(max(shares))
-
-
-def _rooms(prediction: PredictionSection) -> tuple[int, ...]:
-    alike = (prediction.memory_capacity_bytes,) * len(prediction.peak_memory_bytes)
-    return prediction.memory_capacities_bytes or alike
 
 
 def _micro_batches(pipeline: PipelineSection) -> str:

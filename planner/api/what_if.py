@@ -136,6 +136,5 @@ def _needs(change: Change, found: PredictionSection, question: Question) -> bool
     """Whether a plan found with ``change`` takes more memory than a plan may take without it."""
     band = question.target.recipe.memory_band
     factor = 1.0 if band is None else band.factor(question.request.memory_risk)
-    peaks = found.peak_memory_bytes
-    rooms = found.memory_capacities_bytes or (found.memory_capacity_bytes,) * len(peaks)
-    return any(peak * factor > room / change.memory for peak, room in zip(peaks, rooms, strict=True))
+    pairs = zip(found.peak_memory_bytes, found.rooms_bytes, strict=True)
+    return any(peak * factor > room / change.memory for peak, room in pairs)

@@ -63,7 +63,7 @@ def shared_starts(work_s: Sequence[float], shares: Sequence[float]) -> tuple[int
 
 
 class StageSizes(NamedTuple):
-    """How many blocks a stage may hold where ranks hold several stages."""
+    """How many blocks a stage may hold under schedules that a rank may hold several stages of."""
 
     least: int  # of all but the first and the last stage, which may hold none
     most: int
@@ -73,8 +73,8 @@ def stage_sizes(num_blocks: int, num_stages: int, *, are_alike: bool = True) -> 
     """At most one block more than an even share, and at least what that leaves to the stages between the ends.
 
     Stages of unlike sizes make every round of micro-batches wait for the longest. The first and the last stage also
-    hold the embedding and the head, so they may hold fewer blocks, or none. ``are_alike``: the devices; faster ones
-    than others may hold any number.
+    hold the embedding and the head, so they may hold fewer blocks, or none. ``are_alike``: as
+    ``Layout.has_alike_stages``; a rank's only stage may hold any number, and so may devices faster than others.
     """
     if not are_alike:
         return StageSizes(1, num_blocks)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -25,11 +24,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from planner.errors import PlanError
 from planner.executor.glue import Aliases, Draws, Watch, Writing
-from planner.models import autograd_functions
+from planner.models import autograd_functions, leaves
 
 Function = Callable[..., object]
 
@@ -147,17 +145,8 @@ def slots_in(value: object) -> tuple[Slot, ...]:
 
 
 def map_leaves(function: Callable[[object], object], value: object) -> object:
-    """``value`` with ``function`` applied to every leaf; dataclasses count as containers."""
-
-    def visit(leaf: object) -> object:
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Slot | InputSlot | StateSlot | ByMode):
-            changed = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                object.__setattr__(changed, field.name, map_leaves(function, getattr(leaf, field.name)))
-            return changed
-        return function(leaf)
-
-    return tree_map(visit, value)
+    """``value`` with ``function`` applied to every leaf; dataclasses count as containers, but slots do not."""
+    return leaves.map_leaves(function, value, (Slot, InputSlot, StateSlot, ByMode))
 
 
 Inputs = dict[str, torch.Tensor]

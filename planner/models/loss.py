@@ -8,7 +8,6 @@ entropy in float32 (of two towers the contrastive loss), is a sum that is divide
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from enum import StrEnum
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._pytree import tree_map
 
 from planner.errors import ModelError
+from planner.models.leaves import map_leaves
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 IGNORED = -100  # the label of a position where nothing is to be learned, as torch's cross entropy has it
@@ -70,19 +69,14 @@ def _held_by(output: object) -> Iterable[object]:
 
 
 def in_float32(output: object) -> object:
-    """What a module returned, with its tensors of 16 bits in float32; dataclasses count as containers."""
+    """What a module returned, with its tensors of 16 bits in float32."""
 
     def widened(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        changed = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(changed, field.name, in_float32(getattr(leaf, field.name)))
-        return changed
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
+            return leaf.float()
+        return leaf
 
-    return tree_map(widened, output)
+    return map_leaves(widened, output)
 
 
 def next_token_loss(output: object, batch: Batch) -> torch.Tensor:

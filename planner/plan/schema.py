@@ -222,6 +222,11 @@ class PredictionSection(_Value):
     # That the fullest rank fits, by what published runs needed over what was predicted; None: never compared.
     fit_probability: Number | None = None
 
+    @property
+    def rooms_bytes(self) -> tuple[int, ...]:
+        """What the profile leaves to training on a device of each pp rank."""
+        return self.memory_capacities_bytes or (self.memory_capacity_bytes,) * len(self.peak_memory_bytes)
+
 
 class Candidate(_Value):
     """A runner-up or baseline, for the table beside the plan."""

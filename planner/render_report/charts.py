@@ -72,8 +72,7 @@ class MemoryChart(NamedTuple):
 
 def memory_chart(plan: Plan, prediction: PredictionSection) -> MemoryChart:
     """Peaks of pipeline ranks beside the memory of their devices."""
-    peaks = prediction.peak_memory_bytes
-    rooms = prediction.memory_capacities_bytes or (prediction.memory_capacity_bytes,) * len(peaks)
+    peaks, rooms = prediction.peak_memory_bytes, prediction.rooms_bytes
     widest = max(*peaks, *rooms) * 1.02
     numbers = {term: place for place, term in enumerate(MemoryTerm)}
     ranks: list[RankBar] = []

@@ -41,7 +41,7 @@ def means_by_kind(units: UnitRow, of: Counted, *, are_alike: bool = True) -> Arr
     """Of each kind, over the stages in which its units can lie: micro-batches in flight at least, waiting for gradients
     of weights at least, and waiting at most; and the least share that lies in the highest stages of ranks.
 
-    ``are_alike``: the devices of all ranks.
+    ``are_alike``: as ``Layout.has_alike_stages``.
     """
     flying, waits = flying_by_stage(of)
     is_highest = np.arange(len(flying)) >= len(flying) - of.num_ranks
