@@ -31,15 +31,18 @@ from benchmarks.judging.records import RESULTS, Record, Records, arguments, run
 
 def main() -> int:
     """Exit code 0; 1 where search and oracle differ; 130 after Ctrl-C."""
-    options = arguments(__doc__, 500, "instances").parse_args()
-    name = f"optimality_oracle{'_small' if options.small else ''}_seed{options.seed}.json"
-    records = Records(options.output or RESULTS / name, {"seed": options.seed, "small": options.small})
+    parser = arguments(__doc__, 500, "instances")
+    parser.add_argument("--unlike", action="store_true", help="models of a user's own, whose blocks are unlike")
+    options = parser.parse_args()
+    name = f"optimality_oracle{'_small' * options.small}{'_unlike' * options.unlike}_seed{options.seed}.json"
+    asked = {"seed": options.seed, "small": options.small, **({"unlike": True} if options.unlike else {})}
+    records = Records(options.output or RESULTS / name, asked)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="optimality-oracle-") as folder:
         graphs = Graphs(Path(folder))
 
         def judge(index: int) -> Record:
-            record = judged(index, options.seed, graphs, is_small=options.small)
+            record = judged(index, options.seed, graphs, is_small=options.small, is_unlike=options.unlike)
             console.print(f"{index:4d} {record['status']:<12} {record['text']} [red]{record['differs']}[/]")
             return record
 
@@ -51,10 +54,10 @@ def main() -> int:
     return 130 if not is_whole else int(bool(found["num_different"]))
 
 
-def judged(index: int, seed: int, graphs: Graphs, *, is_small: bool) -> Record:
+def judged(index: int, seed: int, graphs: Graphs, *, is_small: bool, is_unlike: bool) -> Record:
     """The record of one instance."""
     began = time.process_time()
-    question = instance_of(seed, index, graphs, is_small=is_small)
+    question = instance_of(seed, index, graphs, is_small=is_small, is_unlike=is_unlike)
     reply = ask(question)
     searched = time.process_time()
     best = Oracle.of(question, graphs).best()

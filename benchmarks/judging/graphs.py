@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.judging.questions import Shape
+from benchmarks.judging.questions import Chain, Shape
 from costmodels.vocabulary.choices import Precision
 from planner.graph.graph_file import read_graph, write_graph
 from planner.graph.model_graph import ModelGraph
@@ -34,6 +34,15 @@ class Graphs:
         if not path.exists():
             loaded = family_model(ModelSource(shape.name, ModelKind.PRESET), shape.config)
             write_graph(trace_model(loaded, TRACED_BATCH_SIZE, shape.seq_len, traced_dtype(precision)), path)
+        return path
+
+    def chain(self, chain: Chain, precision: Precision) -> Path:
+        """The graph.json of a model of unlike blocks."""
+        path = self.folder / f"{chain.name}-{precision.value}.json"
+        if not path.exists():
+            code = path.with_suffix(".py")
+            code.write_text(chain.code, encoding="utf-8")
+            write_graph(load_graph(str(code), chain.seq_len, precision), path)
         return path
 
     def read(self, path: Path | str) -> ModelGraph:

@@ -22,7 +22,17 @@ from benchmarks.judging.enumeration import cuts, layouts, num_cuts, recomputatio
 from benchmarks.judging.evaluated import Evaluations
 from benchmarks.judging.graphs import Graphs
 from benchmarks.judging.makespans import Makespans, places_of
-from benchmarks.judging.questions import CRASHED, Drawn, Machine, Question, Reply, Shape, drawn, random_shape
+from benchmarks.judging.questions import (
+    CRASHED,
+    Drawn,
+    Machine,
+    Question,
+    Reply,
+    Shape,
+    drawn,
+    random_chain,
+    random_shape,
+)
 from costmodels.vocabulary.choices import Precision, Recompute
 from planner.evaluation.evaluator import Evaluator
 
@@ -65,15 +75,20 @@ class Best(NamedTuple):
     is_whole: bool  # every layout that can be was tried
 
 
-def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False) -> Question:
-    """The small question of this index."""
+def instance_of(seed: int, index: int, graphs: Graphs, *, is_small: bool = False, is_unlike: bool = False) -> Question:
+    """The small question of this index. ``is_unlike``: about a model whose blocks are unlike."""
     draw = random.Random(f"oracle-{seed}-{index}")
     options: Drawn = drawn(draw, SMALL_MACHINES if is_small else MACHINES, 4 if is_small else 8)
-    shape = SMALL_SHAPES[index % len(SMALL_SHAPES)] if is_small else random_shape(draw, (3, 4, 5, 6))
     precision = options.machine.precision
+    if is_unlike:
+        shape = random_chain(draw, (3,) if is_small else (3, 4, 5, 6))
+        model = graphs.chain(shape, precision)
+    else:
+        shape = SMALL_SHAPES[index % len(SMALL_SHAPES)] if is_small else random_shape(draw, (3, 4, 5, 6))
+        model = graphs.shape(shape, precision)
     return Question(
         name=shape.name,
-        model=str(graphs.shape(shape, precision)),
+        model=str(model),
         num_devices=options.num_devices,
         hardware=options.machine.hardware,
         seq_len=shape.seq_len,

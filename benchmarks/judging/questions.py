@@ -162,6 +162,79 @@ class Shape:
         )  # fmt: skip
 
 
+# A user's own model whose blocks have from once to sixteen times the work of each other.
+_CHAIN = """import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.heads, self.norm = hidden // 64, nn.LayerNorm(hidden)
+        self.attended, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (each.unflatten(-1, (self.heads, 64)).transpose(1, 2) for each in self.attended(x).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding({vocab}, {hidden})
+        self.blocks = nn.ModuleList(Block({hidden}, inner) for inner in {inner})
+        self.norm, self.head = nn.LayerNorm({hidden}), nn.Linear({hidden}, {vocab})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def model() -> nn.Module:
+    return Chain()
+
+
+def example_batch(batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+    return {{"tokens": torch.randint(0, {vocab}, (batch_size, seq_len))}}
+"""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model of a user's own whose blocks are unlike, and the length of its sequences."""
+
+    factors: tuple[int, ...]  # how many times the hidden size is inside of each block
+    hidden: int
+    vocab: int
+    seq_len: int
+
+    @property
+    def name(self) -> str:
+        """In one word."""
+        return f"chain-{'-'.join(map(str, self.factors))}x{self.hidden}-v{self.vocab}-s{self.seq_len}"
+
+    @property
+    def code(self) -> str:
+        """Its model.py."""
+        inner = [factor * self.hidden for factor in self.factors]
+        return _CHAIN.format(vocab=self.vocab, hidden=self.hidden, inner=inner)
+
+
+def random_chain(draw: random.Random, layers: Sequence[int]) -> Chain:
+    """Of every two blocks one may have up to sixteen times the work of the other."""
+    return Chain(
+        factors=tuple(draw.choice((1, 2, 4, 8, 16)) for _ in range(draw.choice(layers))),
+        hidden=draw.choice((512, 1024, 2048)),
+        vocab=draw.choice((8_000, 32_000, 128_000)),
+        seq_len=draw.choice((512, 2048, 4096)),
+    )
+
+
 def random_shape(draw: random.Random, layers: Sequence[int]) -> Shape:
     """A model whose states and activations fill devices of 16 to 80 GB to very different degrees."""
     return Shape(

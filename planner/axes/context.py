@@ -75,7 +75,8 @@ class ContextAxis(Axis[ContextKey]):
             found.append(f"cp={pins.cp} does not divide the sequence of {training.seq_len} tokens")
         if not limits.context_splits:
             found.append(
-                "cp > 1 needs a model in which attention alone mixes positions; this one has other such operators"
+                "cp > 1 needs a model in which attention mixes positions and nothing else does; this one has no "
+                "attention, or other such operators"
             )
         return found
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.table.facts import UnitRow
+
 
 def even_starts(is_block: tuple[bool, ...], num_stages: int) -> tuple[int, ...]:
     """First units of stages that hold equal numbers of blocks; what is left over goes to the stages before the last.
@@ -69,34 +71,34 @@ class StageSizes(NamedTuple):
     most: int
 
 
-def stage_sizes(num_blocks: int, num_stages: int, *, are_alike: bool = True) -> StageSizes:
-    """At most one block more than an even share, and at least what that leaves to the stages between the ends.
+def stage_sizes(units: UnitRow, num_stages: int, *, are_alike: bool = True) -> StageSizes:
+    """From half of an even share, but one at least, to twice of it and one.
 
-    Stages of unlike sizes make every round of micro-batches wait for the longest. The first and the last stage also
-    hold the embedding and the head, so they may hold fewer blocks, or none. ``are_alike``: as
-    ``Layout.has_alike_stages``; a rank's only stage may hold any number, and so may devices faster than others.
+    Stages of unlike sizes make every round of micro-batches wait for the longest; ranks may be even all the same, where
+    the head has as much work as several blocks. The first and the last stage also hold the embedding and the head, so
+    they may hold fewer blocks, or none. ``are_alike``: as ``Layout.has_alike_stages``; a rank's only stage may hold any
+    number, or units alone that are no blocks, and so may those of devices faster than others. So may all stages where
+    one block has more work than another: stages of as many blocks are unlike then.
     """
-    if not are_alike:
-        return StageSizes(1, num_blocks)
-    most = -(-num_blocks // num_stages) + 1
-    inner = num_stages - 2
-    least = (num_blocks - 2 * most) // inner if inner > 0 else 0
-    return StageSizes(max(1, least), most)
+    num_blocks = sum(units.is_block)
+    if not (are_alike and units.has_alike_blocks):
+        return StageSizes(0, num_blocks)
+    return StageSizes(max(1, num_blocks // num_stages // 2), 2 * -(-num_blocks // num_stages) + 1)
 
 
-def is_allowed(starts: Sequence[int], is_block: Sequence[bool], *, are_alike: bool = True) -> bool:
+def is_allowed(starts: Sequence[int], units: UnitRow, *, are_alike: bool = True) -> bool:
     """Whether every stage holds a unit, and as many blocks as ``stage_sizes`` says."""
-    return bool(are_allowed(np.array([starts]), is_block, are_alike=are_alike)[0])
+    return bool(are_allowed(np.array([starts]), units, are_alike=are_alike)[0])
 
 
-def are_allowed(cuts: NDArray[np.integer], is_block: Sequence[bool], *, are_alike: bool = True) -> NDArray[np.bool]:
+def are_allowed(cuts: NDArray[np.integer], units: UnitRow, *, are_alike: bool = True) -> NDArray[np.bool]:
     """The same of many cuts, [cuts, stages]."""
-    num_units, (num_cuts, num_stages) = len(is_block), cuts.shape
+    num_units, (num_cuts, num_stages) = len(units.is_block), cuts.shape
     borders = np.concatenate([cuts, np.full((num_cuts, 1), num_units)], axis=1)
     found = np.all(np.diff(borders, axis=1) > 0, axis=1)
-    blocks_before = np.concatenate(([0], np.cumsum(is_block)))
+    blocks_before = np.concatenate(([0], np.cumsum(units.is_block)))
     held = np.diff(blocks_before[np.clip(borders, 0, num_units)], axis=1)
-    sizes = stage_sizes(sum(is_block), num_stages, are_alike=are_alike)
+    sizes = stage_sizes(units, num_stages, are_alike=are_alike)
     is_even = np.all(held <= sizes.most, axis=1) & np.all(held[:, 1:-1] >= sizes.least, axis=1)
     return np.logical_and(found, is_even)
 

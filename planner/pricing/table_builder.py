@@ -28,6 +28,9 @@ from planner.table.cost_table import CostTable
 from planner.table.facts import UnitRow
 from planner.table.keys import DataKey, SendKey, StateKey, WorkKey
 
+# Blocks are alike where that of most FLOPs has at most so many times those of the one of fewest: stages of as many are
+# about alike then. Blocks of a mixture have as many as the dense ones between them, for as many parameters are at work.
+MOST_OF_ALIKE = 1.5
 # What the slowest device makes slower: every time but those of communication.
 _COMPUTE = [PLACE[time] for time in Time if time.term in (Term.COMPUTE, Term.RECOMPUTE, None)]
 
@@ -42,10 +45,12 @@ def unit_row(graph: ModelGraph) -> UnitRow:
     order: dict[int, int] = {}
     for unit in graph.units:
         order.setdefault(unit.kind, len(order))
+    work = [sum(graph.nodes[node].flops for node in unit.nodes) for unit in graph.units if unit.is_block]
     return UnitRow(
         kinds=tuple(order[unit.kind] for unit in graph.units),
         names=tuple(unit.name for unit in graph.units),
         is_block=tuple(unit.is_block for unit in graph.units),
+        has_alike_blocks=max(work, default=0) <= MOST_OF_ALIKE * min(work, default=0),
     )
 
 

@@ -241,13 +241,13 @@ class _Pipelines:
     @cached_property
     def _sizes(self) -> StageSizes:
         """Blocks that a stage may hold; a rank's only stage may hold none, units alone that are no blocks."""
-        num_blocks = sum(self._of.table.units.is_block)
+        units, num_stages = self._of.table.units, self._of.pp * self._of.virtual_stages
         if self._has_one_stage:
             # A rank that holds more takes longer than is asked.
             least_s = float((self._of.num_microbatches * self._work_s[..., self._block or 0].min(axis=1)).min())
-            most = num_blocks if self._block is None else min(num_blocks, self._enough_s / least_s)
+            most = sum(units.is_block) if self._block is None else min(sum(units.is_block), self._enough_s / least_s)
             return StageSizes(0, max(1, int(most)))
-        return stage_sizes(num_blocks, self._of.pp * self._of.virtual_stages, are_alike=self._of.has_alike_stages)
+        return stage_sizes(units, num_stages, are_alike=self._of.has_alike_stages)
 
     @cached_property
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:

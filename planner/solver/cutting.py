@@ -124,7 +124,7 @@ class Pricer:
         units, num_borders = evaluator.table.units, evaluator.num_stages - 1
         borders = combinations(range(1, len(units.kinds)), num_borders)
         cuts = np.array([(0, *each) for each in borders], dtype=np.intp).reshape(-1, num_borders + 1)
-        return cuts[are_allowed(cuts, units.is_block, are_alike=evaluator.layout.has_alike_stages)]
+        return cuts[are_allowed(cuts, units, are_alike=evaluator.layout.has_alike_stages)]
 
     def least_s(self, cuts: Positions) -> Array:
         """What the schedule takes at least under each of ``cuts``, whatever is recomputed."""
@@ -180,7 +180,7 @@ class Pricer:
         cuts = [starts for starts in dict.fromkeys(found) if starts is not None]
         if layout.schedule.rules.has_one_stage:
             return cuts
-        return [starts for starts in cuts if is_allowed(starts, units.is_block, are_alike=layout.has_alike_stages)]
+        return [starts for starts in cuts if is_allowed(starts, units, are_alike=layout.has_alike_stages)]
 
     def _work_of(self, rank: int) -> list[float]:
         """Seconds of one micro-batch in every unit on the devices of a rank."""
@@ -285,7 +285,7 @@ def improved(pricer: Pricer, cutoff_s: float | None, like: Evaluated | None = No
     layout, units = pricer.evaluator.layout, pricer.evaluator.table.units
     for _ in range(MOST_ROUNDS):
         cuts = _neighbours(best.starts, layout.mesh.pp, units)
-        cuts = cuts[are_allowed(cuts, units.is_block, are_alike=layout.has_alike_stages)]
+        cuts = cuts[are_allowed(cuts, units, are_alike=layout.has_alike_stages)]
         better = _first_faster(pricer, pricer.worth_a_look(best.starts, cuts, are_likely=True), best.step_time_s)
         if better is None and best.step_time_s < enough_s * (1 + WORTH_ALL):
             cuts = pricer.worth_a_look(best.starts, cuts, are_likely=False)

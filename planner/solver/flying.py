@@ -56,7 +56,7 @@ def _least_means(units: UnitRow, each: Array, are_alike: bool) -> Array:
     Stages hold as many blocks as ``stage_sizes`` allows; other units may lie anywhere, but for the first and the last.
     """
     num_blocks, num_stages = sum(units.is_block), len(each)
-    sizes = stage_sizes(num_blocks, num_stages, are_alike=are_alike)
+    sizes = stage_sizes(units, num_stages, are_alike=are_alike)
     found = np.full(len(units.counts), each.min())
     for end in (0, -1):
         if units.counts[units.kinds[end]] == 1:

@@ -263,7 +263,7 @@ class AlikeMemory:
         if self.schedule.rules.has_one_stage:
             most, least_weight = num_blocks, self._weights[0].min(axis=1)
         else:
-            sizes = stage_sizes(num_blocks, self.pp * self.virtual_stages, are_alike=self.has_alike_stages)
+            sizes = stage_sizes(self.table.units, self.pp * self.virtual_stages, are_alike=self.has_alike_stages)
             most = sizes.most * self.virtual_stages
             least_weight = np.full(len(lacking), 1 / self.pp)
         for way, buffers in self.buffers.items():

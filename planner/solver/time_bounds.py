@@ -324,9 +324,9 @@ class AlikeLayouts(AlikeMemory):
         """
         splits, v, units = self.schedule.rules.splits_backward, self.virtual_stages, self.table.units
         blocks = sorted({kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block})
-        fewest = stage_sizes(sum(units.is_block), self.pp * v, are_alike=self.has_alike_stages).least
+        fewest = stage_sizes(units, self.pp * v, are_alike=self.has_alike_stages).least
         works = [times.forward_s if splits else times.forward_s + times.backward_s for times in self.times_of_ranks]
-        each = [fewest * least_of_each(work[:, blocks]) if v > 1 else least_of_each(work) for work in works]
+        each = [fewest * least_of_each(work[:, blocks]) if fewest else least_of_each(work) for work in works]
         stages = np.stack(each if self.is_over_groups else each * self.pp, axis=1)
         stages[:, 0] = works[0][:, units.kinds[0]]
         return running_sums(stages) - stages + (1 if splits else 2) * self.hops_s.T

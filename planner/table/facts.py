@@ -23,6 +23,7 @@ class UnitRow:
     kinds: tuple[int, ...]  # place on the arrays' axis of kinds, for each unit
     names: tuple[str, ...]
     is_block: tuple[bool, ...]
+    has_alike_blocks: bool = True  # whether all have about as much work
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -27,11 +27,11 @@ def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> N
         pricer = Pricer(problem.table, layout)
         if not ManyCuts.can_price(pricer.evaluator):
             continue
-        num_units, is_block = len(problem.table.units.kinds), problem.table.units.is_block
+        units = problem.table.units
         cuts = pricer.first_cuts()
         for _ in range(3):
-            starts = (0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1)))
-            cuts += [starts] if layout.schedule.rules.has_one_stage or is_allowed(starts, is_block) else []
+            starts = (0, *sorted(rng.sample(range(1, len(units.kinds)), pricer.evaluator.num_stages - 1)))
+            cuts += [starts] if layout.schedule.rules.has_one_stage or is_allowed(starts, units) else []
         together = ManyCuts(pricer.evaluator, pricer.least).step_s(cuts)
         for starts, step_s in zip(cuts, together.tolist(), strict=True):
             alone = pricer.price(starts)
@@ -68,7 +68,6 @@ def test_as_the_evaluator_says(model: str, num_devices: int, options: dict) -> N
 def test_no_cut_is_faster_that_is_not_worth_a_look(model: str, num_devices: int, options: dict) -> None:
     problem = problem_of(model, num_devices, **options)
     rng, left_out, worth, recomputing = random.Random(3), 0, 0, 0
-    is_block = problem.table.units.is_block
     several = [layout for layout in problem.space.layouts if not layout.schedule.rules.has_one_stage]
     for layout in rng.sample(several, min(150, len(several))):
         pricer = Pricer(problem.table, layout)
@@ -78,7 +77,7 @@ def test_no_cut_is_faster_that_is_not_worth_a_look(model: str, num_devices: int,
         moved = np.array(base.starts) + np.concatenate(
             [np.eye(len(base.starts), dtype=int)[1:] * way for way in (-1, 1)]
         )
-        cuts = np.array([cut for cut in moved.tolist() if is_allowed(tuple(cut), is_block)], dtype=np.intp)
+        cuts = np.array([cut for cut in moved.tolist() if is_allowed(tuple(cut), problem.table.units)], dtype=np.intp)
         near = {tuple(cut) for cut in pricer.worth_a_look(base.starts, cuts, are_likely=False).tolist()}
         likely = {tuple(cut) for cut in pricer.worth_a_look(base.starts, cuts, are_likely=True).tolist()}
         assert likely <= near

@@ -200,7 +200,7 @@ def test_no_random_cut_is_faster_than_the_closer_bound(model: str, num_devices: 
             cuts.append((0, *sorted(rng.sample(range(1, num_units), pricer.evaluator.num_stages - 1))))
         for starts in cuts:
             if not layout.schedule.rules.has_one_stage and not is_allowed(
-                starts, units.is_block, are_alike=layout.has_alike_stages
+                starts, units, are_alike=layout.has_alike_stages
             ):
                 continue
             priced = pricer.price(starts)

@@ -57,7 +57,7 @@ def every_price(table: CostTable, layout: Layout) -> list[tuple[float, float, bo
     choices = list(product(Recompute, repeat=len(blocks))) if layout.recompute is None else [None]
     found: list[tuple[float, float, bool]] = []
     for borders in combinations(range(1, len(is_block)), plain.num_stages - 1):
-        if not is_allowed((0, *borders), is_block, are_alike=layout.has_alike_stages):
+        if not is_allowed((0, *borders), table.units, are_alike=layout.has_alike_stages):
             continue
         for choice in choices:
             modes = dict(zip(blocks, choice, strict=True)) if choice is not None else {}

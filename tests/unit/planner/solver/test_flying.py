@@ -25,7 +25,7 @@ def test_no_cut_has_less_than_the_means(num_ranks: int, virtual_stages: int, m: 
         starts = even_starts(is_block, num_stages)
         for _ in range(400):
             moved = sorted({0, *(max(1, start + rng.choice((-1, 0, 0, 1))) for start in starts[1:])})
-            if len(moved) < num_stages or not is_allowed(moved, is_block):
+            if len(moved) < num_stages or not is_allowed(moved, units):
                 continue
             starts = tuple(moved)
             tried += 1
