@@ -11,7 +11,7 @@ from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm
 from planner.cli.options import Trust
-from planner.cli.terminal import data_console
+from planner.cli.terminal import data_console, talk_console
 from planner.plan.plan_file import read_plan
 from planner.plan.schema import Plan
 from planner.render import kind_of_rows, rank_name, seconds, size
@@ -48,6 +48,8 @@ def check(
         ratio = "" if not predicted or counted is None else f"{counted / predicted:.3f}"
         table.add_row(rank_name(plan, index, "").strip(), *cells, ratio, seconds(row["elapsed_s"]))
     data_console().print(table)
+    for note in dict.fromkeys(note for row in rows for note in row["notes"]):
+        talk_console().print(f"[yellow]note:[/] {note}", soft_wrap=True)
     said = "\n".join(problems) if problems else f"runnable: all {len(rows)} {kind_of_rows(plan)}s took a step"
     data_console().print(said, soft_wrap=True)
     return 1 if problems else 0

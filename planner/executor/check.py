@@ -32,6 +32,7 @@ from planner.errors import PlanError
 from planner.executor.build import example_batch, in_training, loaded_model, named_inputs
 from planner.executor.cuda_kernels import cuda_kernels
 from planner.executor.executable import check_executable
+from planner.executor.largest_sizes import NEEDS_VALUES, largest_sizes
 from planner.executor.live_memory import LiveMemory
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, place_of
@@ -56,6 +57,7 @@ class RankCheck:
     allocated_bytes: int | None  # the most that tensors held in a step; None where it could not be run
     problem: str | None
     elapsed_s: float
+    notes: tuple[str, ...] = ()  # what was assumed of values
 
 
 def check(plan: Plan) -> list[dict[str, object]]:
@@ -113,19 +115,23 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     # Of ranks that share sequences the last sees all keys of the others: it keeps most where attention goes by blocks.
     rank = _first_rank(plan, row) + (plan.mesh.cp - 1) * plan.mesh.tp
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.shape().world_size, store=FakeStore())
-    allocated, problem = None, None
+    allocated, problem, notes = None, None, list[str]()
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
         loss = _loss_of(loaded, plan)  # outside: it is found out by numbers
-        with FakeTensorMode(allow_non_fake_inputs=True), _meshes_have_values(), cuda_kernels():
+        values = FakeTensorMode(allow_non_fake_inputs=True)
+        with values, _meshes_have_values(), cuda_kernels(), largest_sizes() as notes:
             allocated = _steps(plan, loaded, loss, mesh)
     except Exception as error:  # whatever the model or torch raises is what is looked for
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
         problem = f"{type(error).__name__}: {error}"
+        if isinstance(error, NEEDS_VALUES):
+            problem = f"{error} depends on values of tensors, and here are none: planner parity tries it with values"
     finally:
         dist.destroy_process_group()
-    return RankCheck(0 if plan.pipeline.batch_shares else row, allocated, problem, time.perf_counter() - start_s)
+    pp_rank, elapsed_s = 0 if plan.pipeline.batch_shares else row, time.perf_counter() - start_s
+    return RankCheck(pp_rank, allocated, problem, elapsed_s, tuple(notes))
 
 
 def _loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:

@@ -150,7 +150,8 @@ def _strided(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, o
 def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
     """What DTensor asks for placements; the result of the operator, which it takes instead, where that has no answer.
 
-    That is where there is no rule, or where one moves the operand that is written to: a copy would be written to.
+    That is where there is no rule, where the shape that DTensor asks for depends on values, or where a rule moves the
+    operand that is written to: a copy would be written to.
     """
 
     @functools.wraps(propagate)
@@ -162,6 +163,8 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         *others: object,
         **options: object,
     ) -> object:
+        if _is_sized_by_values(operator, args):
+            return _computed_alike(operator, args, kwargs)
         try:
             found = propagate(operator, args, kwargs, info, *others, **options)
         except NotImplementedError:
@@ -195,6 +198,14 @@ def _or_written_to(end: Callable[..., object]) -> Callable[..., object]:
         return end(operator, args, *others, **options)
 
     return ended
+
+
+def _is_sized_by_values(operator: OpOverload, args: tuple[object, ...]) -> bool:
+    """Whether the result is as large as values say, such as what a mask selects."""
+    if torch.Tag.dynamic_output_shape not in operator.tags:
+        return False
+    indices = (each for each in tree_leaves(args[1:]) if isinstance(each, torch.Tensor))
+    return operator is not _aten.index.Tensor or any(each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _is_whole(operand: torch.Tensor) -> bool:

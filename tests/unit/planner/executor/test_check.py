@@ -15,7 +15,8 @@ from costmodels.vocabulary.terms import MemoryTerm
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
 from planner.executor.build import loaded_model
-from planner.executor.check import _check_rank
+from planner.executor.check import RankCheck, _check_rank
+from planner.executor.largest_sizes import SELECTS_ALL
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.layout.layout import Pins
 from planner.models.loss import Batch, TrainingLoss
@@ -224,3 +225,51 @@ def test_every_share_of_a_batch_takes_what_its_ledger_says(wide: str) -> None:
         found = _check_rank(plan, loaded_model(plan), row)
         assert found.problem is None
         assert found.allocated_bytes == pytest.approx(predicted, rel=WITHIN)
+
+
+MASKED = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.head = nn.Linear(64, 256)
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        x = x + self.down(torch.relu(self.up(x)))
+        chosen = {chosen}
+        return self.head(x + chosen.sum(0))
+
+build_model = Model
+"""
+
+
+def checked(chosen: str, tp: int, folder: Path) -> RankCheck:
+    """A model that picks ``chosen`` of its activations."""
+    file = folder / "model.py"
+    file.write_text(MASKED.format(chosen=chosen))
+    pins = Pins(tp=tp, zero=0)
+    plan = find_plan(Request(str(file), tp, "cpu-gloo", 16, 2, Precision.FP32, pins=pins)).plan
+    return _check_rank(plan, loaded_model(plan), 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("chosen", ["x[x.sum(-1) > 0]", "x.masked_select(x > 0)", "x[torch.where(x[..., 0] > 0)]"])
+def test_a_mask_selects_the_most_that_it_can(chosen: str, tp: int, tmp_path: Path) -> None:
+    """Whatever masks selected could not be checked, and `planner run` trained it."""
+    found, whole = checked(chosen, tp, tmp_path), checked("x.flatten(0, 1)", tp, tmp_path)
+    assert (found.problem, whole.problem, whole.notes) == (None, None, ())
+    assert found.notes == (SELECTS_ALL,)
+    assert found.allocated_bytes is not None
+    assert whole.allocated_bytes is not None
+    assert found.allocated_bytes >= whole.allocated_bytes
+
+
+def test_what_depends_on_other_values_is_told(tmp_path: Path) -> None:
+    found = checked("x.new_zeros(len(torch.bincount(input_ids.flatten())), 64)", 1, tmp_path)
+    assert found.problem is not None
+    assert "bincount.default depends on values" in found.problem
+    assert "planner parity" in found.problem

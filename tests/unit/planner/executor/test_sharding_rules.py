@@ -244,3 +244,46 @@ def test_what_forward_makes_is_written_to_as_a_whole(name: str, *, is_plain: boo
         found = run(divided, whole.requires_grad_())
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)
+
+
+def doubled_where(x: torch.Tensor) -> torch.Tensor:
+    """Reads and writes what a mask selects."""
+    result, mask = x * 1.0, x.sum(-1) > 0
+    result[mask] = result[mask] * 2.0
+    return result
+
+
+MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask": lambda x: x[x.sum(-1) > 0] * 3.0,
+    "masked_select": lambda x: torch.masked_select(x, x > 0) * 3.0,
+    "nonzero": lambda x: x[(x.sum(-1) > 0).nonzero(as_tuple=True)] * 3.0,
+    "where": lambda x: x[torch.where(x.sum(-1) > 0)] * 3.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dim"),
+    [
+        *((chosen, dim) for chosen in MASKS.values() for dim in (None, 0, 2)),
+        *((doubled_where, dim) for dim in (None, 2)),  # torch refuses to write to some of what is split along a mask
+    ],
+)
+def test_what_a_mask_selects_has_its_gradient(chosen: Callable[[torch.Tensor], torch.Tensor], dim: int | None) -> None:
+    """DTensor tried it without values to learn its shape, which ended in an internal error."""
+    torch.manual_seed(0)
+    local = torch.randn(2, 5, 4)
+    (whole,) = [local.clone().requires_grad_()] if dim is None else twice(dim, local)
+    expected = chosen(whole)
+    expected.square().sum().backward()
+    with fake_world(2), implicit_replication():
+        if dim is None:
+            register_sharding_rules()
+            mesh = init_device_mesh("cpu", (2,))
+            given = DTensor.from_local(local, mesh, [Replicate()], run_check=False).requires_grad_()
+        else:
+            (given,) = halves_of(dim, local)
+        found = chosen(given)
+        assert isinstance(found, DTensor)
+        found.square().sum().backward()
+        torch.testing.assert_close(found.full_tensor(), expected)
+        assert gradients(given)[0].equal(gradients(whole)[0])
