@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.vocabulary.choices import Offload
@@ -46,6 +47,11 @@ from planner.models.weightless import build_weightless
 from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 
+_READ_VALUES = (  # of torch: what looks at tensors that it makes itself
+    (DeviceMesh, "_concatenate"),
+    (DeviceMesh, "_get_mesh_tensor_from_full_mesh"),
+    (_StridedShard, "local_shard_size_and_offset"),
+)
 NUM_STEPS = 2  # the first makes the optimiser's states; the last is counted
 
 
@@ -119,8 +125,8 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
         loss = _loss_of(loaded, plan)  # outside: it is found out by numbers
-        values = FakeTensorMode(allow_non_fake_inputs=True)
-        with values, _meshes_have_values(), cuda_kernels(), largest_sizes() as notes:
+        no_values = FakeTensorMode(allow_non_fake_inputs=True)
+        with no_values, _torch_has_values(), cuda_kernels(), largest_sizes() as notes:
             allocated = _steps(plan, loaded, loss, mesh)
     except Exception as error:  # whatever the model or torch raises is what is looked for
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
@@ -161,9 +167,9 @@ def _steps(plan: Plan, loaded: LoadedModel, loss: TrainingLoss, mesh: DeviceMesh
 
 
 @contextlib.contextmanager
-def _meshes_have_values() -> Generator[None]:
-    """Lets torch put meshes together where tensors have values: it looks for this rank in them."""
-    before = {name: vars(DeviceMesh)[name] for name in ("_concatenate", "_get_mesh_tensor_from_full_mesh")}
+def _torch_has_values() -> Generator[None]:
+    """Lets torch put meshes together, and find a rank's part of what is split twice, by tensors that have values."""
+    before = {(owner, name): vars(owner)[name] for owner, name in _READ_VALUES}
 
     def real(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
@@ -174,12 +180,13 @@ def _meshes_have_values() -> Generator[None]:
         return run
 
     try:
-        for name, method in before.items():
-            setattr(DeviceMesh, name, staticmethod(real(method.__func__)))
+        for (owner, name), method in before.items():
+            is_static = isinstance(method, staticmethod)
+            setattr(owner, name, staticmethod(real(method.__func__)) if is_static else real(method))
         yield
     finally:
-        for name, method in before.items():
-            setattr(DeviceMesh, name, method)
+        for (owner, name), method in before.items():
+            setattr(owner, name, method)
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

@@ -273,3 +273,27 @@ def test_what_depends_on_other_values_is_told(tmp_path: Path) -> None:
     assert found.problem is not None
     assert "bincount.default depends on values" in found.problem
     assert "planner parity" in found.problem
+
+
+UNNORMED = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+def build_model():
+    return nn.Sequential(nn.Embedding(256, 64), Block(), Block(), nn.Linear(64, 256))
+"""
+
+
+def test_a_linear_layer_takes_split_sequences(tmp_path: Path) -> None:
+    """It makes rows of them, split within each sequence; torch finds a rank's by tensors, which had no values."""
+    file = tmp_path / "model.py"
+    file.write_text(UNNORMED)
+    pins = Pins(tp=2, zero=0, sequence_parallel=True)
+    plan = find_plan(Request(str(file), 2, "cpu-gloo", 16, 2, Precision.FP32, pins=pins)).plan
+    assert _check_rank(plan, loaded_model(plan), 0).problem is None
