@@ -110,8 +110,7 @@ class FileFormat(Generic[Value]):
         except ValidationError as error:
             self._check_version(content, path)  # says more than the violations of another version would
             raise self._refused(path, violations_of(error)) from error
-        if "schema_version" not in value.model_fields_set:
-            self._check_version(content, path)
+        self._check_version(content, path)  # a missing one, or one that only equals a version, such as true
         found = self.contradictions(value)
         if found:
             raise self._refused(path, found)
@@ -119,7 +118,7 @@ class FileFormat(Generic[Value]):
 
     def _check_version(self, content: dict[str, object], path: Path) -> None:
         version = content.get("schema_version")
-        if version != self.version:
+        if type(version) is not int or version != self.version:
             raise self.error_class(
                 f"{path} is no {self.name} of this planner: schema_version is {_shortened(repr(version))}, this "
                 f"planner reads {self.version}",

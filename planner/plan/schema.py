@@ -31,14 +31,18 @@ from costmodels.vocabulary.terms import MemoryTerm, Phase, Provenance, Term
 
 SCHEMA_VERSION = 1
 
-Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-StagesARank = Annotated[int, Field(ge=1, le=MOST_STAGES_A_RANK)]
-Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
-Tokens = Annotated[int, Field(ge=1, le=MOST_SEQ_LEN)]
-Index = Annotated[int, Field(ge=0, le=MOST_DEVICES * MOST_STAGES_A_RANK)]
-Amount = Annotated[int, Field(ge=0, le=MOST_BYTES)]  # of bytes, or of what else is counted
-Number = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]  # any that is one
-Seconds = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # that something is divided by
+# Numbers are numbers: strict fields take no text for one, and no number for a yes or no.
+Degree = Annotated[int, Field(strict=True, ge=1, le=MOST_DEVICES)]
+StagesARank = Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES_A_RANK)]
+Sequences = Annotated[int, Field(strict=True, ge=1, le=MOST_SEQUENCES)]
+Tokens = Annotated[int, Field(strict=True, ge=1, le=MOST_SEQ_LEN)]
+Index = Annotated[int, Field(strict=True, ge=0, le=MOST_DEVICES * MOST_STAGES_A_RANK)]
+Amount = Annotated[int, Field(strict=True, ge=0, le=MOST_BYTES)]  # of bytes, or of what else is counted
+Number = Annotated[float, Field(strict=True, ge=-1e30, le=1e30, allow_inf_nan=False)]  # any that is one
+Seconds = Annotated[float, Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]  # that something is divided by
+IdleDevices = Annotated[int, Field(strict=True, ge=0, le=MOST_DEVICES)]
+Flag = Annotated[bool, Field(strict=True)]
+ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 PlacementText = Annotated[str, Field(max_length=16)]
 Value = TypeVar("Value")
@@ -187,7 +191,7 @@ class PlacementSection(_Value):
     """
 
     tp: Several[ModulePlacement] = ()
-    sequence_parallel: bool = False
+    sequence_parallel: Flag = False
     stage_input: PlacementText = "replicate"  # placement on tp of what a pipeline stage sends and receives
     sharded_units: Several[Text] = ()
     experts: Annotated[Several[Text], Field(exclude_if=lambda names: not names)] = ()
@@ -233,21 +237,21 @@ class Candidate(_Value):
 
     label: Text
     mesh: MeshSection
-    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    zero_stage: ZeroStage
     micro_batch_size: Sequences
     schedule: ScheduleName
     virtual_stages: StagesARank
     recompute: Recompute | None  # None: differs between modules
-    sequence_parallel: bool
+    sequence_parallel: Flag
     offload: Offload = Offload.NONE
-    offloads_activations: bool = False  # of some blocks
+    offloads_activations: Flag = False  # of some blocks
     cp_method: ContextMethod = ContextMethod.ALL_GATHER
     device_groups: Several[Text] = ()  # in the order of the pipeline, where devices differ
     # Of the replicas on each of these groups, where they have unlike shares of a batch.
     micro_batch_sizes: Annotated[Several[Sequences], Field(exclude_if=lambda sizes: not sizes)] = ()
     step_time_s: Number
     peak_memory_bytes: Amount
-    fits: bool
+    fits: Flag
     fit_probability: Number | None = None
 
 
@@ -270,7 +274,7 @@ class SearchSection(_Value):
     memory_risk: Number = 0.5  # that a plan was allowed of not fitting; 0.5: predictions are taken at their word
     error_between_layouts: Number | None = None  # of predicted ratios of two layouts' times, on published runs
     preferred_within: Number = 0.0  # above 0: by at most so much slower than the first runner-up, but simpler
-    pins: dict[Text, Amount | bool | Text] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
+    pins: dict[Text, Amount | Flag | Text] = Field(default_factory=dict)  # what the user fixed, as ``Pins`` names it
     baseline: Candidate | None = None  # the best plain FSDP plan
     runners_up: Several[Candidate] = ()
     # Where devices are left idle: the fastest found over all of them.
@@ -284,8 +288,8 @@ class SearchSection(_Value):
 class RunSection(_Value):
     """A whole training run of ``num_tokens``, without interruptions. Only devices that are used are counted."""
 
-    num_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-    num_steps: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    num_tokens: Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)]
+    num_steps: Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)]
     days: Number
     gpu_hours: Number
     usd: Number | None = None  # None: the profile has no price
@@ -299,10 +303,10 @@ class Plan(_Value):
     hardware: Text
     framework: Text = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
     num_devices: Degree  # that are used
-    idle_devices: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0  # of those there are, what the plan leaves to others
+    idle_devices: IdleDevices = 0  # of those there are, what the plan leaves to others
     training: TrainingSection
     mesh: MeshSection
-    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    zero_stage: ZeroStage
     pipeline: PipelineSection
     placements: PlacementSection
     recompute: Several[RecomputeRule] = ()

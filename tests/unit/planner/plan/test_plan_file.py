@@ -265,6 +265,29 @@ DAMAGED = [
 ]
 
 
+def numbers_in(content: object, *place: str | int) -> list[tuple[tuple[str | int, ...], object]]:
+    """Every number, and every yes or no, with the keys that lead to it."""
+    if isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        return [found for key, value in items for found in numbers_in(value, *place, key)]
+    return [(place, content)] if isinstance(content, bool | int | float) else []
+
+
+def test_text_is_no_number_and_a_number_is_no_yes(tmp_path: Path) -> None:
+    """The text "2" was taken for 2, and 1 for true."""
+    content, path = json.loads(plan_json(tiny_plan())), tmp_path / "plan.json"
+    numbers = numbers_in(content)
+    assert len(numbers) > 50
+    for keys, value in numbers:
+        key = ".".join(map(str, keys))
+        for other in (json.dumps(value), 1 if isinstance(value, bool) else True):
+            put(*keys, value=other)(content)
+            path.write_text(json.dumps(content))
+            with pytest.raises(PlanError, match="schema_version is" if key == "schema_version" else f"{key}: Input "):
+                read_plan(path)
+        put(*keys, value=value)(content)
+
+
 @pytest.mark.parametrize(("change", "message"), DAMAGED, ids=[m for _, m in DAMAGED])
 def test_a_damaged_plan_is_refused_by_name(change: Callable[[Content], None], message: str, tmp_path: Path) -> None:
     path = written(change, tmp_path)
