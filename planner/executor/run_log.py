@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
@@ -64,7 +65,7 @@ class LogOptions:
 
 
 class RunLog:
-    """Writes on rank 0 what each step came to; a run that goes on adds to what is there.
+    """Writes on rank 0 what each step came to; a run that goes on adds to what is there, each step once.
 
     A line of JSON has the fields of ``StepReport`` with ``mfu`` and ``peak_memory_bytes`` (the largest of all ranks),
     and the plan's ``predicted_step_time_s``, ``predicted_mfu`` and ``predicted_peak_memory_bytes``. ``memory_kind``
@@ -76,6 +77,11 @@ class RunLog:
     def __init__(self, options: LogOptions, plan: Plan, device: torch.device, first: int) -> None:
         self._file, self._plan, self._device = options.file, plan, device
         self._board: Any = None
+        if self._file is not None and first and dist.get_rank() == 0:
+            try:
+                cut_after(self._file, first)
+            except OSError as error:
+                self._file = _given_up(self._file, error)
         if options.board is not None and dist.get_rank() == 0:
             from torch.utils.tensorboard import SummaryWriter  # here, for it needs the package
 
@@ -95,9 +101,8 @@ class RunLog:
             try:
                 with self._file.open("a") as file:
                     file.write(json.dumps(numbers | {"memory_kind": kind} | expected) + "\n")
-            except OSError as error:  # training goes on, as where a checkpoint cannot be written
-                say(f"warning: {self._file} cannot be written any more: {error.strerror}")
-                self._file = None
+            except OSError as error:
+                self._file = _given_up(self._file, error)
         if self._board is not None:
             for name, value in (numbers | expected).items():
                 if value is not None and name != "step":
@@ -108,6 +113,35 @@ class RunLog:
         """Ends what is written in the background."""
         if self._board is not None:
             self._board.close()
+
+
+def cut_after(file: Path, step: int) -> None:
+    """Ends a log behind ``step``: cuts off the later steps of the run that ended there, and a line that it tore.
+
+    What is before them stays, whatever it is. One call of the system cuts, so that nothing is lost half-way.
+    """
+    if not file.is_file():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = len(lines)
+    while kept and (not lines[kept - 1].endswith(b"\n") or _step_in(lines[kept - 1]) > step):
+        kept -= 1
+    os.truncate(file, sum(map(len, lines[:kept])))
+
+
+def _step_in(line: bytes) -> int:
+    """The step that a line of a log is of; 0 where it is of something else."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return 0
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else 0
+
+
+def _given_up(file: Path, error: OSError) -> None:
+    """Training goes on without the log, as where a checkpoint cannot be written."""
+    say(f"warning: {file} cannot be written any more: {error.strerror}")
 
 
 def _tag(name: str, expected: dict[str, float]) -> str:

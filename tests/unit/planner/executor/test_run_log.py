@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,33 @@ def test_nothing_is_wanted_unless_it_is_named(tmp_path: Path) -> None:
     assert [LogOptions().is_wanted, LogOptions(tmp_path).is_wanted, LogOptions(board=tmp_path).is_wanted] == [
         False, True, True,
     ]  # fmt: skip
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
+    """What a run wrote behind its last checkpoint stood there twice, and a line that it tore broke the next."""
+    plan, device, file = read_plan(Path("examples/plans/gpt-tiny-pp2-dp2.json")), torch.device("cpu"), tmp_path / "log"
+
+    def run(first: int, last: int) -> None:
+        log = RunLog(LogOptions(file), plan, device, first)
+        for number in range(first + 1, last + 1):
+            log.write(StepReport(number, 1.0 + first, 1.0, 1.0, 0.1))
+        log.close()
+
+    def steps() -> list[tuple[int, float]]:
+        return [(line["step"], line["loss"]) for line in map(json.loads, file.read_text().splitlines())]
+
+    with fake_world(4):
+        run(0, 3)  # another run's, which stays
+        run(0, 4)
+        with file.open("a") as torn:
+            torn.write('{"step": 5, "lo')
+        run(2, 5)
+        assert steps() == [(s, 1.0) for s in (1, 2, 3, 1, 2)] + [(s, 3.0) for s in (3, 4, 5)]
+        run(5, 6)
+        assert steps()[-2:] == [(5, 3.0), (6, 6.0)]
+    with fake_world(4, rank=1):
+        run(0, 1)
+        assert steps()[-1] == (6, 6.0)
 
 
 def test_training_goes_on_where_the_log_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
