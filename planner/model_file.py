@@ -157,6 +157,15 @@ def _check_alone(source: ModelSource, model: PlannedModel) -> None:
         )
 
 
+def check_num_params(model: PlannedModel, found: int) -> None:
+    """PlanError where a plan's model, which has ``found`` parameters, is not as large as the plan says."""
+    if model.num_params != found:
+        raise PlanError(
+            f"model.num_params is {model.num_params:,}, and {model.source} has {found:,} parameters",
+            hint="was the plan made for another model, or edited? search again: planner search MODEL -o plan.json",
+        )
+
+
 def load_model(source: ModelSource) -> LoadedModel:
     """Reads and, for a Python file, executes the user's code. ModelError says what is wrong and where."""
     match source.kind:

@@ -49,6 +49,7 @@ from planner.model_file import (
     ModelKind,
     ModelSource,
     PlannedModel,
+    check_num_params,
     family_config_of,
     planned_source,
     resolve_model,
@@ -257,6 +258,12 @@ def load_planned_graph(model: PlannedModel, seq_len: int, precision: Precision, 
 
     ModelError, UntrustedModelError: there is neither. PlanError: the code is not what the plan was made for.
     """
+    graph = _planned_graph(model, seq_len, precision, notes)
+    check_num_params(model, graph.num_params)
+    return graph
+
+
+def _planned_graph(model: PlannedModel, seq_len: int, precision: Precision, notes: list[str]) -> ModelGraph:
     if model.source.startswith(HELD):
         return _held_graph_of(model)
     known = known_graph(

@@ -322,6 +322,7 @@ def planned_layout(
     check_offload(cluster, layout.offload, activations=layout.offloads_activations)
     graph = load_planned_graph(plan.model, section.seq_len, section.precision, notes)
     from_plan.check_priceable(plan, graph)
+    notes.extend(from_plan.unknown_modules(plan, graph))
     training = Training(section.global_batch_size, section.seq_len, section.precision, section.optimizer)
     framework = framework or plan.framework
     target = within_framework(target_of(graph, cluster, section.precision, framework, notes))

@@ -30,10 +30,8 @@ from planner.executor.ranks import say
 from planner.executor.recompute import Surroundings, apply_recompute, repeated_in
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import (
-    check_buffers,
     check_labels,
-    check_names,
-    check_parameters,
+    check_trainable,
     check_whole_sequences,
     statistics_note,
 )
@@ -58,7 +56,6 @@ from planner.executor.stage_trace import (
 )
 from planner.executor.tensor_parallel import (
     apply_tensor_parallel,
-    check_placements,
     parameter_placements,
     tensor_parallel_context,
     torch_placement,
@@ -292,13 +289,10 @@ def _check(
     check_labels(module, inputs)
     num_parts = plan.pipeline.num_microbatches * place_of(mesh).num_parts
     check_reduction(training_loss, num_parts)
-    check_names(module, plan)
-    check_buffers(module, inputs, plan)
+    check_trainable(module, inputs, plan)
     note = statistics_note(module, num_parts, plan.pipeline.micro_batch_size)
     if note is not None:
         say(f"warning: {note}")
-    check_parameters(module, plan)
-    check_placements(module, plan.placements.tp, plan.mesh.tp)
     if context is not None:
         check_whole_sequences(inputs)
         check_model(module, inputs, training_loss, context)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Generator, Sequence
 
@@ -18,7 +17,10 @@ from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.data_parallel import keeps_whole
 from planner.executor.stage_trace import META, Inputs, twin
+from planner.executor.tensor_parallel import check_placements
+from planner.model_file import check_num_params
 from planner.models.inputs import LABELS, call_model
+from planner.plan.checks import nearest
 from planner.plan.schema import Plan
 
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -49,13 +51,25 @@ def check_whole_sequences(inputs: Inputs) -> None:
         )
 
 
+def check_trainable(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
+    """PlanError or ModelError where ``plan`` cannot train ``module``, which is whole and in training mode.
+
+    Whoever takes one step of a plan asks this of the plan as it is, whatever precision and mode that step is in.
+    """
+    check_names(module, plan)
+    check_buffers(module, inputs, plan)
+    check_parameters(module, plan)
+    check_placements(module, plan.placements.tp, plan.mesh.tp)
+    check_num_params(plan.model, sum(parameter.numel() for parameter in module.parameters()))
+
+
 def check_names(module: nn.Module, plan: Plan) -> None:
     """PlanError that lists the modules of ``sharded_units`` and ``recompute`` that the model does not have."""
     known = {fqn for fqn, _ in module.named_modules()}
     wanted = [("placements.sharded_units", plan.placements.sharded_units)]
     wanted += [("recompute", rule.modules) for rule in plan.recompute]
     wanted += [("offloaded_activations", plan.offloaded_activations)]
-    problems = [f"{key} names {fqn!r}{_nearest(fqn, known)}" for key, names in wanted for fqn in names
+    problems = [f"{key} names {fqn!r}{nearest(fqn, known)}" for key, names in wanted for fqn in names
                 if fqn not in known]  # fmt: skip
     if problems:
         raise PlanError(
@@ -173,8 +187,3 @@ def _refuse(changed: Sequence[str], plan: Plan) -> None:
         hint="use a layer that looks at one sample at a time (GroupNorm, LayerNorm), or plan for pipeline ranks alone "
         "without recomputation: statistics of a part of the batch are not those of all of it",
     )
-
-
-def _nearest(fqn: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(fqn, known, n=1)
-    return f" (nearest: {near[0]!r})" if near else ""

@@ -15,6 +15,7 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, inside, leaves_of, slots_in
+from planner.plan.checks import nearest
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> N
     """PlanError that lists unknown, repeated and nested modules, and parameters of modules on no stage."""
     known = dict(module.named_modules())
     listed = [fqn for stage in stages for fqn in stage]
-    problems = [f"the model has no module {fqn!r}" for fqn in listed if fqn not in known]
+    problems = [f"the model has no module {fqn!r}{nearest(fqn, known)}" for fqn in listed if fqn not in known]
     problems += [f"{fqn!r} is listed {listed.count(fqn)} times" for fqn in sorted(set(listed)) if listed.count(fqn) > 1]
     problems += [
         f"{inner!r} is inside {outer!r}, which is listed as well"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
@@ -16,6 +18,12 @@ MOST_SHOWN = 20  # of a list
 def contradictions(plan: Plan) -> list[str]:
     """Every rule that ``plan`` breaks, with its values; empty where it is sound."""
     return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_recomputation(plan), *_prediction(plan)]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What of ``known`` may be meant by a name that is none of them, as words behind it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (nearest: {near[0]!r})" if near else ""
 
 
 def degrees_text(plan: Plan) -> str:

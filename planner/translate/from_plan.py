@@ -17,11 +17,13 @@ from costmodels.vocabulary.choices import (
 from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
+from planner.graph.blocks import ancestors
 from planner.graph.experts import num_experts
 from planner.graph.model_graph import ModelGraph
 from planner.graph.node_operators import num_heads
 from planner.layout.decided import Decided
 from planner.layout.layout import Layout
+from planner.plan.checks import nearest
 from planner.plan.schema import Plan
 
 
@@ -126,6 +128,25 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
             found.append(f"{key}: {', '.join(unknown)} are no repeated blocks of {graph.source}")
     if found:
         raise PlanError("this plan cannot be priced: " + "; ".join(found), hint="run it and measure, or search again")
+
+
+def unknown_modules(plan: Plan, graph: ModelGraph) -> tuple[str, ...]:
+    """What to say of names in stages and sharded units that the graph does not know.
+
+    A module without operators, which it does not have, may be one of them; only who builds the model can tell.
+    """
+    owners = (name.rpartition(".")[0] for name in graph.parameter_of)
+    inner = {*(node.module for node in graph.nodes), *owners, *(m for unit in graph.units for m in unit.modules)}
+    known = {module for each in inner for module in (each, *ancestors(each))}
+    named = [(f"pipeline.stages.{stage.index}", stage.modules) for stage in plan.pipeline.stages]
+    named.append(("placements.sharded_units", plan.placements.sharded_units))
+    return tuple(
+        f"{key}: {module!r}{nearest(module, known)} has neither operators nor parameters in {graph.source}: if there "
+        "is no such module, planner run refuses the plan"
+        for key, modules in named
+        for module in modules
+        if module not in known
+    )
 
 
 def modes_of(plan: Plan, graph: ModelGraph) -> tuple[BlockMode, ...]:

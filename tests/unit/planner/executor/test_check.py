@@ -54,6 +54,15 @@ def test_what_does_not_fit_is_told_with_its_reason() -> None:
     assert "layers.0" in found.problem  # the plan names modules that this model has not
 
 
+def test_a_plan_of_another_number_of_parameters_is_told() -> None:
+    """It was trained without a word."""
+    plan = read_plan(EXAMPLE)
+    model = plan.model.model_copy(update={"num_params": 7 * plan.model.num_params})
+    found = _check_rank(plan.model_copy(update={"model": model}), loaded_model(plan), 0)
+    assert found.problem is not None
+    assert f"num_params is {model.num_params:,}" in found.problem
+
+
 def cross_entropy(output: object, batch: Batch) -> torch.Tensor:
     assert isinstance(output, torch.Tensor)
     assert isinstance(batch, dict)

@@ -241,6 +241,33 @@ def test_the_only_stage_has_the_modules_of_the_model_or_names_none(tmp_path: Pat
     assert priced(*modules, "dropout").prediction == priced().prediction
 
 
+def test_names_that_the_graph_does_not_know_are_said(tmp_path: Path) -> None:
+    """They were priced without a word, and `planner run` refused the plan."""
+    plan = tiny(tmp_path, Pins(pp=2))
+    assert not any("neither operators" in note for note in price_plan(plan).notes)
+    first, *others = plan.pipeline.stages
+    more = first.model_copy(update={"modules": (*first.modules, "layers.99")})
+    wrong = plan.model_copy(
+        update={
+            "pipeline": plan.pipeline.model_copy(update={"stages": (more, *others)}),
+            "placements": plan.placements.model_copy(update={"sharded_units": ("layer.1",)}),
+        }
+    )
+    notes = [note for note in price_plan(wrong).notes if "neither operators" in note]
+    assert [note.partition(" has ")[0] for note in notes] == [
+        "pipeline.stages.0: 'layers.99' (nearest: 'layers.3')",
+        "placements.sharded_units: 'layer.1' (nearest: 'layers.1')",
+    ]
+
+
+def test_a_plan_of_another_number_of_parameters_is_refused(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, Pins(dp=8))
+    model = plan.model.model_copy(update={"num_params": 7 * plan.model.num_params})
+    text = rf"num_params is {model.num_params:,}, and .* has {plan.model.num_params:,} parameters"
+    with pytest.raises(PlanError, match=text):
+        price_plan(plan.model_copy(update={"model": model}))
+
+
 def test_an_entry_for_one_name_of_a_tied_weight_places_all_of_them() -> None:
     problem = problem_of("tests/fixtures/hf/gpt2", 16, batch=64, seq_len=1024)
     graph = graph_of("tests/fixtures/hf/gpt2", 1024)
