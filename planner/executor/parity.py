@@ -21,8 +21,8 @@ from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.optimizer import build_optimizer
 from planner.executor.options import ParityOptions
 from planner.executor.parallelize import ParallelModel
-from planner.executor.ranks import process_group, quiet_torch, say
-from planner.executor.requirements import check_buffers, check_labels
+from planner.executor.ranks import process_group, quiet_torch
+from planner.executor.requirements import check_labels, check_trainable
 from planner.executor.start import Start, started
 from planner.executor.step import local_batch, train_step
 from planner.model_file import LoadedModel
@@ -53,12 +53,12 @@ def compare(plan: Plan, options: ParityOptions) -> dict[str, object]:
 
 def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[str, object]:
     """As ``compare``, among ranks that have found each other."""
-    training = plan.training.model_copy(update={"precision": Precision.FP32, "optimizer": Optimizer.SGD})
+    asked, training = plan, plan.training.model_copy(update={"precision": Precision.FP32, "optimizer": Optimizer.SGD})
     plan = plan.model_copy(update={"training": training})
     check_world_size(plan)
     loaded, mesh = loaded_model(plan), build_mesh(plan, device.type)
     data = open_data(plan, options.data, loaded.vocab_size, options.seed, options.data_dtype)
-    reference = _reference(loaded, options.seed, plan) if dist.get_rank() == 0 else None
+    reference = _reference(loaded, options.seed, asked) if dist.get_rank() == 0 else None
     shapes = _shapes(reference)
     expected_loss, gradients, parameters = 0.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     if reference is not None:
@@ -71,13 +71,9 @@ def compared(plan: Plan, options: ParityOptions, device: torch.device) -> dict[s
 
 
 def _reference(loaded: LoadedModel, seed: int, plan: Plan) -> nn.Module:
-    """One process's model, in evaluation mode. Says where in training mode a run would refuse it."""
+    """One process's model, in evaluation mode. PlanError or ModelError where ``plan`` cannot train it as it is."""
     module = build_model(loaded, seed)
-    inputs = example_batch(loaded, plan, module)
-    try:
-        check_buffers(module, inputs, plan)
-    except ModelError as error:
-        say(f"warning: planner run refuses this plan, since it trains in training mode: {error.message}")
+    check_trainable(module, example_batch(loaded, plan, module), plan)
     return module.eval()
 
 

@@ -5,14 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from costmodels.vocabulary.choices import Precision
 from planner.api import find_plan
-from planner.errors import ModelError
-from planner.executor import ranks
+from planner.errors import ModelError, PlannerError
 from planner.executor.build import build_model, example_batch
 from planner.executor.data import TokenData
 from planner.executor.parity import LEARNING_RATE, State, _one_process, _reference
+from planner.layout.layout import Pins
 from planner.request import Request
 from tests.unit.planner.graph.traced import loaded_from_code
+
+Update = dict[str, dict[str, object]]
 
 CODE = """
 import torch
@@ -73,26 +76,28 @@ def test_labels_go_to_a_forward_that_takes_them(tmp_path: Path) -> None:
     torch.testing.assert_close(gradients["head.weight"], module.get_parameter("head.weight").grad)
 
 
-def test_a_plan_that_a_run_would_refuse_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Statistics of a part of the batch change in training mode alone: parity said that all was equal."""
-    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
-    line = "x = self.norm(x.transpose(1, 2)).transpose(1, 2)"
-    code = CODE.format(line=line).replace(
-        "        self.embedding,", "        self.norm = nn.BatchNorm1d(16)\n        self.embedding,"
-    )
+BATCH_NORM = "self.norm = nn.BatchNorm1d(16)", "x = self.norm(x.transpose(1, 2)).transpose(1, 2)"
+HOOK = "self.norm = nn.LayerNorm(16); self.norm.weight.register_hook(lambda g: 2 * g)", "x = self.norm(x)"
+
+
+@pytest.mark.parametrize(
+    ("made", "line", "update", "says"),
+    [
+        (*BATCH_NORM, {"mesh": {"pp": 1, "tp": 1, "dp_replicate": 2, "dp_shard": 1}}, "changes its buffers"),
+        (*HOOK, {"training": {"precision": Precision.BF16}}, "hooks on the gradients"),
+    ],
+)
+def test_what_a_run_refuses_has_no_parity(made: str, line: str, update: Update, says: str, tmp_path: Path) -> None:
+    """Both are well in evaluation mode and float32, in which the step is compared: parity said that all was equal."""
+    code = CODE.format(line=line).replace("        self.embedding,", f"        {made}\n        self.embedding,")
     loaded = loaded_from_code(code, tmp_path)
-    request = Request(str(tmp_path / "model.py"), 2, "cpu-gloo", seq_len=8, global_batch_size=2)
+    pins = Pins(zero=0)
+    request = Request(str(tmp_path / "model.py"), 1, "cpu-gloo", 8, 2, Precision.FP32, pins=pins)
     plan = find_plan(request).plan
-    plan = plan.model_copy(
-        update={"mesh": plan.mesh.model_copy(update={"pp": 1, "tp": 1, "dp_replicate": 2, "dp_shard": 1})}
-    )
     assert not _reference(loaded, 0, plan).training
-    assert "planner run refuses this plan" in capsys.readouterr().err
-    alone = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"dp_replicate": 1})})
-    _reference(loaded, 0, alone)
-    assert not capsys.readouterr().err
+    changed = {key: getattr(plan, key).model_copy(update=fields) for key, fields in update.items()}
+    with pytest.raises(PlannerError, match=says):
+        _reference(loaded, 0, plan.model_copy(update=changed))
 
 
 IMAGES = """
