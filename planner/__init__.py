@@ -90,10 +90,16 @@ def compare(
     Other arguments as of ``search``; ``framework`` is that by which pins of ``mine`` are priced. Times are in seconds,
     memory in bytes. Raises ``planner.errors.InputError``; a framework without a plan is a row with its reason.
     """
+    from dataclasses import replace
+
+    from planner.api.compare import Config
     from planner.api.compare import compare as compared
 
     own = None if mine is None else _own(mine)
-    return compared(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options), own)
+    request = _request(_model(model, example_inputs, loss_fn), gpus, hardware, options)
+    if isinstance(own, Config):
+        own = replace(own, **{name: getattr(request, name) for name in ("precision", "optimizer") if name in options})
+    return compared(request, own)
 
 
 def explain(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.api import Question, answer_of
 from planner.api.pinned import pinned_run, price_on
 from planner.api.within import refusals
@@ -31,12 +31,14 @@ NO_TIME = "the time limit came before any plan of it was found"
 
 @dataclass(frozen=True)
 class Config:
-    """A framework's own config: the name of its file, and its text; what the file leaves to its script, if given."""
+    """A framework's own config: the name of its file, its text, and what is said beside it, which counts first."""
 
     file_name: str
     text: str
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
+    precision: Precision | None = None
+    optimizer: Optimizer | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ def compare(
 ) -> Comparison:
     """Searches every framework for ``request``, whose own ``framework`` is that of ``mine`` where this is pins.
 
-    The training is that of ``mine`` where this is a config. What is left of the time is shared evenly by the searches
-    that are left; ``said`` is told which one runs. InputError: the request, or the config, is wrong.
+    The training is that of ``mine`` where this is a config, but for what is said beside it. What is left of the time is
+    shared evenly by the searches that are left; ``said`` is told which one runs. InputError: the request, or the
+    config, is wrong.
     """
     deadline = deadline or Deadline.answering_within(request.time_limit_s)
     shape, notes = family_config_of(request.model), []
@@ -166,7 +169,7 @@ def _read(request: Request, config: Config, default_seq_len: int | None) -> tupl
     target, read = read_config(config.file_name, config.text)
     given = Given(
         request.num_devices, request.seq_len, request.global_batch_size, config.micro_batch_size,
-        recompute=config.recompute,
+        config.precision, config.optimizer, config.recompute,
     )  # fmt: skip
     layout, assumed = completed(read.settings, given, default_seq_len)
     notes = [f"your own is read as {target.name} ({target.version})", *read.notes, *assumed]

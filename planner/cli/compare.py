@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,8 +43,10 @@ def compare(  # over 6 arguments: one for each option of the command line
     framework: Framework = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimiser step.")] = None,
-    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = Precision.BF16,
-    optimizer: Annotated[Optimizer, typer.Option(help="Optimiser.")] = Optimizer.ADAMW,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Compute dtype; default: that of --mine CONFIG, or bf16.")
+    ] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimiser; default: likewise, or adamw.")] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences per micro-batch of --mine CONFIG, where the file does not say.")
     ] = None,
@@ -59,20 +62,23 @@ def compare(  # over 6 arguments: one for each option of the command line
     as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON on stdout, nothing else there.")] = False,
 ) -> int:
     """Show the best plan that each framework can run, priced as it runs it, and your own beside them."""
+    from planner.api.compare import Config
     from planner.api.compare import compare as compared
     from planner.render_compare import show_comparison
     from planner.request import DEFAULT_FRAMEWORK, DEFAULT_RISK, Request
 
     request = Request(
         model=model, num_devices=gpus, hardware=hardware, seq_len=seq_len, global_batch_size=global_batch,
-        precision=precision, optimizer=optimizer, time_limit_s=time_limit, framework=framework or DEFAULT_FRAMEWORK,
+        precision=precision or Precision.BF16, optimizer=optimizer or Optimizer.ADAMW, time_limit_s=time_limit,
+        framework=framework or DEFAULT_FRAMEWORK,
         memory_risk=DEFAULT_RISK if memory_risk is None else memory_risk,
     )  # fmt: skip
     talk = talk_console()
+    own = own_of(mine, micro_batch, recompute)
+    if isinstance(own, Config):
+        own = replace(own, precision=precision, optimizer=optimizer)
     with talk.status("tracing") as status:
-        found = compared(
-            request, own_of(mine, micro_batch, recompute), None, lambda name: status.update(f"searching {escape(name)}")
-        )
+        found = compared(request, own, None, lambda name: status.update(f"searching {escape(name)}"))
     for note in found.notes:
         talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if as_json:

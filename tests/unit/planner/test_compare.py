@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.api import find_plan
 from planner.api.compare import FRAMEWORKS, Comparison, Config, compare
 from planner.errors import InputError
@@ -128,6 +128,16 @@ def test_what_a_config_leaves_to_its_script_can_be_given() -> None:
     assert mine.plan is not None
     assert (mine.plan.pipeline.micro_batch_size, mine.plan.pipeline.num_microbatches) == (4, 2)
     assert {rule.mode for rule in mine.plan.recompute} == {Recompute.FULL}
+
+
+def test_a_precision_beside_a_config_counts_for_all() -> None:
+    """It was read over: all were priced in the config's own."""
+    own = Config("ds.json", DEEPSPEED, precision=Precision.FP32, optimizer=Optimizer.SGD)
+    found = compare(Request("llama-tiny", 4, hardware="dgx-a100-80gb", seq_len=64), own)
+    plans = [row.plan for row in (*found.rows, found.mine) if row is not None and row.plan is not None]
+    assert len(plans) > 1
+    trainings = {(plan.training.precision, plan.training.optimizer) for plan in plans}
+    assert trainings == {(Precision.FP32, Optimizer.SGD)}
 
 
 def test_a_compiled_config_of_a_user_is_priced_compiled() -> None:

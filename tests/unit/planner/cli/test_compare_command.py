@@ -66,6 +66,20 @@ def test_json_has_every_row_and_the_users_own(run: Run) -> None:
     assert found["mine"]["plan"]["mesh"]["tp"] == 2
 
 
+def test_a_precision_beside_a_config_is_that_of_all(run: Run, tmp_path: Path) -> None:
+    """Said beside a config, it was read over without a word."""
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}')
+    code, out, err = run("compare", *TINY, "--mine", config, "--precision", "fp32", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["precision"] == "fp32"
+    assert found["mine"]["plan"]["training"] == {
+        "global_batch_size": 16, "seq_len": 64, "precision": "fp32", "optimizer": "adamw",
+    }  # fmt: skip
+    assert "64 tokens, fp32" in err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
