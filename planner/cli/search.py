@@ -177,6 +177,8 @@ def search(  # over 6 arguments: one for each option of the command line
             answer = _find(request, deadline, by_cost=objective is Objective.COST)
             notes = answer.notes if framework else (*answer.notes, _others(request))
             show_answer(answer.plan, notes, as_json=as_json, output=output)
+        if framework is None and not (answer.interrupted or deadline.is_cut):
+            _say_of_loss(answer.plan, deadline)
     except KeyboardInterrupt:  # there was no plan yet
         talk_console().print("interrupted")
         return 130
@@ -197,6 +199,15 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
         typer.echo(plan_json(plan), nl=False)
     else:
         data_console().print(show_plan(plan))
+
+
+def _say_of_loss(plan: Plan, deadline: Deadline) -> None:
+    """Said last: to find it out takes some seconds, and the plan is there already."""
+    from planner.executor.loss_note import LIMIT_S, loss_note
+
+    note = loss_note(plan, min(LIMIT_S, deadline.left_s) if deadline.is_limited else LIMIT_S)
+    if note is not None:
+        talk_console().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
 
 
 def _others(request: Request) -> str:

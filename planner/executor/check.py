@@ -124,7 +124,7 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     allocated, problem, notes = None, None, list[str]()
     try:
         mesh = build_mesh(plan, "cpu")  # outside: a mesh of tensors without values has no ranks
-        loss = _loss_of(loaded, plan)  # outside: it is found out by numbers
+        loss = loss_of(loaded, plan)  # outside: it is found out by numbers
         no_values = FakeTensorMode(allow_non_fake_inputs=True)
         with no_values, _torch_has_values(), cuda_kernels(), largest_sizes() as notes:
             allocated = _steps(plan, loaded, loss, mesh)
@@ -140,7 +140,8 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
     return RankCheck(pp_rank, allocated, problem, elapsed_s, tuple(notes))
 
 
-def _loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
+def loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
+    """The loss that the plan's model is trained with, found out where nobody said how its parts add up."""
     if loaded.training_loss.reduction is not Reduction.UNKNOWN:
         return loaded.training_loss
     module = build_weightless(loaded.build)

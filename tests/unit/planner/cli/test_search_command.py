@@ -59,6 +59,30 @@ def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
     assert (plan.search.status == "OPTIMAL") == (plan.search.gap <= 1e-3)
 
 
+LOSS = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64))
+
+def loss_fn(output, batch):
+    one, other = output.mean(1).chunk(2, -1)
+    return nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+"""
+
+
+def test_a_loss_that_a_run_would_refuse_is_said(run: Run, tmp_path: Path) -> None:
+    """One that compares the samples of a batch: the plan was found without a word."""
+    file = tmp_path / "model.py"
+    file.write_text(LOSS)
+    options = ("--gpus", 2, "--hardware", "cpu-gloo", "--seq-len", 16, "--global-batch", 8, "--json")
+    code, out, err = run("search", file, *options, "--dp", 2)
+    assert code == 0
+    assert json.loads(out)["mesh"]["dp_replicate"] * json.loads(out)["mesh"]["dp_shard"] == 2
+    assert "planner run refuses this plan: a step computes the loss in 2 parts" in err
+
+
 def test_estimate_says_what_search_said(run: Run, tmp_path: Path) -> None:
     file, again = tmp_path / "plan.json", tmp_path / "again.json"
     run(*TINY, "-o", file)

@@ -1,0 +1,48 @@
+"""Whoever plans is told of a loss that `planner run` cannot compute in parts."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.api import find_plan
+from planner.executor.loss_note import loss_note
+from planner.layout.layout import Pins
+from planner.request import Request
+
+CODE = """
+import torch
+from torch import nn
+
+print("talk")
+
+def build_model():
+    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64))
+
+def loss_fn(output, batch):
+    one, other = output.mean(1).chunk(2, -1)
+"""
+CONTRASTIVE = "    return nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))"
+MEAN = "    return (one - other).square().mean()"
+
+
+@pytest.mark.parametrize(
+    ("line", "pins", "is_told"),
+    [
+        (CONTRASTIVE, Pins(dp=2), True),
+        (CONTRASTIVE, Pins(pp=1, micro_batch=2), True),
+        (CONTRASTIVE, Pins(dp=1, pp=1, micro_batch=8), False),  # in one part
+        (MEAN, Pins(dp=2), False),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_in_parts_is_told(line: str, pins: Pins, is_told: bool, tmp_path: Path) -> None:
+    """Nobody was told before the plan was run, or checked."""
+    file = tmp_path / "model.py"
+    file.write_text(CODE + line)
+    num_devices = 2 if pins.dp == 2 else 1
+    plan = find_plan(Request(str(file), num_devices, "cpu-gloo", seq_len=16, global_batch_size=8, pins=pins)).plan
+    note = loss_note(plan)
+    assert (note is not None) == is_told
+    if note is not None:
+        parts = plan.mesh.shape().dp * plan.pipeline.num_microbatches
+        assert f"planner run refuses this plan: a step computes the loss in {parts} parts" in note
+        assert "--dp 1 --cp 1 --micro-batch 8" in note
