@@ -158,8 +158,11 @@ def _check_alone(source: ModelSource, model: PlannedModel) -> None:
 
 
 def check_num_params(model: PlannedModel, found: int) -> None:
-    """PlanError where a plan's model, which has ``found`` parameters, is not as large as the plan says."""
-    if model.num_params != found:
+    """PlanError where a plan's model, which has ``found`` parameters, is not as large as the plan says.
+
+    0: of a plan by hand, for which nobody has counted them.
+    """
+    if model.num_params not in (0, found):
         raise PlanError(
             f"model.num_params is {model.num_params:,}, and {model.source} has {found:,} parameters",
             hint="was the plan made for another model, or edited? search again: planner search MODEL -o plan.json",

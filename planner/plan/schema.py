@@ -71,7 +71,7 @@ class ModelSection(_Value):
 
     source: Text
     digest: Text
-    num_params: Amount
+    num_params: Amount  # 0: nobody has counted them, as in a plan by hand
     files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(default_factory=dict)
     _origin: Origin | None = PrivateAttr(None)
 

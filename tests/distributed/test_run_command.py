@@ -120,7 +120,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def two_rank_plan(folder: Path, model: str = FAILING_MODEL) -> Path:
     (folder / "failing.py").write_text(model)
     plan = json.loads(EXAMPLE.read_text())
-    plan["model"] |= {"source": "failing.py", "files": {"failing.py": hashlib.sha256(model.encode()).hexdigest()}}
+    files = {"failing.py": hashlib.sha256(model.encode()).hexdigest()}
+    plan["model"] |= {"source": "failing.py", "num_params": 0, "files": files}
     plan["num_devices"] = 2
     plan["mesh"] = {"dp_shard": 2}
     plan["pipeline"] |= {
