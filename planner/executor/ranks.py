@@ -157,17 +157,22 @@ def told_by_rank(step: int) -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet_torch() -> Generator[None]:
-    """Hides torch's remarks about its own internals, which no user can act on."""
-    sharding_log = logging.getLogger("torch.distributed.tensor")
-    level = sharding_log.level
-    sharding_log.setLevel(logging.ERROR)
+    """Hides torch's remarks about its own internals, which no user can act on.
+
+    Where a stage raises, torch writes the whole schedule down on every rank; the error itself is raised besides.
+    """
+    hidden = {"torch.distributed.tensor": logging.ERROR, "torch.distributed.pipelining": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in hidden}
+    for name, level in hidden.items():
+        logging.getLogger(name).setLevel(level)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")
         warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         try:
             yield
         finally:
-            sharding_log.setLevel(level)
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
 
 
 def say(text: str) -> None:

@@ -96,6 +96,13 @@ def _computed_alike(operator: OpOverload, args: tuple[object, ...], kwargs: dict
     )
 
 
+@functools.cache
+def _views() -> frozenset[OpOverload]:
+    """What gives a tensor another shape or order."""
+    packets = [getattr(_aten, name, None) for operator in VIEWS for name in operator.names]
+    return frozenset(getattr(each, overload) for each in packets if each is not None for overload in each.overloads())
+
+
 def _views_in_place() -> Generator[OpOverload]:
     """What gives a tensor another shape or order in place: where torch has a rule for it, that keeps its shape."""
     for name in (f"{name}_" for operator in VIEWS for name in operator.names):
@@ -150,8 +157,9 @@ def _strided(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, o
 def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
     """What DTensor asks for placements; the result of the operator, which it takes instead, where that has no answer.
 
-    That is where there is no rule, where the shape that DTensor asks for depends on values, or where a rule moves the
-    operand that is written to: a copy would be written to.
+    That is where there is no rule, where the shape that DTensor asks for depends on values, where a gradient's dim is
+    viewed as two of which neither can be divided as that was, or where a rule moves the operand that is written to: a
+    copy would be written to.
     """
 
     @functools.wraps(propagate)
@@ -167,7 +175,10 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
             return _computed_alike(operator, args, kwargs)
         try:
             found = propagate(operator, args, kwargs, info, *others, **options)
-        except NotImplementedError:
+        except RuntimeError as error:
+            is_of_gradient = torch._C._current_autograd_node() is not None  # others may write to what a view shows
+            if not isinstance(error, NotImplementedError) and not (is_of_gradient and operator in _views()):
+                raise
             if not operator._schema.is_mutable:
                 return _computed_alike(operator, args, kwargs)
             written = written_by(operator, args, kwargs)

@@ -97,6 +97,27 @@ def test_a_recurrent_layer_of_batches_that_come_first_is_that_of_one_process() -
         found.sum().backward()
 
 
+def test_heads_that_cannot_be_divided_have_the_gradient_of_a_divided_product() -> None:
+    """Three heads, whole on both ranks, and a weight divided along its input: so is the gradient that comes back.
+
+    A fake world's rank gets its own sum back, that of the first half of the heads.
+    """
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        F.linear(x.flatten(2), weight).square().sum().backward()
+        return gradients(x, weight)
+
+    local, heads = torch.randn(5, 6), torch.randn(2, 4, 3, 4)
+    half = heads.flatten(2)[..., :6]
+    of_half, of_local = run(half.clone().requires_grad_(), local.clone().requires_grad_())
+    with fake_world(2), implicit_replication():
+        (weight,) = halves_of(1, local)
+        whole = DTensor.from_local(heads, init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+        found = run(whole.requires_grad_(), weight)
+    torch.testing.assert_close(found[0], torch.cat([of_half, of_half], -1).unflatten(2, (3, 4)))
+    torch.testing.assert_close(found[1][:, :6], of_local)
+
+
 def test_a_convolution_of_plain_images_has_gradients() -> None:
     """The first layer of a vision transformer: its weight is a DTensor, its input is not; torch's rule wanted both."""
     layer = nn.Conv2d(3, 8, 4, stride=4)
