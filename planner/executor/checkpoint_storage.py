@@ -88,7 +88,8 @@ class ManifestWriter(StorageWriter):
                     value = planner.resolve_data(item)
                     assert isinstance(value, torch.Tensor)
                     starts.append(file.tell())
-                    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+                    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                    content = plain.flatten().view(torch.uint8).numpy().data
                     for piece in (content, bytes(-len(content) % ALIGNMENT)):
                         file.write(piece)
                         checksum.update(piece)

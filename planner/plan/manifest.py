@@ -22,7 +22,9 @@ from planner.output_file import write_text
 
 FILE_NAME = "manifest.json"
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-              "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
+              "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+              "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+              "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4}  # fmt: skip
 _DATA_FILE = re.compile(r"rank-\d+\.bin")
 Count = Annotated[int, Field(ge=0)]
 

@@ -181,3 +181,22 @@ def test_two_saves_of_one_state_are_alike(started: Started, tmp_path: Path) -> N
     one, other = (read_manifest(tmp_path / name / "step-1") for name in ("one", "other"))
     assert one == other
     shutil.rmtree(tmp_path / "one")
+
+
+def test_tensors_of_any_kind_come_back(started: Started, tmp_path: Path) -> None:
+    model, optimizer = started
+    kinds = {"angle": torch.tensor([1j, 2 - 1j]).conj(), "map": torch.tensor([3, 65535], dtype=torch.uint16)}
+    for name, value in kinds.items():
+        model.roots[0].register_buffer(name, value.clone())
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    save(checkpointer, started, 1)
+    checkpointer.close()
+    buffers = {name: model.roots[0].get_buffer(name) for name in kinds}
+    for buffer in buffers.values():
+        buffer.zero_()
+    found = checkpointer.find()
+    assert found is not None
+    checkpointer.load(found, model, optimizer, Optimizer.ADAMW)
+    for name, value in kinds.items():
+        assert torch.equal(buffers[name], value)
+        del model.roots[0]._buffers[name]

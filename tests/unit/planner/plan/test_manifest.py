@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from costmodels.vocabulary.choices import Optimizer
 from planner.plan.manifest import (
     FILE_NAME,
+    ITEM_BYTES,
     Chunk,
     DamagedError,
     Manifest,
@@ -103,7 +105,7 @@ def forged(change: Callable[[dict[str, Any]], object]) -> Manifest:
         (lambda m: m["tensors"]["model.weight"]["chunks"][1].update(at=2), "begins inside a number"),
         (lambda m: m["tensors"]["model.weight"]["chunks"][1].update(offset=[3, 0]), "a part lies outside it"),
         (lambda m: m["tensors"]["model.weight"]["chunks"].pop(), "its parts do not fill it"),
-        (lambda m: m["tensors"]["model.weight"].update(dtype="complex64"), "dtype 'complex64' is unknown"),
+        (lambda m: m["tensors"]["model.weight"].update(dtype="quint8"), "dtype 'quint8' is unknown"),
         (lambda m: m["tensors"]["model.weight"].update(shape=[4, 2, 1]), "another number of dimensions"),
     ],
 )
@@ -120,3 +122,11 @@ def test_a_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("dp=2", "\\ud800"))
     with pytest.raises(DamagedError, match="cannot be written as UTF-8"):
         read_manifest(tmp_path)
+
+
+def test_every_dtype_whose_bytes_can_be_written_can_be_read() -> None:
+    """Checkpoints of models with complex buffers, as of rotary tables, were written and then taken for damaged."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    names = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in dtypes}
+    packed = {name for name in names if name.startswith(("q", "bits")) or name.strip("uint") in set("1234567")}
+    assert {name: names[name] for name in names.keys() - packed} == ITEM_BYTES
