@@ -8,9 +8,10 @@ the first stage does and sends them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from planner.errors import PlanError
@@ -68,25 +69,35 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
 def tied_parameters(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[TiedParameter, ...]:
     """Tensors that several stages hold."""
     holders = _holders(module, programs)
-    return tuple(TiedParameter(stages) for stages in holders.values() if len(stages) > 1)
+    return tuple(
+        TiedParameter(stages)
+        for tensor, stages in holders.items()
+        if isinstance(tensor, nn.Parameter) and len(stages) > 1
+    )
 
 
 def keep_unused(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
-    """Parameters that nothing uses, of modules that stages share, are on the first stage: a checkpoint has them."""
+    """What nothing uses of modules that stages share is on the first stage: checkpoints of all layouts have it."""
     held = _holders(module, programs)
-    unused = {fqn for fqn, parameter in module.named_parameters() if parameter not in held}
+    unused = {fqn for fqn, tensor in _named_tensors(module) if tensor not in held}
     first, *others = programs
     return (replace(first, states=first.states | unused), *others)
 
 
-def _holders(module: nn.Module, programs: Sequence[StageProgram]) -> dict[nn.Parameter, dict[int, str]]:
-    """Each parameter's FQN on the stages that hold it."""
-    holders: dict[nn.Parameter, dict[int, str]] = {}
-    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+def _holders(module: nn.Module, programs: Sequence[StageProgram]) -> dict[torch.Tensor, dict[int, str]]:
+    """The FQN of each parameter and buffer on the stages that hold it."""
+    holders: dict[torch.Tensor, dict[int, str]] = {}
+    for fqn, tensor in _named_tensors(module):
         stages = {p.index for p in programs if fqn in p.states or any(inside(fqn, name) for name in p.modules)}
         for stage in stages:
-            holders.setdefault(parameter, {}).setdefault(stage, fqn)
+            holders.setdefault(tensor, {}).setdefault(stage, fqn)
     return holders
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> None:

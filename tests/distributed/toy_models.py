@@ -76,6 +76,7 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(UnusualBlock(32, 4) for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(32)
         self.unused = nn.Parameter(torch.zeros(3))  # of a module that stages share
+        self.register_buffer("unused_angles", torch.tensor([1j, 1 - 1j]))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
