@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Optimizer
 from costmodels.vocabulary.shown import shown
-from planner.errors import InputError, PlannerError
+from planner.errors import InputError, ModelError, PlannerError
 from planner.executor.checkpoint_storage import ManifestReader, ManifestWriter
 from planner.executor.parallelize import ParallelModel
 from planner.plan.manifest import (
@@ -41,6 +41,7 @@ from planner.plan.manifest import (
 )
 
 _PREFIX = "step-"
+_EXTRA_STATE = "_extra_state"  # how torch names what get_extra_state returns
 _LOCK = ".lock"  # held by rank 0 of the run that writes to the folder, for as long as it lives
 State = dict[str, torch.Tensor]
 
@@ -259,6 +260,18 @@ def _spread(state: State, model: ParallelModel, optimizer: torch.optim.Optimizer
             target.copy_(source)
 
 
+def check_kept(model: ParallelModel) -> None:
+    """ModelError on every rank where a module of one has a state besides tensors of its own. Collective."""
+    states = [item for root in model.roots for item in root.state_dict().items()]
+    mine = next((n for n, v in states if n.endswith(_EXTRA_STATE) or not isinstance(v, torch.Tensor)), None)
+    name = next((each for each in _of_all(mine, None) if each is not None), None)
+    if name is not None:
+        raise ModelError(
+            f"checkpoints hold parameters and buffers alone, not what a module adds to its state_dict: {name}",
+            hint="keep it in a buffer (register_buffer) in place of get_extra_state, or leave out --checkpoint-dir",
+        )
+
+
 def make_states(optimizer: torch.optim.Optimizer) -> None:
     """Lets the optimiser make its states, which it does in its first step, without moving anything."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -311,7 +324,7 @@ def _agree(problem: str | None, folder: Path, group: dist.ProcessGroup) -> None:
                          hint="name another --checkpoint-dir, or the model that it was made with")  # fmt: skip
 
 
-def _of_all(value: str | None, group: dist.ProcessGroup) -> list[str | None]:
+def _of_all(value: str | None, group: dist.ProcessGroup | None) -> list[str | None]:
     values: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from costmodels.vocabulary.choices import Offload
 from planner.errors import DivergedError, InputError, PlanError
 from planner.executor.build import loaded_model
-from planner.executor.checkpoint import Checkpointer, Found
+from planner.executor.checkpoint import Checkpointer, Found, check_kept
 from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
 from planner.executor.mesh import build_mesh, check_world_size, device_of
@@ -128,6 +128,8 @@ def prepare(
     groups = parameter_groups(named, options.optimization)
     optimizer = build_optimizer(groups, plan.training.optimizer, options.optimization.learning_rate)
     options.check_offload(plan.offload)
+    if checkpointer is not None:
+        check_kept(model)
     if options.offload_dir is not None:
         put_on_disk(optimizer, plan.training.optimizer, options.offload_dir)
     return Run(model, optimizer, mesh, data, options, eval_data, checkpointer)

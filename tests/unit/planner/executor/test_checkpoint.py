@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint import Checkpointer
+from planner.errors import InputError, ModelError, PlannerError
+from planner.executor.checkpoint import Checkpointer, check_kept
 from planner.executor.mesh import build_mesh
 from planner.executor.optimizer import build_optimizer
 from planner.executor.parallelize import ParallelModel, parallelize
@@ -200,3 +200,18 @@ def test_tensors_of_any_kind_come_back(started: Started, tmp_path: Path) -> None
     for name, value in kinds.items():
         assert torch.equal(buffers[name], value)
         del model.roots[0]._buffers[name]
+
+
+class Counting(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+
+def test_what_is_no_tensor_is_refused_before_the_first_step(started: Started) -> None:
+    """The first save ended the run with an error of Python's, and what was trained until then was lost."""
+    model, _ = started
+    check_kept(model)
+    model.roots[0].add_module("counting", Counting(1, 1))
+    with pytest.raises(ModelError, match="counting._extra_state"):
+        check_kept(model)
+    del model.roots[0]._modules["counting"]
