@@ -32,7 +32,8 @@ def norm_of_all(parameters: Sequence[nn.Parameter], ties: Sequence[TiedGradient]
         if gradient is None:
             continue
         local, parts = _local(gradient)
-        square = torch.linalg.vector_norm(local, dtype=torch.float64).square()
+        numbers = torch.view_as_real(local) if local.is_complex() else local
+        square = torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
         total += square * parts / (ranks * copies.get(id(parameter), 1))
     dist.all_reduce(total)
     return total.sqrt()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +13,13 @@ from costmodels.vocabulary.choices import Optimizer
 from planner.executor.options import DEFAULT_LEARNING_RATE, Decay, LearningRate, Optimization
 
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD.
-    Optimizer.ADAMW: functools.partial(torch.optim.AdamW, fused=True),
-    Optimizer.ADAM: functools.partial(torch.optim.Adam, fused=True),
+    Optimizer.ADAMW: torch.optim.AdamW,
+    Optimizer.ADAM: torch.optim.Adam,
     Optimizer.SGD: torch.optim.SGD,
 }
+# One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD, and fuses
+# nothing where numbers are complex.
+_FUSED = (Optimizer.ADAMW, Optimizer.ADAM)
 WSD_DECAY_SHARE = 0.1  # of all steps; Hu et al., "MiniCPM", 2024, found about a tenth to be enough
 
 
@@ -58,4 +59,6 @@ def build_optimizer(
     """The plan's optimiser over this rank's shards of the trainable parameters, or over groups of them."""
     rate = DEFAULT_LEARNING_RATE[name] if learning_rate is None else learning_rate
     given = [p for p in parameters if isinstance(p, dict) or p.requires_grad]
-    return _OPTIMIZERS[name](given, lr=rate)
+    every = [p for each in given for p in (each["params"] if isinstance(each, dict) else [each])]
+    options = {"fused": True} if name in _FUSED and not any(p.is_complex() for p in every) else {}
+    return _OPTIMIZERS[name](given, lr=rate, **options)

@@ -97,6 +97,15 @@ def test_one_group_of_torch_s_own_by_default() -> None:
     assert len(groups[0]["params"]) == 5
 
 
+@pytest.mark.parametrize("name", Optimizer)
+def test_complex_parameters_are_trained(name: Optimizer) -> None:
+    """Adam ended in an error of torch's, which fuses real numbers alone."""
+    parameter = nn.Parameter(torch.tensor([1 + 2j, -1j]))
+    parameter.grad = torch.tensor([2j, 1 + 0j])
+    build_optimizer([parameter], name, 0.1).step()
+    assert bool((parameter.detach() != torch.tensor([1 + 2j, -1j])).all())
+
+
 def test_what_is_asked_for_at_steps_that_do_not_come_is_told() -> None:
     options = RunOptions(steps=50, data=DataOptions(eval_every=20), profile=(30, Path("profile")))
     assert options.never_comes(0) == []
