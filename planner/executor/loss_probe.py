@@ -2,12 +2,13 @@
 
 The model runs once for the kinds of its outputs (``outputs.py``); these are filled with random numbers, and the loss
 is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
-up agree by chance. Every label of the data (0 to 255) stands in one half once and all but one of them are missing in
-the other, so that ignoring any of them shows; then some of one half's labels are -100. What is a mean over sequences
-without these alone is trained on batches without them. Other labels and inputs that may be special to the loss, such as
-that of padding, are the numbers that it hands to torch: each stands in one half alone. Every input that the loss reads
-is made to differ between the halves, whatever its given rows are (``unlike_inputs.py``). What a model returns of a
-batch as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
+up agree by chance. Every label of the data (0 to 255, or as many as the model tells apart) stands in one half once
+and all but one of them are missing in the other, so that ignoring any of them shows; then some of one half's labels
+are -100. What is a mean over sequences without these alone is trained on batches without them. Other labels and inputs
+that may be special to the loss, such as that of padding, are the numbers that it hands to torch: each stands in one
+half alone. Every input that the loss reads is made to differ between the halves, whatever its given rows are
+(``unlike_inputs.py``). What a model returns of a batch as a whole, such as a balance loss, is another number in each
+half: nobody knows how it adds up.
 """
 
 from __future__ import annotations
@@ -73,25 +74,27 @@ def recognised(
         other = output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
     except UntriedError as error:
         return dataclasses.replace(loss, doubt=str(error))
-    try:
-        made_up = _Output.made_up(output, size, other)
-        batch = {LABELS: _labels(size, length), **batch}
-        with _Numbers() as numbers:
-            plain = loss.function(made_up.value, batch)
-        if isinstance(plain, tuple):
-            return dataclasses.replace(loss, reduction=Reduction.COUNTED)
-        found = _tried(loss, made_up, batch, numbers, length)
-    except Exception:  # whatever a user's loss raises at what is made up
-        found = loss
+    found = loss
+    for num_classes in _num_classes(output):
+        with contextlib.suppress(Exception):  # whatever a user's loss raises at what is made up, or at such labels
+            found = _tried(loss, _Output.made_up(output, size, other), batch, (size, length), num_classes)
+            break
     is_own = is_given_labels and found.reduction is Reduction.UNKNOWN
     return dataclasses.replace(found, doubt=found.doubt or OF_FORWARD) if is_own else found
 
 
-def _tried(loss: TrainingLoss, output: _Output, batch: Inputs, numbers: _Numbers, length: int) -> TrainingLoss:
+def _tried(
+    loss: TrainingLoss, output: _Output, batch: Inputs, shape: tuple[int, int], num_classes: int
+) -> TrainingLoss:
     """What ``loss`` is on ``batch``, on others whose halves differ, and where labels are ignored."""
-    size = len(batch[LABELS])
+    size, length = shape
+    batch = {LABELS: _labels(size, length, min(NUM_BYTE_TOKENS, num_classes)), **batch}
+    with _Numbers() as numbers:
+        plain = loss.function(output.value, batch)
+    if isinstance(plain, tuple):
+        return dataclasses.replace(loss, reduction=Reduction.COUNTED)
     trials = [_trial(loss, output, batch)]
-    special = [number for number in numbers.found if 0 <= number < _num_classes(output.value)][:MOST_SPECIAL]
+    special = [number for number in numbers.found if 0 <= number < num_classes][:MOST_SPECIAL]
     if special:
         trials.append(_trial(loss, output, _with(special, batch, size)))
     read = [name for name, tensor in batch.items() if id(tensor) in numbers.read and len(tensor) == size]
@@ -185,10 +188,10 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
-def _num_classes(output: object) -> int:
-    """How many labels there may be: of logits, the last axis."""
-    sizes = [leaf.shape[-1] for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
-    return min(sizes, default=NUM_BYTE_TOKENS)
+def _num_classes(output: object) -> list[int]:
+    """How many labels there may be, the most first: of logits, the last axis, but which output is logits?"""
+    sizes = {leaf.shape[-1] for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1}
+    return sorted(sizes | {NUM_BYTE_TOKENS}, reverse=True)
 
 
 def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
@@ -222,9 +225,9 @@ def _trial(loss: TrainingLoss, output: _Output, batch: Inputs) -> _Trial:
         return _Trial(value(slice(0, size)), values, (first, second), (later, later_second))
 
 
-def _labels(size: int, length: int) -> torch.Tensor:
+def _labels(size: int, length: int, num_labels: int) -> torch.Tensor:
     """Every label in the first half, one and the same in the second."""
-    each = torch.arange(size // 2 * length).remainder(NUM_BYTE_TOKENS).view(size // 2, length)
+    each = torch.arange(size // 2 * length).remainder(num_labels).view(size // 2, length)
     return torch.cat((each, torch.ones_like(each)))
 
 

@@ -22,9 +22,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class Toy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = VOCAB) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.embedding, self.head = nn.Embedding(vocab, 8), nn.Linear(8, vocab)
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": self.head(self.embedding(input_ids))}
@@ -105,6 +105,32 @@ def test_a_pair_counts_for_itself() -> None:
 def test_a_mean_that_ignores_another_label_is_not_taken_for_one(ignored: int) -> None:
     loss = find(lambda output, batch: cross_entropy(output, batch, ignore_index=ignored))
     assert loss.reduction is Reduction.UNKNOWN
+
+
+@pytest.mark.parametrize("vocab", [10, 64])
+def test_a_loss_of_few_classes_is_tried_on_labels_that_there_are(vocab: int) -> None:
+    """Every such loss was refused in parts, a pair too: torch's cross entropy takes no label 255 of 64."""
+    assert Toy(vocab).head.out_features == vocab
+    mean = find(cross_entropy, Toy(vocab))
+    assert mean.weight is not None
+    assert int(mean.weight({"labels": torch.tensor([[1, -100, 2]])})) == 2
+    pair = find(lambda o, b: (cross_entropy(o, b, reduction="sum"), (b["labels"] >= 0).sum()), Toy(vocab))
+    assert pair.reduction is Reduction.COUNTED
+    assert find(lambda o, b: cross_entropy(o, b, ignore_index=7), Toy(vocab)).reduction is Reduction.UNKNOWN
+
+
+class Telling(Toy):
+    """Returns hidden values beside its logits."""
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": self.embedding(input_ids), **super().forward(input_ids)}
+
+
+def test_an_ignored_label_is_seen_whatever_else_the_model_returns() -> None:
+    """Labels were tried up to the size of the narrowest output: of padding beyond it nobody knew, and it counted."""
+    padded = find(lambda o, b: cross_entropy(o, b, ignore_index=VOCAB - 1), Telling())
+    assert padded.reduction is Reduction.UNKNOWN
+    assert find(cross_entropy, Telling()).reduction is Reduction.MEAN
 
 
 def masked_by(inputs_but: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
