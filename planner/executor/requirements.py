@@ -133,14 +133,18 @@ def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
 
 
 def statistics_note(module: nn.Module, num_parts: int, part: int) -> str | None:
-    """What to say of layers that normalise over samples, where a batch is ``num_parts`` times ``part`` samples."""
-    over_samples = [fqn for fqn, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
-    if not over_samples or num_parts == 1:
-        return None
-    return (
-        f"{', '.join(over_samples[:NUM_NAMED])}: batch normalisation sees {part} samples at a time, not the "
-        f"{num_parts * part} of the global batch, so that it trains otherwise than one process that takes all at once"
-    )
+    """What to say of layers that look at all samples, where a batch is ``num_parts`` times ``part`` of them."""
+    layers = list(module.named_modules())
+    for what, found in (
+        ("batch normalisation", [fqn for fqn, layer in layers if isinstance(layer, _BatchNorm) and layer.training]),
+        ("scale_grad_by_freq", [fqn for fqn, layer in layers if getattr(layer, "scale_grad_by_freq", False)]),
+    ):
+        if found and num_parts > 1:
+            return (
+                f"{', '.join(found[:NUM_NAMED])}: {what} sees {part} samples at a time, not the {num_parts * part} of "
+                "the global batch, so that it trains otherwise than one process that takes all at once"
+            )
+    return None
 
 
 @contextlib.contextmanager

@@ -181,6 +181,13 @@ def test_batch_norm_without_buffers_is_told_of_where_it_sees_parts() -> None:
     assert statistics_note(model.eval(), 4, 2) is None
 
 
+def test_embeddings_that_count_their_tokens_are_told_of_where_they_see_parts() -> None:
+    """Their gradients were those of parts, and nobody said so."""
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Embedding(16, 8, scale_grad_by_freq=True))
+    assert "1: scale_grad_by_freq sees 2 samples at a time, not the 8" in str(statistics_note(model, 4, 2))
+    assert statistics_note(model, 1, 8) is None
+
+
 @pytest.mark.parametrize("kind", ["where values are needed", "uncounted"])
 def test_what_shows_only_with_values_is_found_in_a_step(kind: str) -> None:
     model, plan = Toy(kind), plan_of(MeshSection(dp_shard=2))
