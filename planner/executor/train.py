@@ -32,10 +32,10 @@ from planner.executor.start import Start, started
 from planner.executor.states_on_disk import put_on_disk
 from planner.executor.step import evaluate, local_batch, train_step
 from planner.executor.watch import watched
-from planner.model_file import LoadedModel
+from planner.model_file import LoadedModel, digest_of
 from planner.plan.checks import degrees_text
 from planner.plan.manifest import Progress
-from planner.plan.schema import Plan
+from planner.plan.schema import ModelSection, Plan
 
 _DIVERGED = "try a smaller --learning-rate, or look for what overflows in the model or the data"
 
@@ -212,6 +212,7 @@ def _save(run: Run, step: int) -> None:
             layout=degrees_text(run.model.plan),
             data=run.data.text,
             optimization=run.optimization,
+            model=_model_text(run.model.plan.model),
         ),
     )
 
@@ -238,11 +239,18 @@ def _found(checkpointer: Checkpointer | None, options: RunOptions, plan: Plan) -
 def _say_what_changed(run: Run, progress: Progress) -> None:
     """Warns where the run goes on otherwise than it began; a checkpoint of an earlier version does not say how."""
     for what, before, now in (
-        ("data", progress.data, run.data.text),
-        ("optimisation", progress.optimization, run.optimization),
+        ("another model", progress.model, _model_text(run.model.plan.model)),
+        ("other data", progress.data, run.data.text),
+        ("other optimisation", progress.optimization, run.optimization),
     ):
         if before is not None and before != now:
-            say(f"warning: the run goes on with other {what}: before {before}; now {now}")
+            say(f"warning: the run goes on with {what}: before {before}; now {now}")
+
+
+def _model_text(model: ModelSection) -> str:
+    """The same for the same code or config wherever it lies."""
+    contents = model.files or {"": model.digest}
+    return f"code or config ({digest_of(*(text for pair in sorted(contents.items()) for text in pair))[:12]})"
 
 
 def _origin(progress: Progress, plan: Plan) -> int:

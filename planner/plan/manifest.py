@@ -73,6 +73,7 @@ class Progress(_Value):
     # Compared where a run goes on, for what changed to be said; None in checkpoints of earlier versions.
     data: str | None = None
     optimization: str | None = None
+    model: str | None = None  # of the code or config, whose names and shapes may be another model's
 
 
 class Manifest(_Value):

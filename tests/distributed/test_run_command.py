@@ -290,7 +290,7 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(tmp_p
 
 
 def test_going_on_otherwise_is_said(tmp_path: Path) -> None:
-    """Other data and another rate, as where an option is forgotten, went on without a word."""
+    """Other data and another rate, as where an option is forgotten, or another model went on without a word."""
     plan, folder = str(two_rank_plan(tmp_path, TWO_LAYER_MODEL)), tmp_path / "checkpoints"
     (tmp_path / "one.txt").write_bytes(b"one text, and another " * 200)
     begun = ("--data", str(tmp_path / "one.txt"), "--lr-schedule", "cosine", "--schedule-steps", "9")
@@ -301,6 +301,10 @@ def test_going_on_otherwise_is_said(tmp_path: Path) -> None:
     assert "warning: the run goes on with other data: before 4,400 tokens of uint8 (" in other.stderr
     assert ("warning: the run goes on with other optimisation: before cosine learning rate 0.0003, to 0 of it after "
             "step 9; now constant learning rate 0.0003") in other.stderr  # fmt: skip
+    assert "with another model" not in other.stderr
+    two_rank_plan(tmp_path, TWO_LAYER_MODEL.replace("self.embedding(input_ids)", "self.embedding(input_ids).relu()"))
+    changed = run(plan, "--steps", "3", "--checkpoint-dir", str(folder), "--resume")
+    assert "warning: the run goes on with another model: before code or config (" in changed.stderr
 
 
 def test_everything_around_a_step(tmp_path: Path) -> None:
