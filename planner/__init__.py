@@ -148,8 +148,9 @@ def parallelize(
     ``labels`` are none of tokens those too; None: token ids, int64 (micro-batch, sequence).
     ``forward_backward(batch)`` of what is returned runs the micro-batches of one step, where ``batch`` is this
     data-parallel rank's part of the global batch with its ``labels``, nested like ``inputs``; its ``parameters()`` go
-    into an optimiser. ``clip_gradients(max_norm)`` is torch's ``clip_grad_norm_`` over all of the model. Raises
-    ``planner.errors.PlanError`` and ``ModelError``.
+    into an optimiser. ``clip_gradients(max_norm)`` is torch's ``clip_grad_norm_`` over all of the model.
+    ``loss_alone(batch)`` is the loss of held-back data; ``roots`` are the modules of this rank, for their modes and
+    states. Raises ``planner.errors.PlanError`` and ``ModelError``.
     """
     from planner.executor.in_script import parallelized
     from planner.plan.schema import Plan

@@ -135,16 +135,20 @@ class ParallelModel:
         return [(parameter, gradient) for parameter, gradient in before if gradient is not None]
 
     def loss_alone(self, batch: object) -> torch.Tensor:
-        """The loss as ``forward_backward`` gives it; no gradients are left, and none may be there from before.
+        """The loss as ``forward_backward`` gives it; gradients stay as they were.
 
         Through a pipeline it takes as long as a step: of torch's schedules those that split backward passes cannot run
         without them.
         """
-        if self.schedule is not None:
-            share = self.forward_backward(batch)
-            for parameter in self.parameters():
-                parameter.grad = None
-            return share
+        before = [(parameter, parameter.grad) for parameter in self.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        share = self.forward_backward(batch) if self.schedule is not None else self._forward(batch)
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        return share
+
+    def _forward(self, batch: object) -> torch.Tensor:
         whole = self._scaled(batch)
         with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1):
             losses = [self.stages[0](**part) for part in self._parts(whole)]

@@ -66,7 +66,10 @@ def test_mixed_precision_learns(name: str, outcomes: dict[str, Outcome]) -> None
 @pytest.mark.parametrize("loss", ["weighed", "counted"])
 @pytest.mark.parametrize("name", TWICE_CASES)
 def test_gradients_of_two_calls_add_up(name: str, loss: str, outcomes: dict[str, Outcome]) -> None:
-    """Tied parameters were summed up again, and gradients of counted losses scaled again."""
+    """Tied parameters were summed up again, and gradients of counted losses scaled again.
+
+    An evaluation between them dropped gradients under a pipeline, and scaled those of counted losses.
+    """
     error = outcomes[name][loss]
     assert isinstance(error, float)
     assert error < 1e-5

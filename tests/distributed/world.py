@@ -182,7 +182,10 @@ def _count(case: Case) -> dict[str, object]:
 
 
 def _twice(case: Case, loss: TrainingLoss) -> float:
-    """How far the gradients of two calls are from twice those of one, as a share of the largest; of all ranks."""
+    """How far the gradients of two calls are from twice those of one, as a share of the largest; of all ranks.
+
+    After each the loss is looked at, which is to leave them alone.
+    """
     plan = case.plan()
     mesh = _mesh_of(plan)
     inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
@@ -191,6 +194,7 @@ def _twice(case: Case, loss: TrainingLoss) -> float:
     once: list[torch.Tensor] = []
     for _ in range(2):
         model.forward_backward({"input_ids": tokens, "labels": labels})
+        model.loss_alone({"input_ids": tokens, "labels": labels})
         once = once or [_local_gradient(parameter).clone() for parameter in model.parameters()]
     both = [_local_gradient(parameter) for parameter in model.parameters()]
     pairs = zip(once, both, strict=True)
