@@ -147,7 +147,7 @@ class Checkpointer:
 
         A save that failed is told on rank 0 and training goes on: the checkpoint before it is still there.
         """
-        self._wait(lambda text: print(f"warning: {shown(text)}", file=sys.stderr, flush=True))
+        self.wait()
         if progress.step == self._saved:
             return
         writer = ManifestWriter(self._folder / f"{_PREFIX}{progress.step}", progress, self._prune)
@@ -159,6 +159,10 @@ class Checkpointer:
         )
         assert isinstance(future, Future)
         self._under_way = progress.step, future
+
+    def wait(self) -> None:
+        """Returns once nothing is being written; a save that failed is told on rank 0."""
+        self._wait(lambda text: print(f"warning: {shown(text)}", file=sys.stderr, flush=True))
 
     def close(self) -> None:
         """Waits for what is being written. PlannerError where the last save failed."""

@@ -139,7 +139,11 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
     options, plan = run.options, run.model.plan
     log = RunLog(options.log, plan, device, first) if options.log.is_wanted else None
     saves = run.checkpointer is not None
-    with watched(options.timeout_s) as finished, told_to_stop(device, enabled=saves) as is_to_stop:
+    with (
+        watched(options.timeout_s) as finished,
+        told_to_stop(device, enabled=saves) as is_to_stop,
+        written_before_diverging(run.checkpointer),
+    ):
         step = first
         while step < options.steps:
             seed_rank(options.seed or 0, run.mesh, step)
@@ -173,6 +177,17 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
             if step < options.steps:
                 say(f"told to stop: step {step} is saved")
         return step >= options.steps
+
+
+@contextlib.contextmanager
+def written_before_diverging(checkpointer: Checkpointer | None) -> Generator[None]:
+    """Where training cannot go on, which all ranks know at once, the checkpoint that is being written gets its name."""
+    try:
+        yield
+    except DivergedError:
+        if checkpointer is not None:
+            checkpointer.wait()
+        raise
 
 
 def timed_step(run: Run, step: int) -> StepReport:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import shutil
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ import torch.distributed as dist
 
 from costmodels.vocabulary.choices import Optimizer, Precision
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.errors import InputError, ModelError, PlannerError
+from planner.errors import DivergedError, InputError, ModelError, PlannerError
 from planner.executor.checkpoint import Checkpointer, check_kept
+from planner.executor.checkpoint_storage import ManifestWriter
 from planner.executor.mesh import build_mesh
 from planner.executor.optimizer import build_optimizer
 from planner.executor.parallelize import ParallelModel, parallelize
 from planner.executor.ranks import quiet_torch
+from planner.executor.train import written_before_diverging
 from planner.models.loss import NEXT_TOKEN
 from planner.plan.manifest import Progress, read_manifest
 from planner.plan.schema import (
@@ -200,6 +204,26 @@ def test_tensors_of_any_kind_come_back(started: Started, tmp_path: Path) -> None
     for name, value in kinds.items():
         assert torch.equal(buffers[name], value)
         del model.roots[0]._buffers[name]
+
+
+def test_what_is_being_written_is_kept_where_training_diverges(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ended first: all steps since the checkpoint before were lost."""
+    finish = ManifestWriter.finish
+
+    def slowly(self: ManifestWriter, **given: Any) -> None:
+        time.sleep(0.3)
+        finish(self, **given)
+
+    monkeypatch.setattr(ManifestWriter, "finish", slowly)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    save(checkpointer, started, 1)
+    assert names(tmp_path) != ["step-1"]
+    with pytest.raises(DivergedError), written_before_diverging(checkpointer):
+        raise DivergedError("the loss is nan")
+    assert names(tmp_path) == ["step-1"]
+    checkpointer.close()
 
 
 class Counting(torch.nn.Linear):
