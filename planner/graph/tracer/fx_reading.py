@@ -108,6 +108,20 @@ def past_same_shape(value: object) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
+def writes_sequence_first(attention: fx.Node) -> bool:
+    """Whether CUDA's kernel of this attention lays its output out as (batch, sequence, heads, width).
+
+    Flash attention and cuDNN lay it out as the query is (torch/_meta_registrations.py). The memory-efficient kernel
+    always writes so; it runs in float32, with a mask, and where values are of another width than keys.
+    """
+    given = dict(named_arguments(attention))
+    nodes = (given[name] for name in ("query", "key", "value"))
+    query, key, value = (node.meta["val"] for node in nodes if isinstance(node, fx.Node))
+    if given.get("attn_mask") is not None or query.dtype is torch.float32 or key.shape[-1] != value.shape[-1]:
+        return True
+    return query.stride(1) <= query.stride(2)
+
+
 def inlined_region(module: nn.Module, node: fx.Node) -> tuple[fx.GraphModule, list[object], bool | None] | None:
     """The graph, arguments and gradient mode of a region wrapped by set_grad_enabled or autocast."""
     position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(str(node.target))

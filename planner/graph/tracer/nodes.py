@@ -34,6 +34,7 @@ from planner.graph.tracer.fx_reading import (
     storage_of,
     tensor_value,
     values_of,
+    writes_sequence_first,
 )
 from planner.graph.tracer.measured import Measurements
 from planner.graph.tracer.program import GRAD_ENABLED, MODEL, Program
@@ -323,8 +324,8 @@ class NodeBuilder:
     def _is_free_on_cuda(self, node: fx.Node) -> bool:
         """Whether this copies attention's output back to (batch, sequence, heads, width).
 
-        CUDA's attention kernels write that layout, so there ``transpose(1, 2).reshape(...)`` is a
-        view; the meta device's is (batch, heads, sequence, width), where it is a copy.
+        Where CUDA's kernel writes that layout ``transpose(1, 2).reshape(...)`` is a view; the meta device's is always
+        (batch, heads, sequence, width), where it is a copy.
         """
         if not operator_run_by(node).has(Trait.KEEPS_ORDER):
             return False
@@ -335,7 +336,8 @@ class NodeBuilder:
         if attention is None or operator_run_by(attention).work.op_class is not OpClass.ATTENTION:
             return False
         before, after = attention.meta["val"].shape, parent.meta["val"].shape
-        return len(before) == 4 and after == (before[0], before[2], before[1], before[3])
+        is_back = len(before) == 4 and after == (before[0], before[2], before[1], before[3])
+        return is_back and writes_sequence_first(attention)
 
     def _saved(self, node: fx.Node, call: OpCall) -> tuple[Saved, Products | None]:
         """What ``call`` keeps; without a rule, that and its products as a run on meta shows them."""

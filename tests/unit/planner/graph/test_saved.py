@@ -94,6 +94,40 @@ def test_equals_autograd_on_the_cpu_for_huggingface(name: str, tmp_path: Path) -
     assert kept_by_autograd(model, torch.float32) - graph.saved_activation_bytes == 4
 
 
+ROTATED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.qkv, self.output, self.head = nn.Linear(64, 192), nn.Linear(64, 64), nn.Linear(64, 256)
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        a, b = q.chunk(2, dim=-1)
+        q = {query}
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(self.output(y.transpose(1, 2).reshape(x.shape)))
+
+def build_model():
+    return Attention()
+"""
+
+
+def test_attention_lays_its_output_out_as_its_query_is(tmp_path: Path) -> None:
+    """Heads before positions, as ``torch.cat`` writes them: then the projection keeps a copy of attention's output."""
+    kept, of_autograd = list[int](), list[int]()
+    for number, query in enumerate(("q * 2", "torch.cat((a * 2, b * 2), dim=-1)")):
+        (tmp_path / str(number)).mkdir()
+        model = loaded_from_code(ROTATED.format(query=query), tmp_path / str(number))
+        kept.append(trace_model(model, BATCH, SEQ_LEN, "bfloat16").saved_activation_bytes)
+        of_autograd.append(kept_by_autograd(model, torch.bfloat16))
+    assert kept[1] - kept[0] == of_autograd[1] - of_autograd[0] == TOKENS * HIDDEN * 2
+
+
 def test_a_storage_counts_once_however_many_keep_it() -> None:
     graph = graph_of("llama-tiny")
     each = sum(graph.nodes[s].output_bytes for node in graph.nodes for s in node.saves)
