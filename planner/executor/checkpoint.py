@@ -171,7 +171,8 @@ class Checkpointer:
         if self._first_rank:
             self._unlock()
         if problems:
-            raise PlannerError(problems[0], hint="the newest whole checkpoint is still there; look at its disk")
+            kept = f"{_PREFIX}{self._saved} is still there" if self._saved else "there is none from before"
+            raise PlannerError(problems[0], hint=f"{kept}; look at the disk of {self._folder}")
 
     def _wait(self, tell: Callable[[str], object], on: int | None = 0) -> None:
         if self._under_way is None:

@@ -115,8 +115,18 @@ def test_a_save_that_fails_is_told_and_tried_again(
     assert names(tmp_path) == [".step-2.partial", "step-1", "step-3"]
     (tmp_path / ".step-4.partial").write_text("in the way")
     save(checkpointer, started, 4)
-    with pytest.raises(PlannerError, match="step-4 was not written"):
+    with pytest.raises(PlannerError, match="step-4 was not written") as failed:
         checkpointer.close()
+    assert "step-3 is still there" in str(failed.value.hint)
+
+
+def test_where_the_first_save_fails_nothing_is_said_to_be_there(started: Started, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    (tmp_path / ".step-1.partial").write_text("in the way")
+    save(checkpointer, started, 1)
+    with pytest.raises(PlannerError) as failed:
+        checkpointer.close()
+    assert "there is none from before" in str(failed.value.hint)
 
 
 def test_a_save_that_found_no_room_leaves_it_to_the_next(started: Started, tmp_path: Path) -> None:
