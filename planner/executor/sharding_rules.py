@@ -133,7 +133,7 @@ def _for_gradient(
     like, size, stride = args
     assert isinstance(like, DTensor)
     mesh, local = like.device_mesh, like._local_tensor
-    node = cast(Node | None, torch._C._current_autograd_node())
+    node = _node_of_backward()
     is_written_to = node is not None and node.name().endswith("CopySlices")
     if is_written_to or tuple(size) != tuple(like.shape):
         placements, made = (Replicate(),) * mesh.ndim, operator(local, size, stride, **kwargs)
@@ -141,6 +141,11 @@ def _for_gradient(
         placements, strides = like.placements, compute_local_stride(tuple(stride), tuple(local.shape))
         made = operator(local, local.shape, strides, **kwargs)
     return DTensor.from_local(made, mesh, placements, run_check=False, shape=torch.Size(size), stride=tuple(stride))
+
+
+def _node_of_backward() -> Node | None:
+    """The node that a backward pass is at, if one is under way."""
+    return cast(Node | None, torch._C._current_autograd_node())
 
 
 def _strided(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -176,7 +181,7 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         try:
             found = propagate(operator, args, kwargs, info, *others, **options)
         except RuntimeError as error:
-            is_of_gradient = torch._C._current_autograd_node() is not None  # others may write to what a view shows
+            is_of_gradient = _node_of_backward() is not None  # what others view they may write to
             if not isinstance(error, NotImplementedError) and not (is_of_gradient and operator in _views()):
                 raise
             if not operator._schema.is_mutable:
