@@ -10,6 +10,7 @@ COLLECTIVES = (
         work=ONE_PASS,
         saved=None,
         placements=None,
+        samples=None,
         kept_as=named(
             "_c10d_functional.all_reduce _c10d_functional.all_gather_into_tensor "
             "_c10d_functional.reduce_scatter_tensor _c10d_functional.all_to_all_single"

@@ -18,7 +18,7 @@ def pairs_of(equation: str, shapes: Sequence[Sequence[int]], path: Sequence[int]
     ``path``: the positions that meet, two at a time (opt_einsum's); None: from the left, as torch goes without one.
     What only multiplies elements has no FLOPs, as in torch, where it is no product of matrices.
     """
-    terms, result = _labelled(equation, [len(shape) for shape in shapes])
+    terms, result = labelled(equation, [len(shape) for shape in shapes])
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for label, size in zip(term, shape, strict=True):
@@ -37,7 +37,7 @@ def pairs_of(equation: str, shapes: Sequence[Sequence[int]], path: Sequence[int]
     return pairs
 
 
-def _labelled(equation: str, num_dims: Sequence[int]) -> tuple[list[Labels], Labels]:
+def labelled(equation: str, num_dims: Sequence[int]) -> tuple[list[Labels], Labels]:
     """The labels of each operand's dims and of the result's; dims of an ellipsis have their place from the right."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms = [_with_dims(term, dims) for term, dims in zip(inputs.split(","), num_dims, strict=True)]

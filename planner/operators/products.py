@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hardware_profiles.vocabulary import OpClass
-from planner.operators import placement_rules, product_rules, saved_rules
+from planner.operators import placement_rules, product_rules, sample_rules, saved_rules
 from planner.operators.record import ONE_PASS, PLAIN, Operator, Trait, named, traits
 from planner.operators.traffic_rules import (
     features_backward,
@@ -43,6 +43,7 @@ PRODUCTS = (
         work=_LINEAR,
         saved=saved_rules.factors_of_product,
         placements=placement_rules.linear,
+        samples=sample_rules.linear,
         kept_as=(*_MATRIX_PRODUCTS, "aten.linear"),
         traits=_EIGHT_BIT,
     ),
@@ -51,6 +52,7 @@ PRODUCTS = (
         work=_PRODUCT,
         saved=saved_rules.factors_of_batches,
         placements=placement_rules.mm,
+        samples=sample_rules.product,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
     ),
@@ -59,6 +61,7 @@ PRODUCTS = (
         work=_PRODUCT,
         saved=saved_rules.factors_of_product,
         placements=None,
+        samples=None,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
     ),
@@ -67,6 +70,7 @@ PRODUCTS = (
         work=_PRODUCT,
         saved=saved_rules.factors_besides_summand,
         placements=placement_rules.addmm,
+        samples=sample_rules.product,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
     ),
@@ -75,6 +79,7 @@ PRODUCTS = (
         work=_PRODUCT,
         saved=saved_rules.factors_besides_summand,
         placements=None,
+        samples=sample_rules.product,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
     ),
@@ -83,6 +88,7 @@ PRODUCTS = (
         work=_EINSUM,
         saved=saved_rules.factors_of_product,
         placements=None,
+        samples=sample_rules.einsum,
         kept_as=_MATRIX_PRODUCTS,
         traits=_EIGHT_BIT,
     ),
@@ -91,6 +97,7 @@ PRODUCTS = (
         work=_BILINEAR,
         saved=saved_rules.factors_of_product,
         placements=None,
+        samples=None,
         kept_as=named("aten._trilinear"),
         traits=PLAIN,
     ),
@@ -99,6 +106,7 @@ PRODUCTS = (
         work=_GROUPED,
         saved=saved_rules.factors_of_product,
         placements=placement_rules.grouped_mm,
+        samples=None,
         kept_as=named("aten._grouped_mm transformers.grouped_mm_fallback"),
         traits=_EIGHT_BIT,
     ),
@@ -107,6 +115,7 @@ PRODUCTS = (
         work=_CONVOLUTION,
         saved=saved_rules.factors_of_product,
         placements=None,
+        samples=sample_rules.image,
         kept_as=_CONVOLUTIONS,
         traits=traits(Trait.MIXES_POSITIONS),
     ),
@@ -115,6 +124,7 @@ PRODUCTS = (
         work=_CONVOLUTION,
         saved=saved_rules.factors_of_product,
         placements=None,
+        samples=sample_rules.image,
         kept_as=_CONVOLUTIONS,
         traits=PLAIN,
     ),
@@ -123,6 +133,7 @@ PRODUCTS = (
         work=_RECURRENCE,
         saved=saved_rules.steps,
         placements=None,
+        samples=sample_rules.recurrence,
         kept_as=named("aten._cudnn_rnn aten.mkldnn_rnn_layer"),
         traits=traits(Trait.MIXES_POSITIONS, Trait.STEPS),
     ),
@@ -131,6 +142,7 @@ PRODUCTS = (
         work=_ATTENTION,
         saved=saved_rules.attention,
         placements=placement_rules.attention,
+        samples=sample_rules.attention,
         kept_as=named(
             "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu "
             "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention "

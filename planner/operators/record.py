@@ -13,6 +13,7 @@ from enum import StrEnum
 from hardware_profiles.vocabulary import OpClass
 from planner.operators.placement_rules import PlacementRule
 from planner.operators.product_rules import ProductRule, no_product
+from planner.operators.sample_rules import SampleRule
 from planner.operators.saved_rules import SavedRule
 from planner.operators.traffic_rules import (
     BackwardRule,
@@ -80,6 +81,7 @@ class Operator:
     work: WorkRules
     saved: SavedRule | None  # what autograd keeps; None: not known
     placements: PlacementRule | None  # on the tp axis besides replication; None: not known, kept replicated
+    samples: SampleRule | None  # how samples of a batch go through it; None: not known, nothing is said of it
     kept_as: tuple[str, ...]  # torch operators as which its products run: selective recomputation keeps their results
     traits: frozenset[Trait]
 
@@ -119,6 +121,7 @@ UNKNOWN = Operator(
     work=ONE_PASS,
     saved=None,
     placements=None,
+    samples=None,
     kept_as=REPEATED,  # what the executor cannot name it cannot keep
     traits=traits(Trait.EIGHT_BIT),  # products that a run finds in it are timed as all others are
 )

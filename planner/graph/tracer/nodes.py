@@ -85,6 +85,7 @@ class NodeBuilder:
         self._writes: dict[int, _Write] = {}  # owning node -> last write
         self._is_tuple: set[int] = set()
         self._reads_values: set[str] = set()
+        self._of_loss: set[int] = set()
 
     def nodes(self) -> tuple[Node, ...]:
         """All nodes; gradients that are summed where values have several users stand apart."""
@@ -101,6 +102,10 @@ class NodeBuilder:
     def reads_values(self) -> tuple[str, ...]:
         """Modules whose Python asks for values of tensors."""
         return tuple(sorted(self._reads_values))
+
+    def of_loss(self) -> frozenset[int]:
+        """Ids of operators that no module of the model ran."""
+        return frozenset(self._of_loss)
 
     def add_program(self, program: Program) -> None:
         """Adds all of a traced training step."""
@@ -263,6 +268,8 @@ class NodeBuilder:
                 **asdict(work),
             )
         )
+        if not _module_names(node):
+            self._of_loss.add(new)
         self._record(new, values, owner, entries)
         if is_mutating and owner is not None:
             self._writes[owner] = _Write(new, first.requires_grad, batch_dependent)

@@ -33,6 +33,7 @@ class StandIn:
     inputs: Batch
     batch: Batch
     device: str  # on which tensors appear that the model makes itself
+    batch_size: int
 
 
 class TrainingStep(nn.Module):
@@ -94,7 +95,7 @@ def on_valued_cpu(loaded: LoadedModel, sizes: Sizes) -> ValuedStandIn:
     if loaded.example_inputs is not token_inputs:
         known += [(fakes[key], value) for key, value in real.inputs.items()]
     inputs: Batch = {key: fakes[key] for key in real.inputs}
-    return ValuedStandIn(StandIn(model, inputs, fakes, "cpu"), mode, tuple(known))
+    return ValuedStandIn(StandIn(model, inputs, fakes, "cpu", sizes.batch_size), mode, tuple(known))
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -153,4 +154,4 @@ def _with_inputs(
     with context:
         given = by_name(loaded.example_inputs(sizes.batch_size, sizes.seq_len))
         inputs = {name: move(tensor) for name, tensor in given.items()}
-        return StandIn(model, inputs, training_batch(inputs), device)
+        return StandIn(model, inputs, training_batch(inputs), device, sizes.batch_size)

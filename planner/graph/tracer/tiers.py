@@ -22,6 +22,7 @@ from torch import nn
 from costmodels.vocabulary.choices import Precision
 from planner.errors import ModelError
 from planner.graph.assemble import GraphHeader, assemble_graph
+from planner.graph.mixing import mixing_warnings
 from planner.graph.model_graph import ModelGraph, Node, Parameter
 from planner.graph.tracer.assumptions import Assumptions, trace_with_guesses
 from planner.graph.tracer.export import export_step, quiet
@@ -192,7 +193,10 @@ def _whole(loaded: LoadedModel, stand_in: StandIn, run: Run) -> Traced:
         folder=str(loaded.source.path.resolve().parent) if loaded.source.path else "",
     )
     builder.add_program(program)
-    return Traced(builder.nodes(), builder.edges(), parameters, builder.warnings(), builder.reads_values())
+    shapes = {name: parameter.shape for parameter in parameters for name in parameter.names}
+    mixing = mixing_warnings(builder.nodes(), builder.edges(), shapes, stand_in.batch_size, builder.of_loss())
+    warnings = (*builder.warnings(), *mixing)
+    return Traced(builder.nodes(), builder.edges(), parameters, warnings, builder.reads_values())
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
