@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 from torch._ops import OpOverload
@@ -38,10 +38,15 @@ def largest_sizes() -> Generator[list[str]]:
         return said(values.new_empty(math.prod(torch.broadcast_shapes(values.shape, mask.shape))))
 
     aten = torch.ops.aten
-    stand_ins = {aten.nonzero.default: nonzero, aten.masked_select.default: masked_select}
-    before = {operator: op_implementations_dict[operator] for operator in stand_ins}
-    try:
-        op_implementations_dict.update(stand_ins)
+    with _made_by(nonzero, aten.nonzero.default), _made_by(masked_select, aten.masked_select.default):
         yield notes
+
+
+@contextlib.contextmanager
+def _made_by(stand_in: Callable[..., torch.Tensor], operator: OpOverload) -> Generator[None]:
+    before = op_implementations_dict[operator]
+    op_implementations_dict[operator] = stand_in
+    try:
+        yield
     finally:
-        op_implementations_dict.update(before)
+        op_implementations_dict[operator] = before

@@ -89,7 +89,11 @@ class _Followed:
         if rule is None or all(operand.kind is Kind.NONE for operand in operands):
             return Passed(LOST)
         shapes = tuple(self._shape(operand) for operand in node.operands)
-        return rule(Taken(shapes, tuple(operands), node.shape, node.attributes, self.batch_size, None in node.operands))
+        taken = Taken(shapes, tuple(operands), node.shape, node.attributes, self.batch_size, None in node.operands)
+        try:
+            return rule(taken)
+        except (IndexError, KeyError, ValueError):  # a form that the rule does not know, as ``where`` of a mask alone
+            return Passed(LOST)
 
     def _known(self, node: Node, operands: Sequence[Samples], samples: Samples) -> Samples:
         """``samples`` with what a rule need not say: whether they are choices, and where they were put together."""
