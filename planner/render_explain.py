@@ -145,8 +145,8 @@ def _units(compute: ComputeShares) -> RenderableType:
         Text(
             f"Of all compute {', '.join(parts)}, {max(0.0, compute.other_s) / compute.seconds:.0%} for the host and "
             f"for gradients that are added up. Roofline: the least time for the same FLOPs and bytes at the peaks of "
-            f"the GPU, {peak}. Rates count attention without its mask; its least time is that of a causal kernel, "
-            f"which skips half.\n"
+            f"the GPU, {peak}. Rates count attention without its mask; where it is causal, its least time is that "
+            f"of a kernel that skips half.\n"
         ),
     )
 

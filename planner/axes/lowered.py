@@ -88,6 +88,7 @@ class Kernel:
     saved_extra_bytes: float  # kept besides
     follows_batch: bool
     is_aligned: bool = True  # heads of attention, or sides of a product, are as wide as tensor cores want them
+    is_causal: bool = False  # attention of which a fused kernel skips what lies behind each query
 
     def times(self, share: float) -> Kernel:
         """This rank's ``share`` of its work."""
@@ -111,6 +112,7 @@ class Kernel:
             self.saved_extra_bytes * share,
             self.follows_batch,
             self.is_aligned,
+            self.is_causal,
         )
 
 

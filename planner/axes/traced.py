@@ -24,6 +24,7 @@ from planner.graph.node_operators import (
     are_heads_aligned,
     are_sides_aligned,
     is_cast,
+    is_causal,
     is_kept_by_selective_recomputation,
     is_loss,
     is_norm,
@@ -126,6 +127,7 @@ def kernel_of(graph: ModelGraph, node: Node) -> Kernel:
         saved_extra_bytes=node.saved_extra_bytes * per_sequence,
         follows_batch=node.batch_dependent,
         is_aligned=are_heads_aligned(node, graph) if is_attention else are_sides_aligned(node, graph),
+        is_causal=is_attention and is_causal(node),
     )
 
 

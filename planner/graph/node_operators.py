@@ -63,6 +63,11 @@ def runs_in_eight_bits(node: Node) -> bool:
     return is_matrix_product and operator_of(node.op).has(Trait.EIGHT_BIT)
 
 
+def is_causal(node: Node) -> bool:
+    """Whether an attention says that no query looks at what follows it; a mask that is a tensor says nothing."""
+    return node.attributes.get("is_causal") is True
+
+
 def are_heads_aligned(node: Node, graph: ModelGraph) -> bool:
     """Whether queries and values of an attention are as wide as products on tensor cores want it."""
     widths = (graph.nodes[o].shape[-1] for o in node.operands[:3] if isinstance(o, int))

@@ -23,6 +23,7 @@ from planner.layout.columns import Array
 from planner.pricing.machine import Machine
 
 SIXTEEN_BITS = "bf16"  # of products that stay out of 8 bits
+WORK_OF_CAUSAL = 0.5  # profiles rate attention by its full product as causal kernels reach it, which do half of it
 
 
 class KernelTimes(NamedTuple):
@@ -82,7 +83,8 @@ def _times_s(kernels: Sequence[Kernel], sizes: Array, machine: Machine, framewor
         else:
             if op_class is OpClass.ATTENTION:
                 rows = np.array([kernel.query_rows for kernel in own]) * grown[:, places]
-                own_loads = own_loads._replace(flops=own_loads.flops * machine.idle_factor(rows))
+                done = np.array([1.0 if kernel.is_causal else 1 / WORK_OF_CAUSAL for kernel in own])
+                own_loads = own_loads._replace(flops=own_loads.flops * done * machine.idle_factor(rows))
             found[:, places] = _product_s(own, own_loads, machine, framework, run)
     return np.where((loads.flops == 0) & (loads.num_bytes == 0), 0.0, found)
 

@@ -6,8 +6,8 @@ kernel takes: the wait for a host that is slower than the device, attention in b
 What limits a kernel is asked of the prices themselves: twice the arithmetic, or twice the memory bandwidth, whichever
 saves more; where both together save less than a quarter, most of its time is its launch. The roofline is that of
 Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009, at the peaks of the profile: the least time for these
-FLOPs and bytes. FLOPs of attention are counted without regard to a mask, and the least time is that of a causal kernel,
-which skips half of them.
+FLOPs and bytes. FLOPs of attention are counted without regard to a mask; where it is causal, the least time is that of
+a kernel that skips half of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import numpy as np
 
 from costmodels.compute import peak_of_class
 from costmodels.vocabulary.terms import Pass
-from costmodels.vocabulary.workload import OpClass
 from planner.axes.lowered import Kernel
 from planner.axes.registry import WorkLowering, work_fields
 from planner.axes.traced import representatives, whole_work
 from planner.layout.columns import Array
-from planner.pricing.kernels import kernel_times, work_of
+from planner.pricing.kernels import WORK_OF_CAUSAL, kernel_times, work_of
 from planner.pricing.machine import Machine
 from planner.pricing.placements import Decision
 from planner.pricing.target import PricingTarget
@@ -124,6 +123,6 @@ class _Kernels:
     def _roofline_s(self, kernel: Kernel, flops: float, num_bytes: float) -> float:
         device = self._machine.cluster.profile.device
         peak = peak_of_class(device, kernel.op_class, self._target.framework.precision)
-        if kernel.op_class is OpClass.ATTENTION:
-            flops /= 2
+        if kernel.is_causal:
+            flops *= WORK_OF_CAUSAL
         return max(flops / peak, num_bytes / device.memory_bandwidth_bytes_per_s.value)

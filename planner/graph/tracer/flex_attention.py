@@ -49,13 +49,21 @@ def _accept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None
     del query, key, value
 
 
+def _has_mask(options: tuple[object, ...]) -> bool:
+    """Whether a block mask leaves out pairs, whose blocks the kernel skips; without values a trace cannot say how many.
+
+    Taken as half of them, those of a causal mask. ``options`` begin with the change of scores and the block mask.
+    """
+    blocks = options[1]
+    return isinstance(blocks, tuple) and blocks[-1] is not torch_module.noop_mask
+
+
 def _as_attention(
     recorder: Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: object
 ) -> tuple[object, torch.Tensor, torch.Tensor]:
     """The output, and for each row the log-sum-exp and the largest score."""
-    del options
-    shares_heads = query.shape[1] != key.shape[1]
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    output = recorder.run(attention, (query, key, value), {"enable_gqa": True} if shares_heads else {})
+    said = {"is_causal": _has_mask(options), "enable_gqa": query.shape[1] != key.shape[1]}
+    output = recorder.run(attention, (query, key, value), {name: True for name, holds in said.items() if holds})
     rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
     return output, rows, rows.clone()

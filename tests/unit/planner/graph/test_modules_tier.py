@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from planner.graph.model_graph import ModelGraph
+from planner.graph.node_operators import is_causal
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel
 from tests.unit.planner.graph.test_saved import kept_by_autograd
@@ -229,3 +230,20 @@ def test_flex_attention_is_attention(tmp_path: Path) -> None:
     assert [block.count for block in flex.blocks] == [2]
     attention = [node for node in flex.nodes if node.op_class == "attention"]
     assert [node.source for node in attention] == ["model.py:28", "model.py:28"]
+    assert [is_causal(node) for node in attention] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("F.scaled_dot_product_attention(q, q, q, is_causal=True)", True),
+        ("F.scaled_dot_product_attention(q, q, q, None, 0.0, True)", True),
+        ("F.scaled_dot_product_attention(q, q, q)", False),
+        ("F.scaled_dot_product_attention(q, q, q, attn_mask=q.new_zeros(16, 16))", False),
+        ("torch.nn.attention.flex_attention.flex_attention(q, q, q)", False),
+    ],
+)
+def test_attention_is_causal_where_it_says_so(call: str, expected: bool, tmp_path: Path) -> None:
+    body = f"{HEADS}import torch.nn.attention.flex_attention\n        y = {call}\n        "
+    graph = trace_model(toy(body + "return x + y.transpose(1, 2).reshape(x.shape)", tmp_path), 2, 16)
+    assert [is_causal(node) for node in graph.nodes if node.op_class == "attention"] == [expected, expected]

@@ -375,3 +375,14 @@ def test_rows_stand_where_their_keys_do() -> None:
     many = data_rows(graph, decisions, states, MACHINE, framework)
     for row, key in enumerate(states):
         np.testing.assert_allclose(many[row], data_rows(graph, decisions, [key], MACHINE, framework)[0], rtol=1e-12)
+
+
+def test_attention_that_no_causal_mask_halves_takes_twice_as_long() -> None:
+    """Profiles rate attention by causal kernels, and count all pairs of those."""
+    whole = replace(kernel(OpClass.ATTENTION, 3e14, 0.0, 0.0), query_rows=1e6)
+    launch = CLUSTER.profile.device.kernel_launch_s.value
+    for times in kernel_times(
+        [replace(whole, is_causal=True), whole], np.array([1.0]), MACHINE, framework_of("planner")
+    ):
+        causal, full = times[0] - launch
+        assert full == pytest.approx(2 * causal, rel=1e-12)
