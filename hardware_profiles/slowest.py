@@ -5,9 +5,9 @@ Ranks that run the same work in step wait for the slowest of them, so a plan tha
     device, node, software  of each field what the rule beside it in the schema says (``schema.Weakest``): of each
                             rate the least, of each cost the most, the mean price. A field without a rule is an error
     efficiency              of each class what the device that is slowest at it reaches
-    network                 of each tier that of the group whose devices get least of it; where links between groups are
-                            given, a tier of its own outside blocks of gcd(devices of the groups), which no border
-                            between groups cuts
+    network                 of each tier that of the group whose devices get least of it, over blocks that no border
+                            between groups cuts: a group that fills its last node in part moves those behind it. Where
+                            links between groups are given, a tier of its own outside gcd(devices of the groups)
 """
 
 from __future__ import annotations
@@ -197,8 +197,10 @@ def _efficiency(name: OpClassName, rates: list[tuple[DeviceProfile, float, float
 
 def _tiers(mixed: MixedCluster, profiles: list[ClusterProfile], node_devices: int) -> tuple[NetworkTier, ...]:
     """One tier for each size of domain that any of the profiles has, innermost first."""
-    sizes = sorted({tier.num_devices for profile in profiles for tier in profile.tiers if tier.num_devices is not None})
-    block = gcd(*(group.cluster.num_devices for group in mixed.groups))
+    counts = [group.cluster.num_devices for group in mixed.groups]
+    domains = {tier.num_devices for profile in profiles for tier in profile.tiers if tier.num_devices is not None}
+    sizes = sorted({_uncut(domain, counts) for domain in domains} - {1})
+    block = gcd(*counts)
     border = _between_groups(mixed)
     outermost: list[int | None] = [None] if border is None else [block]
     found: list[NetworkTier] = []
@@ -210,6 +212,14 @@ def _tiers(mixed: MixedCluster, profiles: list[ClusterProfile], node_devices: in
         name = f"{tier.name}-{size}" if any(tier.name == inner.name for inner in found) else tier.name
         found.append(tier.model_copy(update={"num_devices": size, "latency_s": latency, "name": name}))
     return (*found, border) if border is not None else tuple(found)
+
+
+def _uncut(domain: int, counts: Sequence[int]) -> int:
+    """The largest blocks of ranks that lie in one domain of so many devices each, whatever the groups' order.
+
+    Ranks stand group by group, and each group begins a domain of its own.
+    """
+    return gcd(*(count if count < domain else gcd(domain, count) for count in counts))
 
 
 def _tier_joining(profile: ClusterProfile, size: int | None) -> tuple[ClusterProfile, NetworkTier]:

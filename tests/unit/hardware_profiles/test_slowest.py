@@ -1,5 +1,6 @@
 """What stands for unlike devices follows the rule beside each field, and no field can be left without one."""
 
+from itertools import permutations
 from typing import Annotated
 
 import pytest
@@ -94,3 +95,26 @@ def test_a_fitted_number_says_its_fit_and_no_other_has_one():
         Quantity(value=1, tag="fitted", source="a test")
     with pytest.raises(ValidationError, match="tagged fitted where, and only where"):
         Quantity(value=1, tag="measured", source="a test", fit=fit)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("a100-80gb:8,h100:8", [8, None]),
+        ("a100-80gb:24,h100:8", [8, None]),
+        ("a100-80gb:4,h100:12", [4, None]),  # ranks 4 to 11 are a node: eight ranks in a row are on two
+        ("h100:12,a100-80gb:12", [4, None]),
+        ("a100-80gb:3,h100:5", [None]),
+        ("gb200-nvl72:36,gb200-nvl72:36", [36, None]),
+        ("gb200-nvl72:64,h100:64", [8, 64, None]),
+    ],
+)
+def test_nobody_reaches_beyond_a_node_that_a_group_fills_in_part(text: str, sizes: list[int | None]):
+    mixed = mixed_cluster(text)
+    assert [tier.num_devices for tier in slowest_profile(mixed).tiers] == sizes
+    counts = [group.cluster.num_devices for group in mixed.groups]
+    nodes = [group.cluster.profile.node.num_devices for group in mixed.groups]
+    for order in permutations(zip(counts, nodes, strict=True)):
+        host = [(group, rank // node) for group, (count, node) in enumerate(order) for rank in range(count)]
+        inner = sizes[0] or 1
+        assert all(len(set(host[first : first + inner])) == 1 for first in range(0, len(host), inner))
