@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -149,7 +150,7 @@ def loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
 
 
 def _steps(plan: Plan, loaded: LoadedModel, loss: TrainingLoss, mesh: DeviceMesh) -> int:
-    training, module = plan.training, in_training(_in_float32(loaded.build()))
+    training, module = plan.training, in_training(_in_float32(loaded.build))
     model = parallelize(module, example_batch(loaded, plan, module), loss, plan, mesh)
     optimizer = build_optimizer(model.parameters(), training.optimizer, None)
     if model.schedule is not None:
@@ -190,17 +191,26 @@ def _torch_has_values() -> Generator[None]:
             setattr(owner, name, method)
 
 
-def _in_float32(module: nn.Module) -> nn.Module:
-    """As ``module.float()``, which cannot be done to parameters without values."""
-    made: dict[int, nn.Parameter] = {}  # so that tied ones stay tied
-    for owner in module.modules():
+def _in_float32(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module in fp32; whoever builds it may give it another dtype or device, as ``model.bfloat16()`` does."""
+    with mock.patch.object(nn.Module, "_apply", _with_new_parameters):
+        return build().float()
+
+
+def _with_new_parameters(
+    module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """What ``module._apply`` does, which changes parameters in place: those without values cannot be."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # so that tied ones stay tied
+    for owner in module.modules() if recurse else (module,):
         for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-                new = nn.Parameter(parameter.detach().to(torch.float32), requires_grad=parameter.requires_grad)
-                owner.register_parameter(name, made.setdefault(id(parameter), new))
+            with torch.no_grad():
+                converted = convert(parameter)
+            if converted is not parameter:
+                new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+                owner.register_parameter(name, made.setdefault(parameter, new))
         for name, buffer in owner.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(torch.float32)
+            owner._buffers[name] = convert(buffer)
     return module
 
 

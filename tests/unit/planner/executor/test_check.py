@@ -306,3 +306,19 @@ def test_a_linear_layer_takes_split_sequences(tmp_path: Path) -> None:
     pins = Pins(tp=2, zero=0, sequence_parallel=True)
     plan = find_plan(Request(str(file), 2, "cpu-gloo", 16, 2, Precision.FP32, pins=pins)).plan
     assert _check_rank(plan, loaded_model(plan), 0).problem is None
+
+
+def test_a_factory_may_give_its_model_another_dtype(tmp_path: Path) -> None:
+    """Torch changes parameters in place, which those without values do not let it; tied ones stay tied."""
+    tie = "\n    model[3].weight = model[0].weight\n    return model{}\n"
+    found: list[RankCheck] = []
+    for name, converted in (("plain", ""), ("converted", ".to(torch.bfloat16).double()")):
+        (file := tmp_path / f"{name}.py").write_text(
+            "import torch\n"
+            + UNNORMED.replace("return nn.Sequential", "model = nn.Sequential").rstrip()
+            + tie.format(converted)
+        )
+        plan = find_plan(Request(str(file), 1, "cpu-gloo", 16, 2, Precision.FP32)).plan
+        found.append(_check_rank(plan, loaded_model(plan), 0))
+    assert [each.problem for each in found] == [None, None]
+    assert found[0].allocated_bytes == found[1].allocated_bytes
