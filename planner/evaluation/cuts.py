@@ -77,12 +77,12 @@ def stage_sizes(units: UnitRow, num_stages: int, *, are_alike: bool = True) -> S
     Stages of unlike sizes make every round of micro-batches wait for the longest; ranks may be even all the same, where
     the head has as much work as several blocks. The first and the last stage also hold the embedding and the head, so
     they may hold fewer blocks, or none. ``are_alike``: as ``Layout.has_alike_stages``; a rank's only stage may hold any
-    number, or units alone that are no blocks, and so may those of devices faster than others. So may all stages where
-    one block has more work than another: stages of as many blocks are unlike then.
+    number, or units alone that are no blocks, if there are some between the ends, and so may those of devices faster
+    than others. So may all stages where one block has more work than another: stages of as many blocks are unlike then.
     """
     num_blocks = sum(units.is_block)
     if not (are_alike and units.has_alike_blocks):
-        return StageSizes(0, num_blocks)
+        return StageSizes(int(all(units.is_block[1:-1])), num_blocks)
     return StageSizes(max(1, num_blocks // num_stages // 2), 2 * -(-num_blocks // num_stages) + 1)
 
 
