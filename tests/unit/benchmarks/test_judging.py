@@ -235,13 +235,13 @@ def test_the_oracle_finds_what_pricing_every_cut_of_every_layout_finds(question:
 def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_path: Path) -> None:
     model = graphs.shape(SMALL_SHAPES[0], Precision.BF16)
     question = Question(
-        "llama", str(model), None, "dgx-a100-80gb:2,dgx-h100-80gb:2", graphs.read(model).seq_len, 12,
+        "llama", str(model), None, "dgx-a100-80gb:2,dgx-h100-80gb:2", graphs.read(model).seq_len, 4,
         pins=Pins(pp=1, tp=1),
     )  # fmt: skip
     reply, best = ask(question), Oracle.of(question, graphs).best()
     assert best.is_whole
     assert best.choice is not None
-    assert [share.size for share in best.choice.shares] == [3, 9]
+    assert [share.size for share in best.choice.shares] == [1, 3]
     assert disagreement(reply, best) == ""
     auditor = Auditor.of(question, graphs, tmp_path)
     document = document_of(plan_in(reply), question.model)
@@ -249,10 +249,10 @@ def test_shares_of_a_batch_are_enumerated_edited_and_judged(graphs: Graphs, tmp_
     assert choice.shares == best.choice.shares
     assert written(choice, document, auditor.facts, auditor.placed.section) == document
     changed = [edit.choice for edit in edits(choice, auditor.facts) if edit.kind == "shares"]
-    assert {tuple(share.size for share in each.shares) for each in changed} == {(2, 10), (4, 8), ()}
-    alike = choice._replace(shares=(), micro_batch_size=6)
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(2, 2), ()}
+    alike = choice._replace(shares=(), micro_batch_size=2)
     changed = [edit.choice for edit in edits(alike, auditor.facts) if edit.kind == "shares"]
-    assert {tuple(share.size for share in each.shares) for each in changed} == {(5, 7), (7, 5)}
+    assert {tuple(share.size for share in each.shares) for each in changed} == {(1, 3), (3, 1)}
     verdict = auditor.verdict(plan_in(reply))
     assert verdict.agrees
     assert verdict.refutations == ()

@@ -330,7 +330,7 @@ def test_the_batch_and_the_sequence_must_divide() -> None:
     assert violation.endswith("along the sequence of 1001 tokens; degrees that can: none")
     mixing = replace(LIMITS, context_splits=False)
     (violation,) = violations(Asked(TRAINING, Pins(cp=2), mixing))
-    assert violation.startswith("cp > 1 needs a model in which attention alone mixes positions")
+    assert violation.startswith("cp > 1 needs a model in which attention mixes positions and nothing else does")
 
 
 def test_all_contradictions_are_said_at_once() -> None:
