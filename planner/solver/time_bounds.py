@@ -319,7 +319,7 @@ class AlikeLayouts(AlikeMemory):
     def before_s(self) -> Array:
         """What the ranks before each take at least until the first micro-batch comes, and the last gradient is gone.
 
-        [layouts, ranks]. Each of their first stages holds the least blocks that it may; of a rank's only one, a unit.
+        [layouts, ranks]. Each of their first stages holds the least blocks that it may; where it may hold none, a unit.
         Where passes are split, weight gradients may come last, so the way back does not count.
         """
         splits, v, units = self.schedule.rules.splits_backward, self.virtual_stages, self.table.units

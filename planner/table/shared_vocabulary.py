@@ -19,7 +19,6 @@ import numpy as np
 from costmodels.vocabulary.terms import PLACE, Holding, Time
 from planner.layout.columns import Array
 from planner.table.cost_table import CostTable
-from planner.table.facts import UnitRow
 
 
 class VocabularySharing(StrEnum):
@@ -57,7 +56,8 @@ def with_shared_vocabulary(
     each = len(blocks) // num_stages
     shared = table.counts.size  # the place of the new kind
     order = [unit for start in range(0, len(blocks), each) for unit in (*blocks[start : start + each], None)]
-    units = UnitRow(
+    units = replace(
+        table.units,
         kinds=tuple(shared if unit is None else table.units.kinds[unit] for unit in order),
         names=tuple("vocabulary" if unit is None else table.units.names[unit] for unit in order),
         is_block=tuple(unit is not None for unit in order),
