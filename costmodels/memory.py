@@ -8,7 +8,7 @@ Bytes per parameter under FSDP2 (``fully_shard``), d = ranks that shard; the mas
     ZeRO 2                    2                  4/d         (4 + 8)/d            2 + 16/d
     ZeRO 3                    0 (gathered units  4/d         (4 + 8)/d            16/d
                               come extra)
-    fp32: the copy for compute has 4 bytes; ZeRO 0 has none. SGD without momentum: no moments.
+    fp32: the copy for compute has 4 bytes; ZeRO 0 has none. SGD has no moments, with momentum one of 4 bytes.
     Offloaded: master and moments lie on the host; ZeRO 3 keeps its shard of the copy for compute in their place, 2/d.
 
 The copy for compute exists in fp32 too: FSDP2 keeps the sharded parameters and copies them into gathered ones
@@ -31,8 +31,8 @@ from costmodels.recipe import StateFacts
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
-# torch.optim: two fp32 moments; SGD without momentum keeps nothing.
-MOMENT_BYTES = {"adamw": 8, "adam": 8, "sgd": 0}
+# torch.optim: two fp32 moments; SGD has one with momentum, and none without.
+MOMENT_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Bytes per element of a fused optimiser (torch.optim with ``fused=True``: one pass), all in fp32: Adam reads parameter,
 gradient and two moments and writes parameter and moments, 7 · 4; SGD reads parameter and gradient and writes the
-parameter, 3 · 4.
+parameter, 3 · 4. torch 2.13 does not fuse the SGD of DTensors, and with momentum it passes three times
+(torch/optim/sgd.py): the moment is scaled, the gradient is added to it, and it to the parameter, (2 + 3 + 3) · 4.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from costmodels.compute import roofline
 from costmodels.vocabulary.workload import OpClass
 from hardware_profiles.schema import DeviceProfile
 
-FP32_ACCESSES = {"adamw": 7, "adam": 7, "sgd": 3}
+FP32_ACCESSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd-momentum": 8}
 FP32_BYTES = 4
 
 

@@ -71,12 +71,19 @@ class Precision(StrEnum):
     FP8 = "fp8"
 
 
+MOMENTUM = 0.9  # of SGD that has it: Megatron-LM's default, and what recipes of vision models commonly have
+
+
 class Optimizer(StrEnum):
-    """Optimisers by their torch.optim names; what each keeps is in ``costmodels.memory``."""
+    """Optimisers by their torch.optim names; what each keeps is in ``costmodels.memory``.
+
+    torch.optim.SGD keeps nothing, or, with momentum, one moment.
+    """
 
     ADAMW = "adamw"
     ADAM = "adam"
     SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
 
 
 class Searches(StrEnum):

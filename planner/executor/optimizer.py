@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from costmodels.vocabulary.choices import Optimizer
+from costmodels.vocabulary.choices import MOMENTUM, Optimizer
 from planner.executor.options import DEFAULT_LEARNING_RATE, Decay, LearningRate, Optimization
 
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.ADAMW: torch.optim.AdamW,
     Optimizer.ADAM: torch.optim.Adam,
     Optimizer.SGD: torch.optim.SGD,
+    Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, momentum=MOMENTUM),
 }
 # One pass over the shards, as the planner prices it; torch 2.13 has no rule for DTensors in a fused SGD, and fuses
 # nothing where numbers are complex.

@@ -12,7 +12,9 @@ from planner.executor.ranks import DEFAULT_TIMEOUT_S
 from planner.executor.run_log import LogOptions
 from planner.executor.token_file import TokenDtype
 
-DEFAULT_LEARNING_RATE = {Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1}
+DEFAULT_LEARNING_RATE = {
+    Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1, Optimizer.SGD_MOMENTUM: 0.1
+}  # fmt: skip
 
 
 class LearningRate(StrEnum):

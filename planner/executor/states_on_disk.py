@@ -18,7 +18,11 @@ from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError, PlannerError
 
 ITEM_BYTES = 4  # of float32
-_MOMENTS = {Optimizer.ADAMW: ("exp_avg", "exp_avg_sq"), Optimizer.ADAM: ("exp_avg", "exp_avg_sq"), Optimizer.SGD: ()}
+_MOMENTS = {
+    Optimizer.ADAMW: ("exp_avg", "exp_avg_sq"), Optimizer.ADAM: ("exp_avg", "exp_avg_sq"), Optimizer.SGD: (),
+    Optimizer.SGD_MOMENTUM: ("momentum_buffer",),
+}  # fmt: skip
+_COUNT_STEPS = (Optimizer.ADAMW, Optimizer.ADAM)
 
 
 def put_on_disk(optimizer: torch.optim.Optimizer, name: Optimizer, folder: Path) -> None:
@@ -34,7 +38,7 @@ def put_on_disk(optimizer: torch.optim.Optimizer, name: Optimizer, folder: Path)
     for parameter, local in zip(parameters, locals_, strict=True):
         if not moments or not local.numel():
             continue  # the optimiser makes its own: of nothing
-        state = {"step": torch.zeros(())}
+        state = {"step": torch.zeros(())} if name in _COUNT_STEPS else {}
         for moment in moments:
             # a storage for each: torch's checkpoints take a DTensor with an offset into one for a plain tensor
             part = torch.frombuffer(room, dtype=torch.float32, count=local.numel(), offset=first)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from costmodels.vocabulary.choices import Optimizer
 from planner.errors import InputError
 
 Value = TypeVar("Value")
@@ -213,6 +214,17 @@ def _toml(value: object) -> str:
 def _quoted(text: str) -> str:
     """A basic string of TOML: JSON's escapes, and DEL's."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def sgd_of(name: str, momentum: object) -> Optimizer:
+    """SGD by the value of its momentum, which is under ``name``; InputError where it is no number from 0 to below 1."""
+    try:
+        value = float(str(momentum))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise InputError(f"{name} must be a number from 0 to below 1, not {momentum!r:.60}", hint="correct it")
+    return Optimizer.SGD_MOMENTUM if value else Optimizer.SGD
 
 
 def choice(name: str, word: object, known: Mapping[Value, str]) -> Value:

@@ -27,7 +27,8 @@ _NUMBERS = (
 _WORDS = (
     "pipeline-model-parallel-layout data-parallel-sharding-strategy recompute-granularity recompute-method optimizer "
     "fp8-format moe-layer-freq moe-router-score-function normalization position-embedding-type rotary-base "
-    "norm-epsilon hidden-dropout attention-dropout cp-comm-type recompute-modules rampup-batch-size"
+    "norm-epsilon hidden-dropout attention-dropout cp-comm-type recompute-modules rampup-batch-size "
+    "sgd-momentum"
 )
 _LISTS = ("cp-comm-type", "recompute-modules", "rampup-batch-size")
 _SWITCHES = (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from itertools import accumulate
 
-from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import MOMENTUM, ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
 from planner.formats.settings import Asked, Layout
@@ -23,7 +23,7 @@ ABILITIES = Abilities(
     schedules=(ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED_1F1B),  # core/pipeline_parallel/schedules.py
     recompute=tuple(Recompute),
     precisions=(Precision.BF16, Precision.FP16, Precision.FP32, Precision.FP8),
-    optimizers=(Optimizer.ADAMW, Optimizer.SGD),  # its adam decouples weight decay
+    optimizers=(Optimizer.ADAMW, Optimizer.SGD, Optimizer.SGD_MOMENTUM),  # its adam decouples weight decay
     cp_methods=(ContextMethod.RING, ContextMethod.ALL_GATHER, ContextMethod.ALL_TO_ALL),
     offloads=(Offload.NONE, Offload.CPU),  # --optimizer-cpu-offload
     cuts_unevenly=True,  # --pipeline-model-parallel-layout
@@ -171,6 +171,13 @@ def data_parallelism(layout: Layout) -> dict[str, object]:
     if layout.zero_stage > 0 and layout.dp_replicate > 1:
         found["num_distributed_optimizer_instances"] = layout.dp_replicate
     return found
+
+
+def optimizer(layout: Layout) -> dict[str, object]:
+    """Fields of OptimizerConfig: its SGD has a momentum of 0.9 where none is said."""
+    if layout.optimizer is Optimizer.ADAMW:
+        return {"optimizer": "adam"}
+    return {"optimizer": "sgd", "sgd_momentum": MOMENTUM if layout.optimizer is Optimizer.SGD_MOMENTUM else 0.0}
 
 
 def sizes(shape: FamilyConfig) -> dict[str, object]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Recompute
+from costmodels.vocabulary.choices import MOMENTUM, ContextMethod, Offload, Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError
-from planner.formats.documents import choice, flag, json_text, number, read_json, section, unread_note
+from planner.formats.documents import Document, choice, flag, json_text, number, read_json, section, sgd_of, unread_note
 from planner.formats.settings import Asked, Job, Settings
 from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "DeepSpeed v0.19.5"
-OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam", Optimizer.SGD: "SGD"}
+OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam", Optimizer.SGD: "SGD", Optimizer.SGD_MOMENTUM: "SGD"}
 OPTIMIZER_WORDS = {optimizer: name.lower() for optimizer, name in OPTIMIZERS.items()}  # which it lower-cases
 DEVICES = {Offload.NONE: "none", Offload.CPU: "cpu", Offload.NVME: "nvme"}  # runtime/zero/offload_config.py
 # A pass over all gradients in place of a scatter; whole buckets in place of one buffer: what false makes of them.
@@ -76,7 +76,7 @@ def write(job: Job) -> Written:
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.num_microbatches,
         "zero_optimization": zero,
-        "optimizer": {"type": OPTIMIZERS[layout.optimizer]},
+        "optimizer": _optimizer(layout.optimizer),
         "bf16": {"enabled": layout.precision is Precision.BF16},
         "fp16": {"enabled": layout.precision is Precision.FP16},
     }
@@ -94,6 +94,11 @@ def write(job: Job) -> Written:
     return Written(json_text(document), tuple(notes))
 
 
+def _optimizer(name: Optimizer) -> dict[str, object]:
+    params = {"params": {"momentum": MOMENTUM}} if name is Optimizer.SGD_MOMENTUM else {}
+    return {"type": OPTIMIZERS[name], **params}
+
+
 # -- reading ------------------------------------------------------------------------------------
 
 
@@ -108,7 +113,6 @@ def read(text: str) -> Read:
     cp = number(document, "sequence_parallel_size", 1) or 1
     mics = number(zero, "mics_shard_size", -1)
     sharded = None if mics in (None, -1) else mics
-    optimizer = section(document, "optimizer").get("type", "AdamW")
     whole = number(document, "train_batch_size")
     # runtime/config.py: of the two that are not there accumulation is 1, and the micro-batch what that leaves
     is_whole = whole is not None and "train_micro_batch_size_per_gpu" not in document
@@ -121,7 +125,7 @@ def read(text: str) -> Read:
         num_microbatches=number(document, "gradient_accumulation_steps", unsaid),
         global_batch_size=whole,
         precision=_precision(document),
-        optimizer=choice("optimizer.type", str(optimizer).lower(), OPTIMIZER_WORDS),
+        optimizer=_optimizer_of(section(document, "optimizer")),
         schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, sequence_parallel=False,
         recompute=Recompute.FULL if "activation_checkpointing" in document else None,
         offload=_offload(zero),
@@ -137,6 +141,13 @@ def read(text: str) -> Read:
             "priced with parameters gathered and gradients reduced beside compute, though overlap_comm is false"
         )
     return Read(settings, notes=(*notes, *unread_note(document, ON_BY_DEFAULT)))
+
+
+def _optimizer_of(given: Document) -> Optimizer:
+    """torch.optim.SGD has no momentum where ``params`` say none."""
+    found = choice("optimizer.type", str(given.get("type", "AdamW")).lower(), OPTIMIZER_WORDS)
+    momentum = section(given, "params").get("momentum", 0)
+    return sgd_of("optimizer.params.momentum", momentum) if found is Optimizer.SGD and momentum != "auto" else found
 
 
 def _check_priced(zero: dict[str, object], document: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.software import TENSOR_OVERLAP, named
 from planner.errors import InputError
 from planner.formats import megatron_core
-from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented
+from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented, sgd_of
 from planner.formats.launch import RENDEZVOUS, spread
 from planner.formats.megatron_arguments import SIZES, Arguments, arguments
 from planner.formats.settings import Job, Settings
@@ -35,7 +35,7 @@ PRECISION_FLAGS = {
     Precision.FP32: (),
     Precision.FP8: ("--bf16", "--fp8-format", "hybrid"),
 }
-OPTIMIZERS = {Optimizer.ADAMW: "adam", Optimizer.SGD: "sgd"}
+OPTIMIZERS = {"adam": Optimizer.ADAMW, "sgd": Optimizer.SGD_MOMENTUM}
 LEFT = "data, tokenizer, learning rate, number of steps and checkpoints are left to you: give them after the script"
 
 
@@ -79,7 +79,7 @@ def _layout_arguments(job: Job) -> list[tuple[str, ...]]:
         ("--micro-batch-size", str(layout.micro_batch_size)),
         ("--global-batch-size", str(layout.global_batch_size)),
         ("--seq-length", str(layout.seq_len)),
-        ("--optimizer", OPTIMIZERS[layout.optimizer]),
+        *_flags(megatron_core.optimizer(layout)),
     ]
     if PRECISION_FLAGS[layout.precision]:
         found.append(PRECISION_FLAGS[layout.precision])
@@ -219,8 +219,9 @@ def _batches(said: Arguments, numbers: Mapping[str, int]) -> Settings:
     given = said.given
     stages = _virtual_stages(given, numbers)
     precision = Precision.FP16 if given["fp16"] else Precision.BF16 if given["bf16"] else Precision.FP32
-    by_name = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
-    optimizer = _one_of("--optimizer", str(given["optimizer"] or "adam"), by_name)
+    optimizer = _one_of("--optimizer", str(given["optimizer"] or "adam"), OPTIMIZERS)
+    if optimizer is Optimizer.SGD_MOMENTUM and given["sgd_momentum"] is not None:
+        optimizer = sgd_of("--sgd-momentum", given["sgd_momentum"])
     # validate_args: without a global batch it is one micro-batch of every replica
     is_alone = "micro_batch_size" in numbers and not {"global_batch_size", "micro_batch_size"} & said.open_names
     return Settings(

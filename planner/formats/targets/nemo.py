@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from costmodels.vocabulary.choices import Offload, Optimizer, Precision
+from costmodels.vocabulary.choices import Offload, Precision
 from costmodels.vocabulary.software import named
 from planner.formats import megatron_core
 from planner.formats.documents import commented, yaml_text
@@ -19,7 +19,6 @@ PRECISIONS = {
     Precision.FP8: "bf16_with_fp8_current_scaling_mixed",
 }
 OVERLAPPING = ("nemo", "megatron-bridge")  # whose recipe has these collectives beside the products
-OPTIMIZERS = {Optimizer.ADAMW: "adam", Optimizer.SGD: "sgd"}
 ABILITIES = replace(megatron_core.ABILITIES, precisions=tuple(PRECISIONS))
 
 
@@ -53,7 +52,7 @@ def write(job: Job) -> Written:
         "train": {"micro_batch_size": layout.micro_batch_size, "global_batch_size": layout.global_batch_size},
         "ddp": megatron_core.data_parallelism(layout),
         "optimizer": {
-            "optimizer": OPTIMIZERS[layout.optimizer],
+            **megatron_core.optimizer(layout),
             "use_distributed_optimizer": layout.zero_stage > 0,
             **({"optimizer_cpu_offload": True} if layout.offload is Offload.CPU else {}),
         },

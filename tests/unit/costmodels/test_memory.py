@@ -44,7 +44,9 @@ def test_other_frameworks_keep_a_copy_in_full_precision() -> None:
     assert found.parameters == 4
 
 
-def test_sgd_keeps_no_moments() -> None:
+def test_sgd_keeps_no_moments_but_one_of_momentum() -> None:
+    assert per_parameter(0, 1, "bf16", "sgd-momentum") == 14
+    assert per_parameter(3, 2, "bf16", "sgd-momentum") == 6
     assert per_parameter(0, 1, "bf16", "sgd") == 10
     assert per_parameter(3, 2, "bf16", "sgd") == 4
 
@@ -77,7 +79,7 @@ def test_more_sharding_never_takes_more(stage: int, shards: int, precision: str)
     ("change", "rule"),
     [
         ({"precision": "int4"}, "precision must be one of"),
-        ({"optimizer": "lion"}, "optimizer must be one of adamw, adam, sgd, got 'lion'"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, adam, sgd, sgd-momentum, got 'lion'"),
         ({"zero_stage": 4}, "ZeRO stage must be 0, 1, 2 or 3, got 4"),
         ({"num_shards": 0}, "number of shards must be at least 1, got 0"),
     ],

@@ -112,3 +112,13 @@ def test_what_is_asked_for_at_steps_that_do_not_come_is_told() -> None:
     assert options.never_comes(35) == ["--profile-step 30: steps are 36 to 50"]
     assert [text.split(":")[0] for text in options.never_comes(40)] == ["--eval-every 20", "--profile-step 30"]
     assert options.never_comes(50) == ["--steps 50: 50 are done already, which count among them"]  # nothing was said
+
+
+def test_momentum_keeps_nine_tenths_of_the_last_update() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0]))
+    optimizer = build_optimizer([parameter], Optimizer.SGD_MOMENTUM, 0.5)
+    for gradient in (1.0, 2.0):
+        parameter.grad = torch.tensor([gradient])
+        optimizer.step()
+    assert parameter.item() == pytest.approx(1 - 0.5 * 1 - 0.5 * (0.9 * 1 + 2))
+    assert [value.numel() for value in optimizer.state[parameter].values()] == [1]

@@ -27,6 +27,7 @@ _MEGATRON_TAKES = [
     Wanted(pp=4, dp_replicate=2, dp_shard=2, zero=1, recompute=FIRST_TWO, optimizer=Optimizer.SGD),
     Wanted(dp_shard=8, zero=1, offload=Offload.CPU, precision=Precision.FP8, microbatches=3),
     Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=1, sequence_parallel=True),
+    Wanted(dp_shard=4, zero=1, optimizer=Optimizer.SGD_MOMENTUM),
 ]
 _MEGATRON_REFUSES = [
     (Wanted(pp=2, **GPIPE), "schedule GPipe"),
@@ -90,6 +91,7 @@ ACCEPTED: dict[str, list[Wanted]] = {
         Wanted(dp_shard=4, cp=4, zero=3, cp_method=ALL_TO_ALL),
         Wanted(dp_shard=4, tp=4, zero=2, precision=Precision.FP32),
         Wanted("mixtral-8x7b", dp_shard=8, ep=4, zero=2),
+        Wanted(dp_shard=4, zero=2, optimizer=Optimizer.SGD_MOMENTUM),
     ],
     "accelerate": [
         Wanted(dp_replicate=16),
@@ -127,6 +129,7 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
     "torchtitan": [
         (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=3, sequence_parallel=True), "etp = 1"),
         (Wanted(pp=2, **ZB_2P), "schedule ZB-2P"),
+        (Wanted(dp_shard=8, zero=3, optimizer=Optimizer.SGD_MOMENTUM), "optimiser sgd-momentum"),
         (Wanted(dp_shard=8, zero=3, precision=Precision.FP16), "precision fp16"),
         (Wanted(dp_shard=8, zero=3, optimizer=Optimizer.SGD), "optimiser sgd"),
         (Wanted(dp_shard=8, zero=3, offload=Offload.CPU), "offload of optimiser states cpu"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import Offload, Optimizer, Recompute
 from planner.cli.export import exported
 from planner.formats.registry import target_called
 from planner.formats.settings import Job
@@ -37,6 +37,8 @@ def test_megatron(wanted: Wanted) -> None:
     if given["pipeline_model_parallel_layout"] is not None:
         stages = declared.megatron_stages(given["pipeline_model_parallel_layout"])
         assert tuple(stage.count("t") for stage in stages) == layout.stage_blocks
+    if given["optimizer"] == "sgd":  # which has a momentum of 0.9 where none is given
+        assert given["sgd_momentum"] == (0.9 if layout.optimizer is Optimizer.SGD_MOMENTUM else 0)
     assert given["optimizer_cpu_offload"] is (layout.offload is Offload.CPU)
     assert (given["recompute_granularity"] is None) is (layout.recompute is Recompute.NONE)
 
@@ -48,8 +50,10 @@ def test_nemo(wanted: Wanted) -> None:
     assert document.pop("mixed_precision") in ("bf16_mixed", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed")
     for section, fields in document.items():
         assert set(fields) <= declared.NEMO[section], section
-    model = document["model"]
+    model, optimizer = document["model"], document["optimizer"]
     assert model["tensor_model_parallel_size"] == of.layout.tp
+    if optimizer["optimizer"] == "sgd":
+        assert optimizer["sgd_momentum"] == (0.9 if of.layout.optimizer is Optimizer.SGD_MOMENTUM else 0)
     stages = model.get("pipeline_model_parallel_layout")
     if stages is not None:
         counted = [stage.count("t") for stage in declared.megatron_stages(stages)]
@@ -89,6 +93,8 @@ def test_deepspeed(wanted: Wanted) -> None:
     product = document["train_micro_batch_size_per_gpu"] * document["gradient_accumulation_steps"] * dp
     assert document["train_batch_size"] == product  # _batch_assertion
     assert document["zero_optimization"]["stage"] == of.layout.zero_stage
+    has_momentum = of.layout.optimizer is Optimizer.SGD_MOMENTUM
+    assert document["optimizer"].get("params", {}).get("momentum", 0) == (0.9 if has_momentum else 0)
 
 
 @pytest.mark.parametrize("wanted", ACCEPTED["accelerate"])

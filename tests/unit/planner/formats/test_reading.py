@@ -1,5 +1,7 @@
 """What a config says counts in its price, or is said not to."""
 
+import json
+
 import pytest
 
 from costmodels.vocabulary.choices import Optimizer, Precision
@@ -178,6 +180,41 @@ def test_deepspeed_makes_one_micro_batch_of_a_whole_batch_that_is_all_it_says() 
     assert (layout.micro_batch_size, layout.num_microbatches) == (32, 1)
     trainer = '{"train_batch_size": 256, "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}'
     assert read_config("ds.json", trainer, None)[1].settings.num_microbatches is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", Optimizer.SGD_MOMENTUM),
+        ("--sgd-momentum 0.95", Optimizer.SGD_MOMENTUM),
+        ("--sgd-momentum 0.0", Optimizer.SGD),
+    ],
+)
+def test_megatron_has_momentum_unless_told_otherwise(said: str, expected: Optimizer) -> None:
+    """It was read as SGD without, which keeps 4 bytes a parameter less."""
+    text = f"torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --optimizer sgd {said}"
+    assert read_config("run.sh", text, None)[1].settings.optimizer is expected
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"lr": 0.1}, Optimizer.SGD),
+        ({"momentum": 0.9}, Optimizer.SGD_MOMENTUM),
+        ({"momentum": 0}, Optimizer.SGD),
+        ({"momentum": "auto"}, Optimizer.SGD),
+    ],
+)
+def test_deepspeed_has_momentum_where_it_is_said(params: dict[str, object], expected: Optimizer) -> None:
+    text = json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": params}})
+    assert read_config("ds.json", text, None)[1].settings.optimizer is expected
+
+
+@pytest.mark.parametrize("momentum", ["much", 1, -0.5, float("nan")])
+def test_a_momentum_that_is_none_is_refused(momentum: object) -> None:
+    text = json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"momentum": momentum}}})
+    with pytest.raises(InputError, match=r"params.momentum must be a number from 0 to below 1"):
+        read_config("ds.json", text, None)
 
 
 @pytest.mark.parametrize("name", ["adamw", "AdamW", "ADAMW"])
