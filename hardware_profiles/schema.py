@@ -8,6 +8,7 @@ node and its software stands what a cluster of unlike devices has of it (``Weake
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -336,6 +337,18 @@ class ClusterSpec(_Value):
         evenly = (n for n in range(fewest, int(most) + 1) if node.is_used_evenly and self.num_devices % n == 0)
         num_nodes = next(evenly, None)
         return min(node.num_devices, self.num_devices) if num_nodes is None else self.num_devices // num_nodes
+
+    def node_sizes(self, group_order: Sequence[str] = ()) -> tuple[int, ...]:
+        """Devices of each node that are used, in the order of the ranks.
+
+        ``group_order``: groups of a mixed cluster in the order of their ranks; those that are not named come last.
+        """
+        if self.mixed is None:
+            whole, rest = divmod(self.num_devices, self.devices_per_node)
+            return (self.devices_per_node,) * whole + ((rest,) if rest else ())
+        clusters = {group.name: group.cluster for group in self.mixed.groups}
+        names = dict.fromkeys([*(name for name in group_order if name in clusters), *clusters])
+        return tuple(size for name in names for size in clusters[name].node_sizes())
 
     def used_devices(self, domain_devices: int) -> int:
         """Of a domain of so many devices, whole nodes or a part of one, those that are used."""

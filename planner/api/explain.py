@@ -93,7 +93,7 @@ class Explanation:
     what_if: tuple[WhatIf, ...]
     prices: Prices
     band_source: str  # of the band around the step time; "" where there is none
-    devices_per_node: int
+    node_sizes: tuple[int, ...]  # devices of each node that are used, in the order of the ranks
     memory_risk: float  # that a plan may have of not fitting
     notes: tuple[str, ...]
 
@@ -129,7 +129,7 @@ def explain(plan: Plan, hardware: str | None = None, wishes: Wishes | None = Non
         prices=_prices(again, planned, wishes.num_tokens),
         band_source="" if planned.target.recipe.error_band is None else planned.target.recipe.error_band.source,
         memory_risk=question.request.memory_risk,
-        devices_per_node=planned.target.cluster.devices_per_node,
+        node_sizes=planned.target.cluster.node_sizes([each.device_group or "" for each in plan.pipeline.stages]),
         notes=(*planned.notes, *_changed_since(plan, found)),
     )
 

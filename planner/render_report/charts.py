@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from costmodels.vocabulary.terms import MemoryTerm, Term
@@ -109,10 +110,9 @@ class Devices(NamedTuple):
     stages: list[tuple[int, str, str]]
 
 
-def devices(plan: Plan, devices_per_node: int) -> Devices:
+def devices(plan: Plan, node_sizes: Sequence[int]) -> Devices:
     """Ranks are numbered pp, dp_replicate, dp_shard, cp, tp, the last within a node (executor/mesh.py)."""
-    mesh = plan.mesh
-    num_nodes = -(-plan.num_devices // devices_per_node)
+    mesh, firsts = plan.mesh, [0, *accumulate(node_sizes)]
     sizes = {"PP": mesh.pp, "replica": mesh.dp_replicate, "shard": mesh.dp_shard, "CP": mesh.cp, "TP": mesh.tp}
 
     def device(rank: int) -> Device:
@@ -122,16 +122,8 @@ def devices(plan: Plan, devices_per_node: int) -> Devices:
         does = " ".join(f"{name} {places[name]}" for name, degree in sizes.items() if degree > 1)
         return Device(rank, places["PP"], does or "all of it")
 
-    nodes = [
-        (
-            node,
-            [
-                device(rank)
-                for rank in range(node * devices_per_node, min(plan.num_devices, (node + 1) * devices_per_node))
-            ],
-        )
-        for node in _ends(num_nodes, MOST_NODES)
-    ]
+    shown = _ends(len(node_sizes), MOST_NODES)
+    nodes = [(node, [device(rank) for rank in range(firsts[node], firsts[node + 1])]) for node in shown]
     held: dict[int, list[str]] = {}
     for stage in plan.pipeline.stages:
         modules = stage.modules
@@ -139,7 +131,7 @@ def devices(plan: Plan, devices_per_node: int) -> Devices:
         held.setdefault(stage.pp_rank, []).append(f"stage {stage.index}: {text} ({len(modules)} modules)")
     groups = {stage.pp_rank: stage.device_group or "" for stage in plan.pipeline.stages}
     stages = [(rank, "; ".join(held[rank]), groups[rank]) for rank in sorted(held)]
-    return Devices(nodes, num_nodes - len(nodes), stages)
+    return Devices(nodes, len(node_sizes) - len(nodes), stages)
 
 
 def _ends(number: int, most: int) -> list[int]:

@@ -64,7 +64,7 @@ def _values(report: Report) -> dict[str, object]:
         "status": _status(plan),
         "waterfall": waterfall(found.time_s),
         "memory": memory_chart(plan, prediction),
-        "devices": devices(plan, found.devices_per_node),
+        "devices": devices(plan, found.node_sizes),
         "fullest_rows": [
             *((name.replace("_", " "), size(num_bytes)) for name, num_bytes in found.memory.terms_bytes.items()),
             ("peak", size(found.memory.peak_bytes)),

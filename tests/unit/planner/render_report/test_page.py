@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.vocabulary.choices import Searches
+from hardware_profiles.mixed import cluster_for
 from planner.api import find_plan, schedule_plan
 from planner.api.explain import Wishes, explain
 from planner.layout.layout import Pins
@@ -151,11 +152,23 @@ def test_bars_add_up_and_the_line_of_the_capacity_is_there() -> None:
 def test_every_gpu_stands_at_its_place() -> None:
     plan = report().explanation.plan
     mesh = plan.mesh.model_copy(update={"pp": 2, "dp_shard": 2, "dp_replicate": 1, "cp": 1, "tp": 2})
-    shown = devices(plan.model_copy(update={"mesh": mesh, "num_devices": 8}), 4)
+    shown = devices(plan.model_copy(update={"mesh": mesh, "num_devices": 8}), (4, 4))
     assert [[(gpu.rank, gpu.does) for gpu in gpus] for _, gpus in shown.nodes] == [
         [(4 * pp + 2 * shard + tp, f"PP {pp} shard {shard} TP {tp}") for shard in (0, 1) for tp in (0, 1)]
         for pp in (0, 1)
     ]
+
+
+def test_nodes_that_are_filled_in_part_are_drawn_so() -> None:
+    """Groups of 4 and 12 GPUs were drawn as two nodes of 8, which have ranks of both kinds."""
+    cluster = cluster_for(None, "a100-80gb:4,h100:12")
+    assert cluster.node_sizes() == (4, 8, 4)
+    assert cluster.mixed is not None
+    assert cluster.node_sizes([group.name for group in reversed(cluster.mixed.groups)]) == (8, 4, 4)
+    plan = report().explanation.plan
+    mesh = plan.mesh.model_copy(update={"pp": 4, "dp_shard": 4, "dp_replicate": 1, "cp": 1, "tp": 1})
+    shown = devices(plan.model_copy(update={"mesh": mesh, "num_devices": 16}), (4, 8, 4))
+    assert [[gpu.rank for gpu in gpus] for _, gpus in shown.nodes] == [[*range(4)], [*range(4, 12)], [*range(12, 16)]]
 
 
 def test_the_timeline_ends_with_the_step() -> None:
