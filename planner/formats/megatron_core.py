@@ -197,7 +197,7 @@ def sizes(shape: FamilyConfig) -> dict[str, object]:
         found["kv_channels"] = shape.head_dim
     if shape.family != "gpt":
         found["normalization"] = "RMSNorm"
-    if shape.qk_norm:
+    if shape.qk_norm or shape.latent_attention is not None:  # there it makes the norms of what is compressed
         found["qk_layernorm"] = True
     return {**found, **_experts(shape), **_latent_attention(shape)}
 

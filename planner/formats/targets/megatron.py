@@ -302,13 +302,14 @@ def _shape(given: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str,
         "mlp": MlpType.SWIGLU if gated else MlpType.SQUARED_RELU if given["squared_relu"] else MlpType.GELU,
         "tied": not given["untie_embeddings_and_output_weights"],
     }  # fmt: skip
+    is_latent = bool(given["multi_latent_attention"])  # where --qk-layernorm is of what is compressed, not of heads
     optional = {
         "kv_heads": numbers.get("num_query_groups") if given["group_query_attention"] else None,
         "head_dim": numbers.get("kv_channels"),
         "vocab": numbers.get("vocab_size"),
         "seq_len": numbers.get("seq_length"),
-        "qk_norm": True if given["qk_layernorm"] else None,
-        "latent_attention": _latent_attention(numbers) if given["multi_latent_attention"] else None,
+        "qk_norm": True if given["qk_layernorm"] and not is_latent else None,
+        "latent_attention": _latent_attention(numbers) if is_latent else None,
     }
     if "num_experts" in numbers:
         optional |= _experts(given, numbers, ffn)

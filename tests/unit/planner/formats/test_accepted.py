@@ -34,6 +34,7 @@ def test_megatron(wanted: Wanted) -> None:
     assert (given["context_parallel_size"], given["expert_model_parallel_size"]) == (layout.cp, layout.ep)
     assert given["global_batch_size"] == layout.global_batch_size
     assert (given["num_layers"], given["hidden_size"]) == (shape.layers, shape.hidden)
+    assert given["qk_layernorm"] is (shape.qk_norm or shape.latent_attention is not None)  # gpt_layer_specs.py
     if given["pipeline_model_parallel_layout"] is not None:
         stages = declared.megatron_stages(given["pipeline_model_parallel_layout"])
         assert tuple(stage.count("t") for stage in stages) == layout.stage_blocks
