@@ -69,9 +69,11 @@ class HuggingFaceModel:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ModelError(f"{path}: transformers cannot read it: {first}", hint="check model_type") from error
+        except Exception as error:  # its configs check themselves, each in its own way
+            told = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
+            raise ModelError(
+                f"{path}: transformers cannot read it: {told}", hint="check model_type, and the config against its docs"
+            ) from error
         try:
             return HuggingFaceModel(path, _of_its_class(config))
         except ValueError as error:  # which of its configs is that of the text

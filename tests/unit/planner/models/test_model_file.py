@@ -192,6 +192,11 @@ def test_a_near_preset_is_suggested() -> None:
         ("{", "is not JSON"),
         ("{}", "neither a traced graph, nor a Hugging Face config"),
         ('{"model_type": "a-model-of-no-kind"}', "transformers cannot read it"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "cannot read it: .*'hidden_size' expected int, got str"),
+        (
+            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}',
+            r"cannot read it: .*hidden size \(100\) is not a multiple of the number of attention heads \(7\)",
+        ),
         ('{"family": "gpt"}', "layers: Field required"),
     ],
 )
