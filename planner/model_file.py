@@ -210,7 +210,7 @@ def held_model(
 
     ``example_inputs``: as in a model file, or one micro-batch; None: token ids. ModelError where that cannot be traced.
     """
-    from planner.models.held import HeldModule, as_batch, fixed_seq_len, inputs_like, nest_of, seq_len_of
+    from planner.models.held import HeldModule, as_batch, inputs_like, nest_of, own_seq_len, seq_len_of
     from planner.models.inputs import taken_in_float32
     from planner.models.loss import NEXT_TOKEN, next_token_loss
     from planner.models.python_file import max_seq_len_of
@@ -220,7 +220,7 @@ def held_model(
         inputs, seq_len, nest = token_inputs, longest, None
     elif callable(example_inputs):
         makes = example_inputs
-        inputs, seq_len = lambda b, s: as_batch(makes(b, s)), fixed_seq_len(makes) or longest
+        inputs, seq_len = lambda b, s: as_batch(makes(b, s)), own_seq_len(makes, longest)
         nest = nest_of(makes(2, seq_len))
     else:
         inputs, seq_len = inputs_like(example_inputs), seq_len_of(as_batch(example_inputs))
@@ -366,6 +366,7 @@ def family_model(source: ModelSource, config: FamilyConfig) -> LoadedModel:
 
 
 def _load_huggingface(source: ModelSource) -> LoadedModel:
+    from planner.models.held import own_seq_len
     from planner.models.huggingface import HuggingFaceModel
     from planner.models.loss import NEXT_TOKEN, next_token_loss
 
@@ -385,7 +386,7 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
         source=source,
         left_out=f"{num_predicting} layers of multi-token prediction" if num_predicting else None,
         digest=_huggingface_digest(content),
-        default_seq_len=usual_seq_len(model.max_seq_len),
+        default_seq_len=own_seq_len(model.example_inputs, usual_seq_len(model.max_seq_len)),
         vocab_size=model.vocab_size,
         build=model.build,
         example_inputs=model.example_inputs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,8 +138,18 @@ def seq_len_of(inputs: Batch) -> int:
     return tokens.shape[1] if tokens is not None and tokens.ndim > 1 else 1
 
 
-def fixed_seq_len(example_inputs: MakesInputs) -> int | None:
-    """Tokens of a sequence where inputs are the same whatever is asked for, as ``seq_len_of`` says; else None."""
+def own_seq_len(example_inputs: MakesInputs, usual: int) -> int:
+    """Tokens of a sequence: what inputs have whatever is asked for, as ``seq_len_of`` says, else as ``usual``.
+
+    It tries a few lengths, of which some may not do.
+    """
+    fixed = None
+    with contextlib.suppress(ModelError):
+        fixed = _fixed_seq_len(example_inputs)
+    return fixed or usual
+
+
+def _fixed_seq_len(example_inputs: MakesInputs) -> int | None:
     one, other = (as_batch(example_inputs(2, length)) for length in (64, 128))
     shapes = [
         [tuple(value.shape) for value in (batch.values() if isinstance(batch, dict) else batch)]

@@ -33,7 +33,7 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.models.config import usual_seq_len
-from planner.models.held import check_has_shapes, fixed_seq_len
+from planner.models.held import check_has_shapes, own_seq_len
 from planner.models.huggingface import for_training
 from planner.models.inputs import Batch, Nest, flattened, taken_by_loss
 from planner.models.lazy import give_shapes, has_lazy
@@ -119,16 +119,13 @@ class _Given:
 
     @staticmethod
     def of(makes: Callable[[int, int], tuple[Batch, Nest | None]] | None, max_seq_len: int | None) -> _Given:
-        """Tries a few lengths, of which some may not do."""
         longest = usual_seq_len(max_seq_len)
         if makes is None:
             return _Given(None, longest, None)
-        fixed = nest = None
+        seq_len, nest = own_seq_len(lambda batch_size, seq_len: makes(batch_size, seq_len)[0], longest), None
         with contextlib.suppress(ModelError):
-            fixed = fixed_seq_len(lambda batch_size, seq_len: makes(batch_size, seq_len)[0])
-        with contextlib.suppress(ModelError):
-            nest = makes(2, fixed or longest)[1]
-        return _Given(makes, fixed or longest, nest)
+            nest = makes(2, seq_len)[1]
+        return _Given(makes, seq_len, nest)
 
     @property
     def example_inputs(self) -> Callable[[int, int], Batch] | None:

@@ -135,3 +135,21 @@ def test_a_config_of_several_texts_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="musicgen has several models of text") as told:
         load_model(resolve_model(str(tmp_path / "config.json")))
     assert "model.py" in told.value.hint
+
+
+VIT: dict[str, object] = {"image_size": 32, "patch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "others", "seq_len"),
+    [
+        ("vit", "ViTForImageClassification", VIT, 1),
+        ("llama", "LlamaForCausalLM", {}, 64),
+        ("bert", "BertForMaskedLM", {}, 64),
+    ],
+)
+def test_a_model_of_images_is_planned_in_samples(
+    tmp_path: Path, model_type: str, name: str, others: dict[str, object], seq_len: int
+) -> None:
+    """A ViT was planned as of 2,048 tokens an image, and its tokens a second were told."""
+    assert loaded(tmp_path, model_type, others, name).default_seq_len == seq_len
