@@ -73,6 +73,7 @@ class ComputeShares:
 class _Held(NamedTuple):
     """One unit of the model on the devices of its rank, in all micro-batches of a step."""
 
+    place: int  # in the model
     kind: int
     name: str
     seconds: float
@@ -85,7 +86,7 @@ class _Held(NamedTuple):
 
 def compute_shares(planned: PlannedLayout) -> ComputeShares:
     """Where the compute of a plan goes."""
-    held = list(_held(planned))
+    held = sorted(_held(planned), key=lambda unit: unit.place)  # ranks of several stages hold what is far apart
     total_s = sum(unit.seconds for unit in held)
     by_operator: defaultdict[tuple[str, str], list[OperatorCost]] = defaultdict(list)
     by_kind: defaultdict[int, list[_Held]] = defaultdict(list)
@@ -128,7 +129,7 @@ def _held(planned: PlannedLayout) -> Iterable[_Held]:
             m = layout.num_microbatches
             first, starred = names[kind]
             operators = tuple(_renamed(each.times(m), first, starred) for each in costs[place][kind])
-            yield _Held(kind, units[unit].name, seconds * m, operators)
+            yield _Held(unit, kind, units[unit].name, seconds * m, operators)
 
 
 def _machine_at(planned: PlannedLayout, place: int) -> Machine:
