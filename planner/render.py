@@ -28,11 +28,21 @@ def sequences(number: int, seq_len: int) -> str:
     return f"{number} sequences of {seq_len} tokens" if seq_len > 1 else f"{number} samples"
 
 
+def loss(step_time_s: float, than_s: float) -> str:
+    """By how much a step takes longer, as ``+1.4%``; what rounds to nothing has no minus."""
+    return f"{step_time_s / than_s - 1:+z.1%}"
+
+
 def seconds(value: float) -> str:
     """A duration with three significant digits."""
     if value >= 1:
         return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def dollars(value: float) -> str:
+    """An amount of money in cents, or below a dollar with three significant digits."""
+    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
 
 
 def adding_up(values: Sequence[float]) -> tuple[list[str], str]:
@@ -111,7 +121,7 @@ def _headline(plan: Plan) -> Text:
         if p.fit_probability is not None:
             text.append(f" (fits with {probability(p.fit_probability)})")
         if p.usd_per_step is not None:
-            text.append(f", ${p.usd_per_step:.2f} a step")
+            text.append(f", {dollars(p.usd_per_step)} a step")
     if plan.prediction is not None and plan.prediction.calibrated_by:
         text.append(f"\ncalibrated by {plan.prediction.calibrated_by}")
     if plan.run is not None:
@@ -313,7 +323,7 @@ def _candidates(plan: Plan) -> Table:
         rows.append(search.baseline)
     rows += [each for each in (search.all_devices, search.roomier) if each is not None]
     for row in rows:
-        loses = "" if prediction is None else f"{row.step_time_s / prediction.step_time_s - 1:+.1%}"
+        loses = "" if prediction is None else loss(row.step_time_s, prediction.step_time_s)
         memory = size(row.peak_memory_bytes) + ("" if row.fits else ", too much")
         table.add_row(row.label, layout_line(row), seconds(row.step_time_s), loses, memory)
     return table
@@ -377,5 +387,5 @@ def _room(plan: Plan) -> str:
     fits = "" if roomier.fit_probability is None else f" and fits with {probability(roomier.fit_probability)}"
     return (
         f"\nThe fastest plan found that leaves a tenth of the memory that a plan may take here loses "
-        f"{roomier.step_time_s / prediction.step_time_s - 1:.1%}{fits} (the row {roomier.label})"
+        f"{loss(roomier.step_time_s, prediction.step_time_s).lstrip('+')}{fits} (the row {roomier.label})"
     )

@@ -12,7 +12,20 @@ from planner.api.explain import Explanation, Prices, fastest_s
 from planner.api.operators import ComputeShares, Reached
 from planner.api.what_if import Resource, WhatIf
 from planner.glossary import OF_MEMORY, SHORT
-from planner.render import GIB, MIB, adding_up, degrees, items, layout_line, rank_name, run_text, seconds, size
+from planner.render import (
+    GIB,
+    MIB,
+    adding_up,
+    degrees,
+    dollars,
+    items,
+    layout_line,
+    loss,
+    rank_name,
+    run_text,
+    seconds,
+    size,
+)
 
 # Operators that are shown one by one; the rest are one row.
 MOST_OPERATORS = 10
@@ -176,7 +189,7 @@ def loses(found: Explanation, row: Alternative) -> str:
         return "no fit"
     if row.candidate is None or prediction is None:
         return ""
-    return f"{row.candidate.step_time_s / prediction.step_time_s - 1:+.1%}"
+    return loss(row.candidate.step_time_s, prediction.step_time_s)
 
 
 def where_text(row: Alternative) -> str:
@@ -255,7 +268,7 @@ def what_if_cells(row: WhatIf, step_s: float) -> tuple[str, str]:
     """The step of the same plan and of the best plan under a change."""
 
     def cell(value: float | None) -> str:
-        return "" if value is None else f"{seconds(value)} ({value / step_s - 1:+.1%})"
+        return "" if value is None else f"{seconds(value)} ({loss(value, step_s)})"
 
     own = "does not fit" if row.fits is False else cell(row.priced_s)
     return own, cell(row.searched_s)
@@ -265,7 +278,7 @@ def price_lines(prices: Prices, seq_len: int) -> list[str]:
     """Dollars and energy, of 10^9 tokens or samples and of the run that is asked for."""
     parts: list[str] = []
     if prices.usd_per_billion_tokens is not None:
-        parts.append(f"${prices.usd_per_billion_tokens:,.2f}")
+        parts.append(dollars(prices.usd_per_billion_tokens))
     if prices.kwh_per_billion_tokens is not None:
         parts.append(energy(prices.kwh_per_billion_tokens))
     lines = ["The hardware profile has neither price nor power."]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from costmodels.vocabulary.terms import MemoryTerm, Term
 from planner.glossary import OF_MEMORY, OF_TIME
 from planner.plan.schema import Plan, PredictionSection
-from planner.render import adding_up, degrees, rank_name, seconds, size
+from planner.render import adding_up, degrees, dollars, rank_name, seconds, size
 from planner.report.timeline import RankTimeline, Span, StepTimeline, Work
 
 # Of pipeline ranks, and of nodes, so many are shown, half from each end.
@@ -220,7 +220,7 @@ def front_chart(plans: Sequence[Plan], own: Plan) -> list[Point]:
             bottom=_place(log_time, times),
             devices=str(plan.num_devices),
             step=seconds(_predicted(plan).step_time_s),
-            usd="" if _predicted(plan).usd_per_step is None else f"${_predicted(plan).usd_per_step:,.3g}",
+            usd="" if (usd := _predicted(plan).usd_per_step) is None else dollars(usd),
             memory=size(max(_predicted(plan).peak_memory_bytes)),
             layout=f"{degrees(plan.mesh)}, ZeRO {plan.zero_stage}",
             is_plan=plan.num_devices == own.num_devices,

@@ -18,7 +18,18 @@ from jinja2 import Environment, StrictUndefined
 
 from planner.api.explain import Explanation
 from planner.plan.schema import Plan
-from planner.render import count, degrees, fullest_text, items, layout_line, plan_rows, probability, seconds, size
+from planner.render import (
+    count,
+    degrees,
+    dollars,
+    fullest_text,
+    items,
+    layout_line,
+    plan_rows,
+    probability,
+    seconds,
+    size,
+)
 from planner.render_explain import LIMITS, binding_lines, loses, price_lines, what_if_cells, where_text
 from planner.render_report.charts import COLOURS, devices, front_chart, memory_chart, timeline_rows, waterfall
 from planner.report.timeline import StepTimeline, Work
@@ -105,7 +116,7 @@ def _cards(plan: Plan) -> list[tuple[str, str, str]]:
         ("fullest GPU", fullest_text(p), fits),
     ]
     if p.usd_per_step is not None:
-        cards.append(("a step costs", f"${p.usd_per_step:,.2f}", ""))
+        cards.append(("a step costs", dollars(p.usd_per_step), ""))
     return cards
 
 

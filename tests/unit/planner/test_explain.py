@@ -20,7 +20,7 @@ from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.plan.schema import Plan
 from planner.pricing.operator_costs import Limit
-from planner.render import adding_up
+from planner.render import adding_up, dollars, loss
 from planner.render_explain import binding_lines, price_lines, signed
 from planner.request import Request
 
@@ -92,6 +92,20 @@ def test_the_numbers_that_are_shown_add_up_to_the_sum_that_is_shown() -> None:
     assert adding_up([1.5e-6]) == (["1.500", "1.500"], "µs")
 
 
+def test_money_below_a_cent_is_not_none() -> None:
+    """A step of a small model was told to cost $0.00."""
+    assert [dollars(value) for value in (0.00213, 0.1074, 1.999, 12345.6)] == [
+        "$0.00213",
+        "$0.107",
+        "$2.00",
+        "$12,345.60",
+    ]
+
+
+def test_a_loss_that_rounds_to_nothing_has_no_sign_of_a_gain() -> None:
+    assert [loss(step, 27.9) for step in (27.8999, 27.9, 28.3, 27.0)] == ["+0.0%", "+0.0%", "+1.4%", "-3.2%"]
+
+
 def test_what_rounding_leaves_is_no_difference() -> None:
     assert signed(-3.6e-15) == signed(0.0) == "+0 µs"
     assert (signed(-2e-9), signed(0.5)) == ("-0.002 µs", "+500 ms")
@@ -143,6 +157,13 @@ def test_units_of_one_kind_are_one_row() -> None:
         ("post", 1),
     ]
     assert starred("model.layers.12") == "model.layers.*"
+
+
+@pytest.mark.parametrize("name", ["pipeline", "interleaved"])
+def test_units_are_named_from_the_first_to_the_last_of_the_model(name: str) -> None:
+    """Of ranks with several stages it was from one in the middle to another."""
+    rows = explanation_of(name).compute.units
+    assert [row.name for row in rows] == ["pre", "layers.0 to layers.3", "post"]
 
 
 # -- other plans ------------------------------------------------------------------------------------------
