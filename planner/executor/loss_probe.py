@@ -89,6 +89,7 @@ def _tried(
     """What ``loss`` is on ``batch``, on others whose halves differ, and where labels are ignored."""
     size, length = shape
     batch = {LABELS: _labels(size, length, min(NUM_BYTE_TOKENS, num_classes)), **batch}
+    batch[LABELS] = _none_ignored(batch[LABELS])
     with _Numbers() as numbers:
         plain = loss.function(output.value, batch)
     if isinstance(plain, tuple):
@@ -229,6 +230,13 @@ def _labels(size: int, length: int, num_labels: int) -> torch.Tensor:
     """Every label in the first half, one and the same in the second."""
     each = torch.arange(size // 2 * length).remainder(num_labels).view(size // 2, length)
     return torch.cat((each, torch.ones_like(each)))
+
+
+def _none_ignored(labels: torch.Tensor) -> torch.Tensor:
+    """``labels`` with another of them where one is ignored: those of a prompt hid what is ignored in one half alone."""
+    ignored = labels == IGNORED
+    known = labels[~ignored]
+    return labels.masked_fill(ignored, known[0] if len(known) else 0)
 
 
 @dataclass(frozen=True)

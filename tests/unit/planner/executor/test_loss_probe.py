@@ -86,6 +86,20 @@ def test_labels_that_a_loss_shifts_are_counted_as_it_does(seq_len: int) -> None:
     torch.testing.assert_close(torch.stack(weighed).sum() / 3, whole)
 
 
+@pytest.mark.parametrize("num_ignored", [4, 15, SEQ_LEN])
+def test_given_labels_of_which_a_prompt_is_ignored_are_counted(num_ignored: int) -> None:
+    """The trial ignored what was ignored already, saw halves alike, and took it for a mean over sequences."""
+    labels = torch.full((1, SEQ_LEN), 3).index_fill(1, torch.arange(num_ignored), -100)
+
+    def batches(batch_size: int, seq_len: int) -> Batch:
+        return {**tokens(batch_size, seq_len), "labels": labels.expand(batch_size, -1).clone()}
+
+    loss = recognised(TrainingLoss(cross_entropy), Toy(), batches, SEQ_LEN)  # pyright: ignore[reportArgumentType]
+    assert loss.reduction is Reduction.MEAN
+    assert loss.weight is not None
+    assert int(loss.weight({"labels": torch.tensor([[1, -100, 2]])})) == 2
+
+
 def test_a_mean_that_ignored_labels_would_change_is_one_without_them() -> None:
     """As with a penalty on logits at all positions: it could not be trained in parts at all."""
     loss = find(lambda output, batch: cross_entropy(output, batch) + output["logits"].logsumexp(-1).square().mean())
