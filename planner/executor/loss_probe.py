@@ -1,14 +1,14 @@
 """Finds out what an undeclared loss is, by trying it on a made-up batch and on its halves.
 
 The model runs once for the kinds of its outputs (``outputs.py``); these are filled with random numbers, and the loss
-is computed of the whole and of each half, with outputs of unlike size in the two halves, so that no two ways of adding
-up agree by chance. Every label of the data (0 to 255, or as many as the model tells apart) stands in one half once
-and all but one of them are missing in the other, so that ignoring any of them shows; then some of one half's labels
-are -100. What is a mean over sequences without these alone is trained on batches without them. Other labels and inputs
-that may be special to the loss, such as that of padding, are the numbers that it hands to torch: each stands in one
-half alone. Every input that the loss reads is made to differ between the halves, whatever its given rows are
-(``unlike_inputs.py``). What a model returns of a batch as a whole, such as a balance loss, is another number in each
-half: nobody knows how it adds up.
+is computed of the whole and of each half, the first samples and the last or every other, with outputs of unlike size
+in the first and the last, so that no two ways of adding up agree by chance. Every label of the data (0 to 255, or as
+many as the model tells apart) stands in one half once and all but one of them are missing in the other, so that
+ignoring any of them shows; then some of one half's labels are -100. What is a mean over sequences without these alone
+is trained on batches without them. Other labels and inputs that may be special to the loss, such as that of padding,
+are the numbers that it hands to torch: each stands in one half alone. Every input that the
+loss reads is made to differ between the halves, whatever its given rows are (``unlike_inputs.py``). What a model
+returns of a batch as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term
 MOST_SPECIAL = 64  # of the numbers that a loss hands to torch
 _UNLIKE = 64  # between what a model returns of a part and of the whole: it shows behind a coefficient of 1e-4
 OF_FORWARD = "forward takes labels, and a loss that it computes itself cannot be tried apart from the model"
+_WHOLE = slice(None)
+_BY_TURNS = slice(0, None, 2), slice(1, None, 2)  # as ranks take samples: a loss over neighbours is none of both halves
 NUM_SAMPLES = 8  # of models without tokens: their labels, where they have any, are the caller's
 
 
@@ -94,7 +96,7 @@ def _tried(
         plain = loss.function(output.value, batch)
     if isinstance(plain, tuple):
         return dataclasses.replace(loss, reduction=Reduction.COUNTED)
-    trials = [_trial(loss, output, batch)]
+    trials = [_trial(loss, output, batch), _trial(loss, output, batch, _BY_TURNS)]
     special = [number for number in numbers.found if 0 <= number < num_classes][:MOST_SPECIAL]
     if special:
         trials.append(_trial(loss, output, _with(special, batch, size)))
@@ -208,22 +210,23 @@ def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
     return found
 
 
-def _trial(loss: TrainingLoss, output: _Output, batch: Inputs) -> _Trial:
+def _trial(loss: TrainingLoss, output: _Output, batch: Inputs, halves: tuple[slice, slice] | None = None) -> _Trial:
+    """``halves``: the first samples and the last, where nothing is said."""
     labels = batch[LABELS]
     size = len(labels)
+    halves = halves or (slice(0, size // 2), slice(size // 2, size))
 
     def value(part: slice) -> float:
         found = loss.function(output.part(part, size), {key: tensor[part] for key, tensor in batch.items()})
         assert isinstance(found, torch.Tensor)
         return float(found)
 
-    halves = slice(0, size // 2), slice(size // 2, size)
     (first, later), (second, later_second) = (
         [int(count({LABELS: labels[half]})) for count in (num_targets, _num_later_targets)] for half in halves
     )
     with torch.no_grad():
         values = value(halves[0]), value(halves[1])
-        return _Trial(value(slice(0, size)), values, (first, second), (later, later_second))
+        return _Trial(value(_WHOLE), values, (first, second), (later, later_second))
 
 
 def _labels(size: int, length: int, num_labels: int) -> torch.Tensor:
@@ -278,10 +281,9 @@ class _Output:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if id(leaf) not in self.rows:
-                is_whole, is_flag = part.stop - part.start == size, leaf.dtype == torch.bool
+                is_whole, is_flag = part == _WHOLE, leaf.dtype == torch.bool
                 return leaf if is_whole or is_flag else leaf + (part.start + 1) * _UNLIKE
-            rows = self.rows[id(leaf)]
-            return leaf[part.start * rows : part.stop * rows]
+            return leaf.unflatten(0, (size, self.rows[id(leaf)]))[part].flatten(0, 1)
 
         return map_leaves(cut, self.value)
 

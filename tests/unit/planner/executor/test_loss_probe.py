@@ -110,6 +110,18 @@ def test_a_mean_that_ignored_labels_would_change_is_one_without_them() -> None:
         loss.weight({"labels": torch.tensor([[1, -100], [2, 3]])})
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_loss_over_neighbours_is_none_of_what_ranks_take_by_turns(width: int) -> None:
+    """Pairs of a better and a worse answer, or groups: they were trained as a mean over sequences, torn apart."""
+
+    def of_groups(output: Batch, batch: Batch) -> torch.Tensor:
+        assert batch["input_ids"].shape[0] % width == 0
+        scores = output["logits"].mean((1, 2)).view(-1, width)
+        return -F.logsigmoid(scores[:, 0] - scores[:, 1:].mean(1)).mean()
+
+    assert find(of_groups).reduction is Reduction.UNKNOWN
+
+
 def test_a_pair_counts_for_itself() -> None:
     loss = find(lambda output, batch: (cross_entropy(output, batch, reduction="sum"), (batch["labels"] >= 0).sum()))
     assert loss.reduction is Reduction.COUNTED
