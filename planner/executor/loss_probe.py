@@ -6,9 +6,10 @@ in the first and the last, so that no two ways of adding up agree by chance. Eve
 many as the model tells apart) stands in one half once and all but one of them are missing in the other, so that
 ignoring any of them shows; then some of one half's labels are -100. What is a mean over sequences without these alone
 is trained on batches without them. Other labels and inputs that may be special to the loss, such as that of padding,
-are the numbers that it hands to torch: each stands in one half alone. Every input that the
-loss reads is made to differ between the halves, whatever its given rows are (``unlike_inputs.py``). What a model
-returns of a batch as a whole, such as a balance loss, is another number in each half: nobody knows how it adds up.
+are the numbers that it hands to torch: each stands in one half alone. A loss that is no number of such outputs, as one
+of probabilities, is tried on numbers between 0 and 1. Every input that the loss reads is made to differ between the
+halves, whatever its given rows are (``unlike_inputs.py``). What a model returns of a batch as a whole, such as a
+balance loss, is another number in each half: nobody knows how it adds up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,19 +77,31 @@ def recognised(
         other = output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
     except UntriedError as error:
         return dataclasses.replace(loss, doubt=str(error))
-    found = loss
-    for num_classes in _num_classes(output):
-        with contextlib.suppress(Exception):  # whatever a user's loss raises at what is made up, or at such labels
-            found = _tried(loss, _Output.made_up(output, size, other), batch, (size, length), num_classes)
-            break
+    made_up = [_Output.made_up(output, size, other, between) for between in (None, torch.sigmoid)]
+    found = next(_attempts(loss, made_up, batch, (size, length)), loss)
     is_own = is_given_labels and found.reduction is Reduction.UNKNOWN
     return dataclasses.replace(found, doubt=found.doubt or OF_FORWARD) if is_own else found
 
 
+def _attempts(
+    loss: TrainingLoss, outputs: Sequence[_Output], batch: Inputs, shape: tuple[int, int]
+) -> Iterator[TrainingLoss]:
+    """What ``loss`` is on each of ``outputs`` that it makes numbers of, the most labels first."""
+    for output in outputs:
+        for num_classes in _num_classes(output.value):
+            with contextlib.suppress(Exception):  # whatever a user's loss raises at what is made up, or at such labels
+                found = _tried(loss, output, batch, shape, num_classes)
+                if found is not None:
+                    yield found
+
+
 def _tried(
     loss: TrainingLoss, output: _Output, batch: Inputs, shape: tuple[int, int], num_classes: int
-) -> TrainingLoss:
-    """What ``loss`` is on ``batch``, on others whose halves differ, and where labels are ignored."""
+) -> TrainingLoss | None:
+    """What ``loss`` is on ``batch``, on others whose halves differ, and where labels are ignored.
+
+    None where it is no number of what is made up, as the logarithm of a probability below 0.
+    """
     size, length = shape
     batch = {LABELS: _labels(size, length, min(NUM_BYTE_TOKENS, num_classes)), **batch}
     batch[LABELS] = _none_ignored(batch[LABELS])
@@ -100,6 +113,8 @@ def _tried(
     special = [number for number in numbers.found if 0 <= number < num_classes][:MOST_SPECIAL]
     if special:
         trials.append(_trial(loss, output, _with(special, batch, size)))
+    if not any(math.isfinite(trial.whole) for trial in trials):
+        return None
     read = [name for name, tensor in batch.items() if id(tensor) in numbers.read and len(tensor) == size]
     for name in read:
         found = _finite(loss, output, [{**batch, name: changed} for changed in unlike_halves(batch[name])])
@@ -250,8 +265,13 @@ class _Output:
     rows: dict[int, int]  # how many a sample has, by the tensor's id
 
     @staticmethod
-    def made_up(output: object, size: int, other: object) -> _Output:
-        """``output`` with random numbers, three times as large in the second half; ``other``: of another batch size."""
+    def made_up(
+        output: object, size: int, other: object, between: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> _Output:
+        """``output`` with random numbers, three times as large in the second half; ``other``: of another batch size.
+
+        ``between`` makes of them what the loss takes, such as probabilities.
+        """
         generator = torch.Generator().manual_seed(0)
         lengths = iter([_length(leaf) for leaf in leaves_of(other)])
         rows: dict[int, int] = {}
@@ -266,10 +286,13 @@ class _Output:
                 if is_drawn
                 else torch.zeros(leaf.shape, dtype=leaf.dtype)
             )
-            if length and length % size == 0 and (other is output or other_length != length):
+            has_rows = bool(length) and length % size == 0 and (other is output or other_length != length)
+            if is_drawn and has_rows:
+                values[length // 2 :] *= 3
+            if is_drawn and between is not None:
+                values = between(values)
+            if has_rows:
                 rows[id(values)] = length // size
-                if is_drawn:
-                    values[length // 2 :] *= 3
             return values
 
         return _Output(map_leaves(filled, output), rows)

@@ -122,6 +122,22 @@ def test_a_loss_over_neighbours_is_none_of_what_ranks_take_by_turns(width: int) 
     assert find(of_groups).reduction is Reduction.UNKNOWN
 
 
+def test_a_loss_of_probabilities_is_tried_on_some() -> None:
+    """Torch refuses others, or makes no number of them: such losses were said to be no mean."""
+
+    def of_probabilities(output: Batch, batch: Batch) -> torch.Tensor:
+        return F.binary_cross_entropy(output["logits"], torch.ones_like(output["logits"]))
+
+    def entropy(output: Batch, batch: Batch) -> torch.Tensor:
+        return -(output["logits"] * output["logits"].log()).sum(-1).mean()
+
+    for function in (of_probabilities, entropy):
+        found = find(function)
+        assert found.reduction is Reduction.MEAN
+        assert found.weight is not None
+        assert found.weight(tokens(3, SEQ_LEN)) == 3
+
+
 def test_a_pair_counts_for_itself() -> None:
     loss = find(lambda output, batch: (cross_entropy(output, batch, reduction="sum"), (batch["labels"] >= 0).sum()))
     assert loss.reduction is Reduction.COUNTED
