@@ -98,7 +98,7 @@ class ParallelModel:
         whole, before = self._scaled(batch), self._set_aside()
         kept = {parameter for tie in self.ties for parameter in tie.parameters}  # of which other stages hold copies
         kept |= {parameter for parameter in self.parameters() if parameter.grad is not None}
-        with tensor_parallel_context(self.plan.mesh.tp > 1):
+        with tensor_parallel_context(self.plan.mesh.tp > 1), _casting_anew():
             losses = self._all_microbatches(whole) if self.schedule is None else self._pipelined(self.schedule, whole)
             for stage in self.stages:
                 stage.data.finish_step()
@@ -150,7 +150,7 @@ class ParallelModel:
 
     def _forward(self, batch: object) -> torch.Tensor:
         whole = self._scaled(batch)
-        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1):
+        with torch.no_grad(), tensor_parallel_context(self.plan.mesh.tp > 1), _casting_anew():
             losses = [self.stages[0](**part) for part in self._parts(whole)]
         share = self.loss.finish(losses, self.parameters())
         self.stages[0].data.finish_forward()
@@ -359,6 +359,20 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
     except Exception:  # whatever the user's code raises on the meta device
         return frozenset()
     return frozenset(state for call in trace.calls for state in call.states)
+
+
+@contextlib.contextmanager
+def _casting_anew() -> Generator[None]:
+    """Lets autocast, which the caller may be in, keep no cast weight from one micro-batch to the next.
+
+    Its gradient comes last in a backward pass, once FSDP has taken those of the unit, and would be lost.
+    """
+    was_kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_kept)
 
 
 @contextlib.contextmanager

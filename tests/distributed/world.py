@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,23 +153,27 @@ def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
             return {**context_parity.errors_of(plan)}
         if name in LAYOUTS:
             return {"errors": errors_of(LAYOUTS[name])}
-        if name in DROPOUT_CASES:
-            return _masks(DROPOUT_CASES[name])
         if name in MEASUREMENTS:
             return _measure(name)
-        if name in JOURNEYS:
-            return _travel(JOURNEYS[name])
-        if name in COUNTED_CASES:
-            return _count(COUNTED_CASES[name])
-        if name in TWICE_CASES:
-            return {loss: _twice(TWICE_CASES[name], LOSSES[loss]) for loss in ("weighed", "counted")}
-        if name in STARVED_CASES:
-            return _decay(STARVED_CASES[name])
+        for cases, outcome_of in _outcomes_of():
+            if name in cases:
+                return outcome_of(cases[name])
         return _run(CASES[name]) if name in CASES else _learn(LEARNING_CASES[name])
     except Exception:
         sys.stderr.write(f"rank {dist.get_rank()} failed in {name}\n{traceback.format_exc()}")
         sys.stderr.flush()
         raise
+
+
+def _outcomes_of() -> tuple[tuple[Mapping[str, Any], Callable[[Any], dict[str, object]]], ...]:
+    """Cases of which another outcome is wanted than that of a step, and what finds it."""
+    return (
+        (DROPOUT_CASES, _masks),
+        (JOURNEYS, _travel),
+        (COUNTED_CASES, _count),
+        (TWICE_CASES, _twice_with_every_loss),
+        (STARVED_CASES, _decay),
+    )
 
 
 def _count(case: Case) -> dict[str, object]:
@@ -181,10 +185,15 @@ def _count(case: Case) -> dict[str, object]:
     return {"counts": dict(counter.counts)}
 
 
-def _twice(case: Case, loss: TrainingLoss) -> float:
+def _twice_with_every_loss(case: Case) -> dict[str, object]:
+    with_losses = {loss: _twice(case, LOSSES[loss]) for loss in ("weighed", "counted")}
+    return {**with_losses, "autocast": _twice(case, NEXT_TOKEN, autocast=True)}
+
+
+def _twice(case: Case, loss: TrainingLoss, *, autocast: bool = False) -> float:
     """How far the gradients of two calls are from twice those of one, as a share of the largest; of all ranks.
 
-    After each the loss is looked at, which is to leave them alone.
+    After each the loss is looked at, which is to leave them alone. ``autocast``: both are inside one.
     """
     plan = case.plan()
     mesh = _mesh_of(plan)
@@ -192,10 +201,11 @@ def _twice(case: Case, loss: TrainingLoss) -> float:
     model = parallelize(_build(case), inputs, loss, plan, mesh)
     tokens, labels = _data().local_batch(0, GLOBAL_BATCH_SIZE, place_of(mesh))
     once: list[torch.Tensor] = []
-    for _ in range(2):
-        model.forward_backward({"input_ids": tokens, "labels": labels})
-        model.loss_alone({"input_ids": tokens, "labels": labels})
-        once = once or [_local_gradient(parameter).clone() for parameter in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            model.forward_backward({"input_ids": tokens, "labels": labels})
+            model.loss_alone({"input_ids": tokens, "labels": labels})
+            once = once or [_local_gradient(parameter).clone() for parameter in model.parameters()]
     both = [_local_gradient(parameter) for parameter in model.parameters()]
     pairs = zip(once, both, strict=True)
     error = max(float((2 * one - two).abs().max() / one.abs().max().clamp(min=1e-9)) for one, two in pairs if len(one))
