@@ -18,6 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -244,7 +245,9 @@ class TiedGradient:
 
         None to what is frozen, on every rank alike: zeros would let weight decay and momentum move it.
         """
-        if not any(parameter.requires_grad for parameter in self.parameters):
+        if self._is_frozen():
+            for parameter in self.parameters:
+                parameter.grad = None
             return
         total = torch.zeros_like(_local(self.parameters[0].detach()))
         for parameter in self.parameters:
@@ -256,6 +259,14 @@ class TiedGradient:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             _local(parameter.grad).copy_(total)
+
+    def _is_frozen(self) -> bool:
+        """Whether any copy is: in one process they are one tensor, frozen under all of its names. Collective."""
+        mine = any(not parameter.requires_grad for parameter in self.parameters)
+        flag = torch.tensor(mine, dtype=torch.uint8, device=_local(self.parameters[0]).device)
+        if self.group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return mine if isinstance(flag, FakeTensor) else bool(flag)
 
 
 def tied_gradients(

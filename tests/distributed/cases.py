@@ -334,6 +334,7 @@ TWICE_CASES = {
     "twice-pp-tied": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2),
     "twice-ep": Case("mixture", MeshSection(dp_shard=4, ep=2), 1, micro_batch_size=4),
 }
+FROZEN_CASES = {"frozen-pp-tied": Case("gpt-tied", _PP2_DP2, 1, micro_batch_size=2)}
 # Experts that no token reaches on any rank, and others that some reach on some ranks.
 STARVED_CASES = {
     "starved-zero0": Case("routed-starved", MeshSection(dp_replicate=4)),

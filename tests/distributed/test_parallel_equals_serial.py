@@ -76,6 +76,14 @@ def test_gradients_of_two_calls_add_up(name: str, loss: str, outcomes: dict[str,
     assert error < 1e-5
 
 
+def test_what_is_frozen_under_one_name_is_frozen_under_all(outcomes: dict[str, Outcome]) -> None:
+    """Ranks with the other copy waited for its gradient until the process group gave up."""
+    given = outcomes["frozen-pp-tied"]["given"]
+    assert isinstance(given, list)
+    assert "layers.0.mlp.up.weight" in given
+    assert not {"token_embedding.weight", "head.weight"} & set(given)
+
+
 @pytest.mark.parametrize("name", STARVED_CASES)
 def test_what_no_rank_uses_is_left_alone(name: str, outcomes: dict[str, Outcome]) -> None:
     """It got a gradient of zero, of which an optimiser makes weight decay and moments."""

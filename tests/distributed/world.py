@@ -53,6 +53,7 @@ from tests.distributed.cases import (
     COUNTED_CASES,
     DROPOUT_CASES,
     EXAMPLE,
+    FROZEN_CASES,
     GLOBAL_BATCH_SIZE,
     JOURNEYS,
     LEARNING_CASES,
@@ -111,6 +112,7 @@ def main(out: Path, plans: Path, names: list[str]) -> None:
             *LEARNING_CASES,
             *COUNTED_CASES,
             *TWICE_CASES,
+            *FROZEN_CASES,
             *STARVED_CASES,
             *DROPOUT_CASES,
             *JOURNEYS,
@@ -172,6 +174,7 @@ def _outcomes_of() -> tuple[tuple[Mapping[str, Any], Callable[[Any], dict[str, o
         (JOURNEYS, _travel),
         (COUNTED_CASES, _count),
         (TWICE_CASES, _twice_with_every_loss),
+        (FROZEN_CASES, _freeze),
         (STARVED_CASES, _decay),
     )
 
@@ -212,6 +215,23 @@ def _twice(case: Case, loss: TrainingLoss, *, autocast: bool = False) -> float:
     largest = torch.tensor(error)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
+
+
+def _freeze(case: Case) -> dict[str, object]:
+    """Which parameters have a gradient after a step, on any rank, where the first is frozen under its first name."""
+    plan = case.plan()
+    mesh = _mesh_of(plan)
+    inputs = {"input_ids": torch.zeros(plan.pipeline.micro_batch_size, SEQ_LEN, dtype=torch.int64)}
+    model = parallelize(_build(case), inputs, NEXT_TOKEN, plan, mesh)
+    named = [pair for root in model.roots for pair in root.named_parameters()]
+    first, _ = next(_seeded(case.model).named_parameters())
+    for fqn, parameter in named:
+        parameter.requires_grad_(fqn != first)
+    tokens, labels = _data().local_batch(0, GLOBAL_BATCH_SIZE, place_of(mesh))
+    model.forward_backward({"input_ids": tokens, "labels": labels})
+    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, [fqn for fqn, parameter in named if parameter.grad is not None])
+    return {"given": sorted({fqn for part in parts for fqn in part})}
 
 
 def _decay(case: Case) -> dict[str, object]:

@@ -53,3 +53,11 @@ def test_what_is_frozen_gets_no_gradient_and_what_is_trained_the_sum() -> None:
     trained[0].grad = torch.full((3,), 2.0)
     TiedGradient(trained, None, 2).reduce()
     assert all(parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3 for parameter in trained)
+
+
+def test_what_is_frozen_under_one_name_gets_no_gradient_under_another() -> None:
+    """It is one tensor in one process; here the ranks of one copy waited for those of the other."""
+    copies = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    copies[1].grad = torch.ones(3)
+    TiedGradient(copies, None, 2).reduce()
+    assert all(parameter.grad is None for parameter in copies)
