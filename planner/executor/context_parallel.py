@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from costmodels.vocabulary.choices import ContextMethod
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.errors import InputError, ModelError, PlanError, PlannerError
+from planner.errors import ModelError, PlanError, PlannerError
 from planner.executor.context_attention import (
     BlockAttention,
     Blocks,
@@ -36,6 +36,7 @@ from planner.executor.context_attention import (
     attention_by_heads,
     positions_of,
 )
+from planner.executor.special_tokens import Compared, with_special
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
 from planner.executor.tensor_parallel import redistribute
 from planner.models.causal_masks import NUM_SHARDS
@@ -217,7 +218,8 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
 
     Found out with a copy on the CPU, whose parameters are moved a little: what it makes of a few tokens in order must
     be what it makes of them shuffled, where it is told their positions, and of half of them, where attention has the
-    keys and values of all. The loss of all must be that of their parts. A module without values is not looked at.
+    keys and values of all. Among them are those that it treats as special, if any. The loss of all must be that of
+    their parts. A module without values is not looked at.
     """
     strange = [name for name, value in inputs.items() if value.ndim != 2 or value.is_floating_point()]
     if strange:
@@ -234,7 +236,10 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
         copied = _moved(module)
         tokens = {key: torch.randint(NUM_PROBE_TOKENS, (2, length)) for key in inputs}
         shuffled = torch.randperm(length)
-        watched = _Watched(context.length, length)
+        watched, compared = _Watched(context.length, length), Compared(tokens)
+        with watched, compared:
+            call_model(copied, tokens)
+        tokens = with_special(tokens, compared.special(NUM_PROBE_TOKENS))
         with watched:
             expected = call_model(copied, tokens)
         parts = [shuffled] if watched.counts((length + 1) // 2) else [shuffled, shuffled[: (length + 1) // 2]]
@@ -342,11 +347,11 @@ class _Watched(_NoDropout):
 
 def _check_loss(loss: TrainingLoss, output: object, tokens: Inputs, length: int) -> None:
     """ModelError where the loss of some positions and that of the others do not make that of all."""
-    labels = tokens[next(iter(tokens))].clone()
+    labels = tokens[next(iter(tokens))].remainder(NUM_PROBE_TOKENS)
     labels[0, : length // 2] = IGNORED
     parts = [slice(0, length), slice(0, length // 3), slice(length // 3, length)]
     same = [False]
-    with contextlib.suppress(InputError):  # it has parts only where no label is ignored
+    with contextlib.suppress(Exception):  # such as one that has parts only where no label is ignored
         totals = [_total(loss, output, {**tokens, "labels": labels}, part) for part in parts]
         whole, sums = totals[0], [sum(each) for each in zip(*totals[1:], strict=True)]
         same = [abs(one - other) <= _REL * abs(one) for one, other in zip(whole, sums, strict=True)]

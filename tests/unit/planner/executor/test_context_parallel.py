@@ -19,7 +19,7 @@ from planner.executor.context_parallel import Context, Sharded, check_model
 from planner.model_file import load_model, resolve_model
 from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss, num_targets
 
-SEQ_LEN, HIDDEN, VOCAB = 16, 8, 16
+SEQ_LEN, HIDDEN, VOCAB = 16, 8, 24
 
 
 def context_of(rank: int = 0, num_ranks: int = 2, seq_len: int = SEQ_LEN) -> Context:
@@ -43,6 +43,10 @@ class Toy(nn.Module):
         x = x + (self.table[:length] if self.kind == "slice" else self.table[torch.arange(length)])
         if self.kind == "count":
             x = x + F.one_hot(input_ids, VOCAB).float() @ torch.arange(HIDDEN).float().expand(VOCAB, HIDDEN)
+        if self.kind == "documents":  # a token of which the trial made none
+            x = x + self.table[(input_ids == VOCAB - 2).cumsum(1)]
+        if self.kind == "threshold":
+            x = x + self.table[(input_ids > VOCAB - 4).cumsum(1)]
         if self.kind == "convolution":
             x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
         heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -74,6 +78,8 @@ def check(kind: str, loss: TrainingLoss = NEXT_TOKEN, num_ranks: int = 4) -> Non
         ("by hand", "mixes them otherwise"),
         ("both ways", "mixes them otherwise"),  # any order of all positions is as good as any other
         ("mean", "mixes them otherwise"),
+        ("documents", "it reads positions otherwise"),  # they were trained as if each shard began a sequence
+        ("threshold", "it reads positions otherwise"),
         ("mask", "it gives attention a mask of its own"),
         ("dropout", "it drops 0.1 of attention's weights"),
     ],
@@ -133,6 +139,13 @@ def _mean(output: object, batch: Batch) -> torch.Tensor:
     return value / count
 
 
+def _looked_up(output: object, batch: Batch) -> torch.Tensor:
+    """Of sequences as wholes, and an error at labels of -100."""
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(batch, dict)
+    return -F.logsigmoid(output.log_softmax(-1).gather(-1, batch["labels"][..., None]).sum(1)).mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "is_taken"),
     [
@@ -140,8 +153,9 @@ def _mean(output: object, batch: Batch) -> torch.Tensor:
         (TrainingLoss(_counted, Reduction.COUNTED), True),
         (TrainingLoss(_shifted, Reduction.SUM), False),
         (TrainingLoss(_each_sequence, Reduction.MEAN, lambda batch: 2.0), False),
+        (TrainingLoss(_looked_up, Reduction.MEAN, lambda batch: 2.0), False),
     ],
-    ids=["mean", "counted", "shifts by itself", "mean of sequences"],
+    ids=["mean", "counted", "shifts by itself", "mean of sequences", "error at ignored labels"],
 )
 def test_losses_of_whole_sequences_are_refused(loss: TrainingLoss, is_taken: bool) -> None:
     if is_taken:
