@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.mesh import MeshAxis
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.errors import PlannerError
 from planner.executor.mesh import device_of
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
@@ -49,6 +50,7 @@ _OF_SEVERAL_STAGES = {
     ScheduleName.ZBV_ZERO_BUBBLE: ScheduleZBVZeroBubble,
     ScheduleName.DUAL_PIPE_V: ScheduleDualPipeV,
 }
+_DRIFT = 1e-4  # of a norm: copies that are updated alike differ by rounding at most, 1e-7
 LOSS_META = TensorMeta((), torch.float32, requires_grad=True)
 
 
@@ -239,13 +241,14 @@ class TiedGradient:
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup | None  # None: all copies are on this rank
     num_copies: int  # on all stages
+    names: tuple[str, ...] = ()  # on the stages, in order
 
     def reduce(self) -> None:
         """Gives every copy the sum of all copies' gradients, so that an optimiser keeps them equal.
 
         None to what is frozen, on every rank alike: zeros would let weight decay and momentum move it.
         """
-        if self._is_frozen():
+        if self._is_frozen_alike():
             for parameter in self.parameters:
                 parameter.grad = None
             return
@@ -260,13 +263,26 @@ class TiedGradient:
                 parameter.grad = torch.zeros_like(parameter)
             _local(parameter.grad).copy_(total)
 
-    def _is_frozen(self) -> bool:
-        """Whether any copy is: in one process they are one tensor, frozen under all of its names. Collective."""
-        mine = any(not parameter.requires_grad for parameter in self.parameters)
-        flag = torch.tensor(mine, dtype=torch.uint8, device=_local(self.parameters[0]).device)
+    def _is_frozen_alike(self) -> bool:
+        """Whether any copy is: in one process they are one tensor, frozen under all of its names. Collective.
+
+        PlannerError where copies are no longer equal.
+        """
+        is_frozen = any(not parameter.requires_grad for parameter in self.parameters)
+        norms = torch.stack([torch.linalg.vector_norm(_local(each.detach())).double() for each in self.parameters])
+        said = torch.stack([norms.new_tensor(is_frozen), norms.max(), -norms.min()])
         if self.group is not None:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        return mine if isinstance(flag, FakeTensor) else bool(flag)
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+        if isinstance(said, FakeTensor):
+            return is_frozen
+        frozen, most, least = said.tolist()
+        if most + least > _DRIFT * most:
+            raise PlannerError(
+                f"{' and '.join(self.names)} are one tensor in the model, and its copies on several pipeline stages "
+                f"are no longer alike (norms of {-least:.7g} and {most:.7g}): they were updated in different ways",
+                hint="give the optimiser the same options for a tied parameter under all of its names",
+            )
+        return bool(frozen)
 
 
 def tied_gradients(
@@ -284,7 +300,8 @@ def tied_gradients(
             groups[holders] = _group_of(holders, pipelines)
         local = tuple(roots[stage].get_parameter(fqn) for stage, fqn in sorted(tie.fqns.items()) if stage in roots)
         if local:
-            found.append(TiedGradient(local, groups[holders], len(tie.fqns)))
+            names = tuple(dict.fromkeys(fqn for _, fqn in sorted(tie.fqns.items())))
+            found.append(TiedGradient(local, groups[holders], len(tie.fqns), names))
     return tuple(found)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
+from planner.errors import PlannerError
 from planner.executor.pipeline import TiedGradient, tied_gradients
 from planner.executor.stage_split import TiedParameter
 from planner.plan.schema import Plan
@@ -61,3 +63,10 @@ def test_what_is_frozen_under_one_name_gets_no_gradient_under_another() -> None:
     copies[1].grad = torch.ones(3)
     TiedGradient(copies, None, 2).reduce()
     assert all(parameter.grad is None for parameter in copies)
+
+
+def test_copies_that_were_updated_otherwise_are_told_of() -> None:
+    """An optimiser that decayed the head and not the embedding, which one process has as one tensor, trained on."""
+    copies = tuple(nn.Parameter(torch.full((3,), value)) for value in (1.0, 0.99))
+    with pytest.raises(PlannerError, match="embedding.weight and head.weight are one tensor.* different ways"):
+        TiedGradient(copies, None, 2, ("embedding.weight", "head.weight")).reduce()
