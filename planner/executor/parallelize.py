@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.errors import InputError, PlanError
+from planner.errors import PlanError
+from planner.executor.batch_share import check_share
 from planner.executor.compiled import apply_compile, check_compilable
 from planner.executor.context_parallel import Context, check_model, context_of
 from planner.executor.data_parallel import DataParallel, ShardingUnits, drop_unreached, keeps_whole
@@ -79,11 +80,16 @@ class ParallelModel:
     plan: Plan
     loss: LossOfParts
     has_loss: bool  # this rank computes the loss
-    input_name: str  # of the token ids
+    sample_shapes: Mapping[str, torch.Size]  # of the inputs that it was split for
     context: Context | None  # where ranks share sequences
     experts: Experts | None  # where they divide experts
     replicas: tuple[dist.ProcessGroup, ...]  # of the ranks that hold this rank's stages, one for each axis
     evaluates: bool  # what is between the modules of a pipeline is known for evaluation too
+
+    @property
+    def input_name(self) -> str:
+        """Of the token ids."""
+        return next(name for name in self.sample_shapes if name != LABELS)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank's stages."""
@@ -93,7 +99,7 @@ class ParallelModel:
         """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
 
         They are added to those that are there. Returns this rank's share: the mean over ranks of data and context
-        parallelism is that loss. 0 on ranks without it. InputError for a part of another size than the plan's.
+        parallelism is that loss. 0 on ranks without it. InputError for a part of another size or shape than the plan's.
         """
         whole, before = self._scaled(batch), self._set_aside()
         kept = {parameter for tie in self.ties for parameter in tie.parameters}  # of which other stages hold copies
@@ -159,24 +165,9 @@ class ParallelModel:
     def _scaled(self, batch: object) -> Tensors:
         """This rank's batch by name, with the scales of its losses. Collective."""
         named = by_name(batch)
-        self._check_share(named)
+        check_share(named, self.sample_shapes, self.plan, self.loss.mesh)
         named = named if self.context is None else self.context.shard(named)
         return {**named, SCALE_KEY: self.loss.scales(named)}
-
-    def _check_share(self, batch: Tensors) -> None:
-        """InputError where ``batch`` is not as large as the plan's part for this rank."""
-        pipeline = self.plan.pipeline
-        size, whose = pipeline.micro_batch_size, "this rank"
-        if pipeline.batch_shares:
-            share = pipeline.batch_shares[place_of(self.loss.mesh).row(pipeline.batch_shares)]
-            size, whose = share.micro_batch_size, f"this rank, one of the replicas on {share.device_group},"
-        wanted, found = pipeline.num_microbatches * size, {len(value) for value in batch.values()}
-        if found != {wanted}:
-            raise InputError(
-                f"{whose} was given a batch of {', '.join(map(str, sorted(found)))} sequences: its part is "
-                f"{pipeline.num_microbatches} micro-batches of {size} = {wanted}",
-                hint="give every data-parallel rank its part of the plan's global batch; leave out a last smaller one",
-            )
 
     def _parts(self, batch: Tensors) -> list[Tensors]:
         """The micro-batches of ``batch``."""
@@ -224,6 +215,7 @@ def parallelize(
         check_compilable(plan, backend, mesh.device_type)
     context = context_of(plan, mesh)
     _check(module, inputs, training_loss, (plan, mesh, context))
+    shapes = {name: tensor.shape[1:] for name, tensor in inputs.items()}
     inputs = inputs if context is None else context.example(inputs)
     experts = experts_of(plan, module, mesh)
     surroundings = functools.partial(_within, context, experts)
@@ -253,7 +245,7 @@ def parallelize(
         plan=plan,
         loss=parts,
         has_loss=mine[-1] == last,
-        input_name=next(name for name in inputs if name != LABELS),
+        sample_shapes=shapes,
         context=context,
         experts=experts,
         replicas=tuple(group for group in data_mesh(mesh, plan.zero_stage).get_all_groups() if group.size() > 1),

@@ -16,8 +16,8 @@ from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import InputError, ModelError, PlanError
 from planner.executor import in_script
+from planner.executor.batch_share import check_share
 from planner.executor.build import in_training
-from planner.executor.parallelize import ParallelModel
 from planner.executor.recorded_build import recorded_model
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import (
@@ -245,13 +245,29 @@ def test_parts_that_are_put_into_evaluation_mode_stay_there() -> None:
     assert loaded.norm.training
 
 
+def check_part(part: torch.Tensor, pp: int = 1, cp: int = 1) -> None:
+    """As a part of four samples of eight tokens."""
+    pipeline = SimpleNamespace(batch_shares=(), micro_batch_size=2, num_microbatches=2)
+    plan: Any = SimpleNamespace(pipeline=pipeline, mesh=SimpleNamespace(pp=pp, cp=cp))
+    mesh: Any = None
+    check_share({"input_ids": part, "labels": part}, {"input_ids": torch.Size([8])}, plan, mesh)
+
+
 @pytest.mark.parametrize("size", [1, 3, 4, 5])
 def test_a_part_of_another_size_is_refused(size: int) -> None:
-    pipeline = SimpleNamespace(batch_shares=(), micro_batch_size=2, num_microbatches=2)
-    model: Any = SimpleNamespace(plan=SimpleNamespace(pipeline=pipeline))
     expected = pytest.raises(InputError, match="2 micro-batches of 2 = 4") if size != 4 else contextlib.nullcontext()
     with expected:
-        ParallelModel._check_share(model, {"input_ids": torch.zeros(size, 8)})
+        check_part(torch.zeros(size, 8))
+
+
+@pytest.mark.parametrize(("pp", "cp"), [(1, 1), (2, 1), (1, 2)])
+def test_samples_of_another_shape_are_refused_where_sizes_are_fixed(pp: int, cp: int) -> None:
+    """Half a sequence was taken for a rank's share of one, and torch's pipelines gave an error of their own."""
+    expected = contextlib.nullcontext()
+    if pp * cp > 1:
+        expected = pytest.raises(InputError, match=r"input_ids are \(4,\), and the model was split for \(8,\)")
+    with expected:
+        check_part(torch.zeros(4, 4), pp, cp)
 
 
 def test_other_values_on_another_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
