@@ -50,6 +50,10 @@ class _Trial:
     counts: tuple[int, int]
     later_counts: tuple[int, int]  # without the first of each sequence
 
+    def says_nothing(self) -> bool:
+        """Whether it is none of what the halves hold, which are unlike, as where a loss is bounded."""
+        return self.whole == 0.0 or self.halves[0] == self.halves[1]
+
     def is_sum(self) -> bool:
         """Whether the whole is the sum of the halves."""
         return _equal(self.whole, sum(self.halves))
@@ -127,30 +131,26 @@ def _tried(
     ignoring = _finite(loss, output, [{**batch, LABELS: masked}])
     trials = [trial for trial in trials if math.isfinite(trial.whole)]
     result = _read(loss, trials, ignoring)
-    partly = {name: partly_missing(batch[name]) for name in read if not _is_labels(name, batch[name])}
     strange = [
-        name
-        for name, tensors in partly.items()
-        if _read(loss, trials + _finite(loss, output, [{**batch, name: each} for each in tensors]), ignoring) != result
+        (name, missing)
+        for name in read
+        for missing, changed in partly_missing(batch[name])
+        if _read(loss, trials + _finite(loss, output, [{**batch, name: changed}]), ignoring) != result
+        and not (missing == IGNORED and name == LABELS)  # which has been tried
     ]
     return _without_missing(loss, result, strange) if strange else result
 
 
-def _is_labels(name: str, tensor: torch.Tensor) -> bool:
-    """Whether -100 among them has been tried already."""
-    return name == LABELS and _is_integer(tensor)
-
-
-def _without_missing(loss: TrainingLoss, found: TrainingLoss, names: Sequence[str]) -> TrainingLoss:
-    """``found``, for batches in which no value of these inputs is missing; ``loss`` where nobody could look."""
+def _without_missing(loss: TrainingLoss, found: TrainingLoss, missing: Sequence[tuple[str, float]]) -> TrainingLoss:
+    """``found``, for batches in which no input has what is ``missing`` of it; ``loss`` where nobody could look."""
     weight = found.weight
     if weight is None:
         return loss
 
     def checked(batch: Batch) -> torch.Tensor | float:
         assert isinstance(batch, dict)
-        for name in names:
-            check_none_missing(name, batch[name])
+        for name, value in missing:
+            check_none_missing(name, batch[name], value)
         return weight(batch)
 
     return dataclasses.replace(found, weight=checked)
@@ -167,7 +167,7 @@ def _finite(loss: TrainingLoss, output: _Output, batches: Sequence[Inputs]) -> l
 
 def _read(loss: TrainingLoss, plain: list[_Trial], ignoring: list[_Trial]) -> TrainingLoss:
     trials = [*plain, *ignoring]
-    if not trials or any(trial.whole == 0.0 for trial in trials):
+    if not trials or any(trial.says_nothing() for trial in trials):
         return loss
     if all(trial.is_sum() for trial in trials):
         return dataclasses.replace(loss, reduction=Reduction.SUM)

@@ -8,6 +8,7 @@ each: nothing is invented that an index, a probability or a mask could not be, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.errors import InputError
 from planner.executor.loss import SAY_HOW_PARTS_ADD_UP
 from planner.models.loss import IGNORED
+
+_UNKNOWN = -1  # of classes that nobody knows, as data of images and of several labels have it
 
 
 def unlike_halves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -29,25 +32,34 @@ def unlike_halves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from (each for each in changed if not bool(((each == tensor) | (each != each)).all()))
 
 
-def partly_missing(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A copy with missing values in the first half, as data have them: not a number, of integers -100."""
+def partly_missing(tensor: torch.Tensor) -> Sequence[tuple[float, torch.Tensor]]:
+    """What stands for a value that data lack, each with a copy that has it in the first half.
+
+    Not a number, of integers -100; and -1.
+    """
     if tensor.dtype == torch.bool:
         return ()
-    missing = torch.nan if _has_nan(tensor) else IGNORED
-    return (_changed(tensor, 1, torch.full((), missing, dtype=tensor.dtype), None),)
+    missing = _usual(tensor), _UNKNOWN
+    return [(each, _changed(tensor, 1, torch.full((), each, dtype=tensor.dtype), None)) for each in missing]
 
 
-def check_none_missing(name: str, tensor: torch.Tensor) -> None:
-    """InputError where ``tensor``, read by a loss that is no mean over what is left, has missing values."""
+def check_none_missing(name: str, tensor: torch.Tensor, missing: float | None = None) -> None:
+    """InputError where ``tensor``, read by a loss that is no mean over what is left, has what is ``missing``."""
     if isinstance(tensor, FakeTensor):
         return
-    if bool((tensor.isnan() if _has_nan(tensor) else tensor == IGNORED).any()):
+    missing = _usual(tensor) if missing is None else missing
+    if bool((tensor.isnan() if math.isnan(missing) else tensor == missing).any()):
         raise InputError(
-            f"the batch has {name} that are {'not a number' if _has_nan(tensor) else IGNORED}, and with them what "
-            "loss_fn returns of a part of a batch is neither a mean over sequences nor one over the other labels: how "
-            "the parts add up is not known",
+            f"the batch has {name} that are {'not a number' if math.isnan(missing) else f'{missing:g}'}, and with them "
+            "what loss_fn returns of a part of a batch is neither a mean over sequences nor one over the other labels: "
+            "how the parts add up is not known",
             hint=SAY_HOW_PARTS_ADD_UP,
         )
+
+
+def _usual(tensor: torch.Tensor) -> float:
+    """What most often stands for a missing value."""
+    return math.nan if _has_nan(tensor) else IGNORED
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

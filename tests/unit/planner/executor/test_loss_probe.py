@@ -122,6 +122,31 @@ def test_a_loss_over_neighbours_is_none_of_what_ranks_take_by_turns(width: int) 
     assert find(of_groups).reduction is Reduction.UNKNOWN
 
 
+class Classes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :5]
+
+
+@pytest.mark.parametrize("is_number", [False, True])
+def test_labels_of_minus_one_are_refused_where_a_loss_leaves_them_out(is_number: bool) -> None:
+    """A micro-batch of them alone made no number, and others were weighed by all of their samples."""
+
+    def inputs(batch_size: int, seq_len: int) -> Batch:
+        labels = torch.ones(batch_size) if is_number else torch.ones(batch_size, dtype=torch.int64)
+        return {"x": torch.randn(batch_size, 8), "labels": labels}
+
+    def function(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        known = batch["labels"] >= 0
+        each = F.cross_entropy(output, batch["labels"].long().clamp(min=0), reduction="none")
+        return (each * known).sum() / known.sum()
+
+    loss = recognised(TrainingLoss(function), Classes(), inputs, 1)  # pyright: ignore[reportArgumentType]
+    assert loss.weight is not None
+    assert loss.weight({"labels": torch.tensor([0, 2, 1])}) == 3
+    with pytest.raises(InputError, match="labels that are -1,"):
+        loss.weight({"labels": torch.tensor([0, -1, 2])})
+
+
 def test_a_loss_of_probabilities_is_tried_on_some() -> None:
     """Torch refuses others, or makes no number of them: such losses were said to be no mean."""
 
@@ -203,9 +228,10 @@ def test_a_mean_over_what_inputs_say_is_not_taken_for_one_over_labels(
         lambda output, batch: cross_entropy(output, batch).square(),
         lambda output, batch: output["logits"].std(),
         lambda output, batch: output["logits"].sum() * 0,
+        lambda output, batch: cross_entropy(output, batch).clamp(max=1.0),
         lambda output, batch: output["nothing"].mean(),
     ],
-    ids=["square", "deviation", "always zero", "error"],
+    ids=["square", "deviation", "always zero", "bounded", "error"],
 )
 def test_what_is_none_of_these_is_not_known(function: Callable[..., object]) -> None:
     loss = find(function)
