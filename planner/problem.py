@@ -28,9 +28,9 @@ from planner.solver.dynamic_program import DynamicProgramSolver
 from planner.solver.in_turn import in_turn, over_its_mesh
 from planner.solver.known_placements import KnownPlacements
 from planner.solver.preference import simplest, tie_share
-from planner.solver.search import Outcome, Progress, Wanted, needing_least, probes, search
+from planner.solver.search import Outcome, Progress, Wanted, probes, search
 from planner.solver.shares import with_shares
-from planner.solver.smallest import at_its_smallest
+from planner.solver.smallest import at_its_smallest, needing_least
 from planner.space.device_counts import worthwhile_counts
 from planner.space.search_space import SearchSpace, build_space, narrowed, typical_space
 from planner.space.shares import parts_of_shares

@@ -32,8 +32,8 @@ Beside the bounds stands an estimate (``estimates``). It says which layouts are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,11 @@ from planner.layout.layout import Layout
 from planner.solver.estimates import estimate_s
 from planner.solver.glance import at_a_glance_s
 from planner.solver.memory_bounds import AlikeKey
-from planner.solver.of_table import CHUNK, OfTable
+from planner.solver.of_table import CHUNK, OfTable, UnitPasses
 from planner.solver.time_bounds import AlikeLayouts
 from planner.table.cost_table import CostTable
+
+SLICE = 1_000_000  # layouts are bounded so many at a time
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,61 @@ def bounds(
     listed = Columns.of(Layout, layouts)
     if not layouts:
         return found
-    rows = LayoutRows.of(table, listed)
-    of_table = OfTable(table)
-    passes = [of_table.passes(rows, place) for place in range(len(table.cluster.devices))]
-    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, passes)
-    left = np.flatnonzero(found.step_time_s < enough_s)
-    keys, alike = listed.take(left).by(AlikeKey)
-    by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
-    for key, members in zip(keys, by_key, strict=False):  # without members no key
-        for start in range(0, len(members), CHUNK):
-            if deadline is not None:
-                deadline.check()
-            part = members[start : start + CHUNK]
-            group = AlikeLayouts(of_table, key, listed.take(part), rows.take(part), passes[0].take(part))
-            _fill(found, part, group, enough_s)
+    of_all = _OfAll.of(table, listed)
+    found.step_time_s[:] = found.estimate_s[:] = at_a_glance_s(table, listed, of_all.passes)
+    for part, group in of_all.alike(np.flatnonzero(found.step_time_s < enough_s), deadline):
+        _fill(found, part, group, enough_s)
     return found
+
+
+def bounds_of_memory(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Bounds:
+    """Bounds of memory alone, which are quick; those of time are 0. OutOfTimeError as of ``bounds``."""
+    found = Bounds(*(np.zeros(len(layouts)) for _ in fields(Bounds)))
+    if layouts:
+        of_all = _OfAll.of(table, Columns.of(Layout, layouts))
+        for part, group in of_all.alike(np.arange(len(layouts)), deadline):
+            _fill_memory(found, part, group)
+    return found
+
+
+def in_slices(listed: Columns[Layout], bounded: Callable[[Columns[Layout]], Bounds]) -> Bounds:
+    """The bounds of all, made of those of ``SLICE`` at a time."""
+    parts = [bounded(listed[start : start + SLICE]) for start in range(0, max(1, len(listed)), SLICE)]
+    return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
+
+
+@dataclass(frozen=True)
+class _OfAll:
+    """What is read off the table once for all layouts, on each kind of devices."""
+
+    listed: Columns[Layout]
+    rows: LayoutRows
+    of_table: OfTable
+    passes: Sequence[UnitPasses]
+
+    @staticmethod
+    def of(table: CostTable, listed: Columns[Layout]) -> _OfAll:
+        """Of at least one layout."""
+        rows, of_table = LayoutRows.of(table, listed), OfTable(table)
+        places = range(len(table.cluster.devices))
+        return _OfAll(listed, rows, of_table, [of_table.passes(rows, place) for place in places])
+
+    def alike(self, left: Positions, deadline: Deadline | None) -> Iterator[tuple[Positions, AlikeLayouts]]:
+        """Groups of those at the positions ``left`` that are bounded together; OutOfTimeError between them."""
+        keys, alike = self.listed.take(left).by(AlikeKey)
+        by_key = np.split(left[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
+        for key, members in zip(keys, by_key, strict=False):  # without members no key
+            for start in range(0, len(members), CHUNK):
+                if deadline is not None:
+                    deadline.check()
+                part = members[start : start + CHUNK]
+                each = self.listed.take(part), self.rows.take(part), self.passes[0].take(part)
+                yield part, AlikeLayouts(self.of_table, key, *each)
+
+
+def _fill_memory(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
+    found.memory_bytes[part] = group.memory_bytes()
+    found.host_share[part] = group.host_share()
 
 
 def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) -> None:
@@ -96,8 +138,7 @@ def _fill(found: Bounds, part: Positions, group: AlikeLayouts, enough_s: float) 
         part, group = _where(found.step_time_s[part] < enough_s, part, group)
     if not len(part):
         return
-    found.memory_bytes[part] = group.memory_bytes()
-    found.host_share[part] = group.host_share()
+    _fill_memory(found, part, group)
     if enough_s < np.inf:
         part, group = _where(found.memory_bytes[part] <= group.table.cluster.devices[0].memory_bytes, part, group)
     if not len(part):

@@ -11,7 +11,7 @@ the best is optimal within the cost model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -25,12 +25,12 @@ from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
-from planner.solver.bounds import Bounds, bounds
+from planner.solver.bounds import Bounds, bounds, in_slices
 from planner.solver.closely import Closely
 from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, matter_of, unlike
-from planner.solver.smallest import at_its_smallest, scarcity, smallest
+from planner.solver.smallest import scarcity, smallest
 from planner.table.cost_table import CostTable
 
 # Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
@@ -56,8 +56,6 @@ MOST_CLOSE = 2000
 CLOSE_AHEAD = 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
 MANY, NUM_UNLIKE = 30_000, 8
-# Layouts are bounded so many at a time.
-SLICE = 1_000_000
 
 Progress = Callable[[int, float, float | None], None]
 
@@ -373,9 +371,7 @@ def _probe_likely(
 def _bounds_in_time(table: CostTable, listed: Columns[Layout], best_s: float | None, deadline: Deadline) -> Bounds:
     """Bounds of every layout; OutOfTimeError where the deadline is over before that."""
     enough_s = np.inf if best_s is None else best_s * (1 + NEAR)
-    starts = range(0, max(1, len(listed)), SLICE)
-    parts = [bounds(table, listed[start : start + SLICE], enough_s, deadline) for start in starts]
-    return Bounds(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Bounds)))
+    return in_slices(listed, lambda part: bounds(table, part, enough_s, deadline))
 
 
 def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Positions:
@@ -386,16 +382,6 @@ def _in_order(table: CostTable, listed: Columns[Layout], lower: Bounds) -> Posit
     keys = list(zip(lower.estimate_s[head].tolist(), map(complexity, listed.at(head)), strict=True))
     in_order = np.array(sorted(range(len(head)), key=keys.__getitem__), dtype=np.intp)
     return np.concatenate([head[in_order], by_time[HEAD:]])
-
-
-def needing_least(table: CostTable, layouts: Sequence[Layout], deadline: Deadline) -> Evaluated | None:
-    """Of the layouts that need least by their bounds, cut evenly, the one that does; None of none.
-
-    OutOfTimeError where the deadline is over before there are bounds.
-    """
-    listed = Columns.of(Layout, layouts)
-    found = smallest(table, listed, scarcity(table, _bounds_in_time(table, listed, None, deadline)))
-    return None if found is None else at_its_smallest(table, found)
 
 
 def probes(table: CostTable, layouts: Sequence[Layout], solver: StageSolver, deadline: Deadline) -> Outcome:
