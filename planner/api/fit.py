@@ -70,13 +70,15 @@ def find_fit(request: Request, said: Callable[[str], None] = lambda _: None) -> 
     found = problem.solved()
     if found.interrupted:  # there is more to ask than this search
         raise KeyboardInterrupt
-    reason = change = ""
-    if found.best is None:
-        error = no_plan(problem, found)
-        reason, change = error.message, error.hint
     worst = _worst(found, problem)
     said("looking for the smallest number of GPUs")
     least = _least_devices(question, fits=found.best is not None)
+    reason = change = ""
+    if found.best is None:
+        said("looking for the smallest change")
+        can_share = least is not None and least <= question.training.global_batch_size
+        error = no_plan(problem, found, least_devices=least if can_share else None)
+        reason, change = error.message, error.hint
     said("looking for the largest micro-batch")
     micro = None if found.best is None else _largest_micro_batch(problem)
     said("looking for the longest sequence")

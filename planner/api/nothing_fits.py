@@ -28,9 +28,17 @@ def _attempt(due: Deadline) -> Deadline:
 
 
 def no_plan(
-    problem: Problem, outcome: Outcome, deadline: Deadline | None = None, *, brief: bool = False
+    problem: Problem,
+    outcome: Outcome,
+    deadline: Deadline | None = None,
+    *,
+    brief: bool = False,
+    least_devices: int | None = None,
 ) -> PlannerError:
-    """Why nothing was found by the deadline, and but for ``brief`` the smallest change that was found to help."""
+    """Why nothing was found by the deadline, and but for ``brief`` the smallest change that was found to help.
+
+    ``least_devices``: where it is known that something fits, as ``smallest_change`` says.
+    """
     deadline = deadline or Deadline.never()
     if deadline.is_over() and not outcome.is_exhausted:
         tried = f"{outcome.num_visited} of {outcome.num_candidates} layouts tried"
@@ -56,7 +64,7 @@ def no_plan(
     def fits(attempt: Attempt) -> bool:
         return something_fits(problem.target, attempt, problem.memory_risk, _attempt(due))
 
-    return InfeasibleError(text, hint=smallest_change(asked, fits), lacks_bytes=lacks)
+    return InfeasibleError(text, hint=smallest_change(asked, fits, least_devices), lacks_bytes=lacks)
 
 
 def _least_risk_that_fits(problem: Problem, due: Deadline) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from costmodels.ledger import MemoryLedger
-from costmodels.vocabulary.choices import Offload
+from costmodels.vocabulary.choices import Offload, Precision
 from costmodels.vocabulary.terms import MemoryTerm
 from hardware_profiles.mixed import grown
 from hardware_profiles.schema import ClusterSpec
@@ -105,8 +105,11 @@ def _parts_text(rows: NamedBytes) -> str:
     )
 
 
-def smallest_change(asked: Attempt, fits: Fits) -> str:
-    """The first change that makes some layout fit: dropping one pin, or all, offloading, more GPUs."""
+def smallest_change(asked: Attempt, fits: Fits, least_devices: int | None = None) -> str:
+    """The first change that makes some layout fit: dropping one pin, or all, offloading, more GPUs.
+
+    ``least_devices``: where something is known to fit, pinned as asked and of the same batch.
+    """
     pins = asked.pins
     for field in fields(pins):
         if getattr(pins, field.name) is None:
@@ -121,7 +124,16 @@ def smallest_change(asked: Attempt, fits: Fits) -> str:
     offloading = replace(asked, pins=replace(pins, offload=Offload.CPU))
     if pins.offload in (None, Offload.NONE) and fits(offloading):
         return "add --offload cpu: with optimiser states in host memory a plan fits"
-    return _more_devices(asked, fits) or "use devices with more memory, a shorter --seq-len, or --precision bf16"
+    if least_devices is not None:
+        return f"use --gpus {least_devices}: on that many of these GPUs a plan fits"
+    return _more_devices(asked, fits) or _last_resorts(asked.training)
+
+
+def _last_resorts(training: Training) -> str:
+    """What makes any model smaller, where nothing else was found to be enough."""
+    if training.precision is Precision.FP32:
+        return "use devices with more memory, a shorter --seq-len, or --precision bf16"
+    return "use devices with more memory, or a shorter --seq-len"
 
 
 def _more_devices(asked: Attempt, fits: Fits) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardware_profiles.catalog import load_profile
-from planner.api import Question, find_plan
+from planner.api import Question, find_plan, nothing_fits
 from planner.api.fit import Fit, find_fit
 from planner.api.nothing_fits import no_plan
 from planner.errors import InfeasibleError, InputError
@@ -127,3 +127,13 @@ def test_the_hint_and_the_least_number_are_one(large_graph: str, small_memory: s
     assert fit.least_devices is not None
     assert fit.change.startswith(f"use --gpus {fit.least_devices}:")
     assert searched(replace(request, num_devices=fit.least_devices))
+
+
+def test_the_least_number_is_the_change_where_no_time_is_left_to_look_for_it_again(
+    large_graph: str, small_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model it was told beside the number that fits to use other devices."""
+    monkeypatch.setattr(nothing_fits, "HINT_S", 0.0)
+    fit = find_fit(Request(large_graph, 1, small_memory, global_batch_size=64))
+    assert fit.least_devices is not None
+    assert fit.change == f"use --gpus {fit.least_devices}: on that many of these GPUs a plan fits"

@@ -1,6 +1,7 @@
 """Which change is named where nothing fits: the smallest that was found to help."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -48,4 +49,7 @@ def test_the_batch_is_kept_where_it_need_not_grow(enough: Callable[[Attempt], bo
 
 
 def test_where_nothing_helps_what_may_is_said() -> None:
-    assert "more memory" in smallest_change(asked(8, 8), lambda _: False)
+    plain = asked(8, 8)
+    wide = replace(plain, training=replace(plain.training, precision=Precision.FP32))
+    assert smallest_change(plain, lambda _: False) == "use devices with more memory, or a shorter --seq-len"
+    assert smallest_change(wide, lambda _: False).endswith("or --precision bf16")
