@@ -28,7 +28,6 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
     _VersionWrapper,
     checkpoint,
-    noop_context_fn,
 )
 
 from costmodels.vocabulary.choices import Recompute
@@ -108,10 +107,10 @@ def _checkpointed(forward: Callable[..., object], mode: Recompute, *, leaves: bo
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         selective = _selective_contexts_on_host if leaves else _selective_contexts
-        contexts = noop_context_fn if mode is Recompute.FULL else selective
+        contexts: dict[str, Any] = {} if mode is Recompute.FULL else {"context_fn": selective}
         # As arguments, what comes in is kept as autograd keeps tensors, which may be in host memory.
         call = functools.partial(_called, forward, tuple(kwargs))
-        return checkpoint(call, *kwargs.values(), *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(call, *kwargs.values(), *args, use_reentrant=False, **contexts)
 
     return run
 

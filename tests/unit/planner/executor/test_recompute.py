@@ -314,3 +314,18 @@ def test_a_checkpoint_of_the_users_repeats_where_it_ran(*, use_reentrant: bool) 
     torch.testing.assert_close(x.grad, torch.autograd.grad(halved.sum(), x)[0])
     plain = checkpoint(torch.tanh, x, use_reentrant=use_reentrant)  # what torch has is back in its place
     torch.testing.assert_close(plain, torch.tanh(x))
+
+
+def test_a_block_that_its_author_compiled_is_repeated() -> None:
+    """Torch's compiler does not know a context that a closure holds: the first step ended in an error inside it."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, plain = values(2, 4), copy.deepcopy(module)
+    module.compile(backend="eager")
+    apply_recompute(module, [RecomputeRule(modules=("",), mode=Recompute.FULL)])
+    for each in (module, plain):
+        each(x).sum().backward()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None and other.grad is not None
+    )
+    assert all(parameter.grad is not None for parameter in module.parameters())
