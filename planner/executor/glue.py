@@ -1,7 +1,8 @@
 """What code between pipelined modules does that a list of calls does not have, and what of it draws random numbers.
 
 A recording is replayed at every step, on the stages that it was cut into. So it must hold all that the code does:
-hooks on tensors, autocast, Python's random numbers and what the code keeps in its modules are seen here, and refused.
+hooks on tensors, derivatives, autocast, Python's random numbers and what the code keeps in its modules are seen here,
+and refused.
 """
 
 # pyright: reportPrivateUsage=false
@@ -24,6 +25,8 @@ Function = Callable[..., object]
 _HOOKS: frozenset[Function] = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 )  # fmt: skip
+_DIFFERENTIATING: frozenset[Function] = frozenset({torch.autograd.grad, torch.Tensor.backward})
+DIFFERENTIATES = "differentiates what it computes"
 _PLAIN = int | float | str | bool
 
 
@@ -49,6 +52,8 @@ class Watch:
         """After each torch function outside pipelined modules, and before each of these (None)."""
         if function in _HOOKS:
             self._say("hooks gradients of tensors")
+        if function in _DIFFERENTIATING:
+            self._say(DIFFERENTIATES)
         if _autocast() != self._autocast:
             self._say("changes autocast")
 

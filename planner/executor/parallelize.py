@@ -22,6 +22,7 @@ from planner.executor.data_parallel import DataParallel, ShardingUnits, drop_unr
 from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
+from planner.executor.glue import DIFFERENTIATES
 from planner.executor.gradients import norm_of_all, scale_down
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of, replicas
@@ -341,7 +342,8 @@ def _recorded(module: nn.Module, listed: frozenset[str], inputs: Tensors, dtype:
 def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Sequence[StageProgram]) -> frozenset[str]:
     """Parameters that are used outside their sharded unit, such as an embedding's weight in the logits.
 
-    A model that cannot be recorded (it needs none of that without a pipeline) is taken to use none so.
+    A model that cannot be recorded (it needs none of that without a pipeline) is taken to use none so. PlanError where
+    its forward has a backward pass of its own, and FSDP parameters.
     """
     if programs:
         return frozenset().union(*(program.states for program in programs))
@@ -350,6 +352,12 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
         trace = trace_forward(module, opaque, inputs, call_model, compute_dtype(plan))
     except Exception:  # whatever the user's code raises on the meta device
         return frozenset()
+    if DIFFERENTIATES in trace.unrecorded and not keeps_whole(plan):
+        raise PlanError(
+            f"the model's forward {DIFFERENTIATES}: FSDP frees parameters in that backward pass, and the one after it "
+            "needs them",
+            hint="plan with --zero 0 in fp32",
+        )
     return frozenset(state for call in trace.calls for state in call.states)
 
 

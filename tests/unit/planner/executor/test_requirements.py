@@ -18,6 +18,7 @@ from planner.errors import InputError, ModelError, PlanError
 from planner.executor import in_script
 from planner.executor.batch_share import check_share
 from planner.executor.build import in_training
+from planner.executor.parallelize import _shared_states
 from planner.executor.recorded_build import recorded_model
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import (
@@ -234,6 +235,27 @@ def test_an_embedding_that_cuts_its_own_weights_needs_one_rank() -> None:
     for plan in (plan_of(MeshSection()), whole(MeshSection(dp_replicate=2)), whole(MeshSection(tp=2))):
         with pytest.raises(PlanError, match="0: an embedding with max_norm"):
             check_parameters(model, plan)
+
+
+class Force(nn.Module):
+    """Energy, and the force that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = positions.detach().requires_grad_()
+        energy = self.layer(positions.square()).tanh()
+        return energy, torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+
+
+def test_a_backward_pass_inside_the_forward_needs_whole_parameters() -> None:
+    """FSDP's hooks freed them in it: an error about storage."""
+    inputs, plan = {"positions": torch.zeros(2, 4)}, whole(MeshSection(dp_replicate=2))
+    _shared_states(Force(), inputs, plan, ())
+    with pytest.raises(PlanError, match="differentiates what it computes: FSDP frees parameters"):
+        _shared_states(Force(), inputs, plan_of(MeshSection(dp_shard=2)), ())
 
 
 def test_parts_that_are_put_into_evaluation_mode_stay_there() -> None:

@@ -186,6 +186,21 @@ def test_what_a_list_of_calls_does_not_have_is_seen(kind: str, reason: str, *, r
     assert traced(Between(""), STAGES, real=real).unrecorded == ()
 
 
+class Sliding(Between):
+    """Goes down a slope between its modules."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embedding(input_ids))
+        (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return self.second(x - slope / 8)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_derivative_is_seen(*, real: bool) -> None:
+    """A stage has a part of the graph: its derivative was that of the part, or an error of autograd's."""
+    assert traced(Sliding(""), STAGES, real=real).unrecorded == ("differentiates what it computes",)
+
+
 def test_what_is_kept_from_the_first_pass_on_is_no_harm() -> None:
     assert traced(Doing("longest"), STAGES, real=False).unrecorded == ()
 
