@@ -102,6 +102,13 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
             "and several ranks would each change their own",
             hint="leave max_norm out, or plan with --dp 1 --tp 1 --zero 0 in fp32",
         )
+    sparse = [fqn for fqn, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise PlanError(
+            f"{', '.join(sparse[:NUM_NAMED])}: an embedding with sparse=True has gradients of the rows that a batch "
+            "reads, and those of several micro-batches and ranks are added up whole",
+            hint="leave sparse out: gradients are the same numbers, and take as much memory as the table",
+        )
     complex_ones = [fqn for fqn, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_ones and not keeps_whole(plan):
         raise PlanError(

@@ -237,6 +237,13 @@ def test_an_embedding_that_cuts_its_own_weights_needs_one_rank() -> None:
             check_parameters(model, plan)
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding(16, 8, sparse=True), nn.EmbeddingBag(16, 8, sparse=True, mode="sum")])
+def test_embeddings_with_sparse_gradients_are_refused(layer: nn.Module) -> None:
+    """The first step ended in an error of torch's dispatcher."""
+    with pytest.raises(PlanError, match="0: an embedding with sparse=True"):
+        check_parameters(nn.Sequential(layer), whole(MeshSection()))
+
+
 class Force(nn.Module):
     """Energy, and the force that it makes."""
 
