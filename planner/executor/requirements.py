@@ -102,7 +102,8 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
             "and several ranks would each change their own",
             hint="leave max_norm out, or plan with --dp 1 --tp 1 --zero 0 in fp32",
         )
-    sparse = [fqn for fqn, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    tables = [(fqn, part) for fqn, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    sparse = [fqn for fqn, table in tables if table.sparse]
     if sparse:
         raise PlanError(
             f"{', '.join(sparse[:NUM_NAMED])}: an embedding with sparse=True has gradients of the rows that a batch "

@@ -237,6 +237,12 @@ def test_an_embedding_that_cuts_its_own_weights_needs_one_rank() -> None:
             check_parameters(model, plan)
 
 
+def test_a_layer_of_one_s_own_may_call_itself_sparse() -> None:
+    layer = nn.Linear(2, 2)
+    setattr(layer, "sparse", True)  # noqa: B010 - a name that a type checker does not know of it
+    check_parameters(nn.Sequential(layer), whole(MeshSection()))
+
+
 @pytest.mark.parametrize("layer", [nn.Embedding(16, 8, sparse=True), nn.EmbeddingBag(16, 8, sparse=True, mode="sum")])
 def test_embeddings_with_sparse_gradients_are_refused(layer: nn.Module) -> None:
     """The first step ended in an error of torch's dispatcher."""
