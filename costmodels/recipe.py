@@ -192,6 +192,7 @@ class Recipe(_Value):
     memory: MemoryFacts
     accumulation_bytes: Quantity  # moved per parameter and micro-batch to add up gradients
     update_extra_bytes: Quantity  # moved per updated parameter besides the fused optimiser's own
+    fuses_momentum: bool = False  # SGD with momentum is a kernel of Apex or Transformer Engine, not torch's
     norm_traffic: Quantity  # bytes moved by norms over those of a fused kernel: eager norms make many passes
     norm_saved_bytes: Quantity  # kept per element of a norm besides its input: eager norms keep fp32 copies
     # Rates over what the links sustain; groups with one rank on each node reach all of it (planner/pricing/machine.py).

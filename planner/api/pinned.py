@@ -111,5 +111,6 @@ def _pipeline_problems(layout: Layout) -> tuple[str, ...]:
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise PlanError(
-            "this run cannot be priced: " + "; ".join(problems), hint="correct the config, or give other options"
+            "this run cannot be priced: " + "; ".join(problems),
+            hint="correct the config, or give other options, such as --gpus",
         )

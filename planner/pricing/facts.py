@@ -6,7 +6,7 @@ from costmodels.ledger import SoftwareBytes
 from costmodels.memory import COMPUTE_BYTES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from costmodels.offload import HostWork, copy_s_per_byte, download_s, host_update_s, missing_facts
 from costmodels.recipe import HookTimes
-from costmodels.step import FP32_ACCESSES, FP32_BYTES, optimizer_step_line
+from costmodels.step import FP32_BYTES, optimizer_step_line, update_bytes
 from costmodels.vocabulary.choices import Offload
 from hardware_profiles.schema import ClusterSpec
 from planner.layout.layout import Training
@@ -49,7 +49,8 @@ def cluster_facts(target: PricingTarget, training: Training) -> ClusterFacts:
 
 def _device_facts(name: str, cluster: ClusterSpec, target: PricingTarget, training: Training) -> DeviceFacts:
     device = cluster.profile.device
-    line = optimizer_step_line(training.optimizer.value, device, target.recipe.update_extra_bytes.value)
+    moved = update_bytes(training.optimizer.value, fuses_momentum=target.recipe.fuses_momentum)
+    line = optimizer_step_line(moved + target.recipe.update_extra_bytes.value, device)
     overlap = Machine(cluster).overlap
     message_slowdown = overlap.slowdown if cluster.profile.computes_on_host else 0.0
     return DeviceFacts(name, cluster.num_devices, device.memory_bytes.value, overlap, Line(*line), message_slowdown)
@@ -97,7 +98,7 @@ def _host_work(training: Training, offload: Offload) -> HostWork:
     return HostWork(
         down_bytes=GRADIENT_BYTES,
         up_bytes=item_bytes,
-        update_bytes=FP32_ACCESSES[optimizer] * FP32_BYTES + item_bytes,
+        update_bytes=update_bytes(optimizer) + item_bytes,
         streamed_bytes=2 * stored if offload is Offload.NVME else 0.0,
     )
 
