@@ -1,5 +1,8 @@
 """A search over a small instance finds what trying everything finds: ``benchmarks.optimality_oracle`` on a sample."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from benchmarks.judging.graphs import Graphs
@@ -22,14 +25,26 @@ def test_the_search_says_what_the_oracle_says(index: int, graphs: Graphs) -> Non
     says_as_the_oracle(instance_of(SEED, index, graphs, is_small=True), graphs)
 
 
-@pytest.mark.parametrize(("seed", "index"), [(29, 9), (29, 43), (61, 42), (61, 116)])
-def test_stages_may_be_as_uneven_as_the_oracle_has_them(seed: int, index: int, graphs: Graphs) -> None:
+@pytest.mark.parametrize(
+    ("seed", "index", "pins"),
+    [
+        (29, 9, {}),
+        (29, 43, {"schedule": ScheduleName.INTERLEAVED_ZERO_BUBBLE}),
+        (61, 42, {"schedule": ScheduleName.INTERLEAVED_1F1B, "zero": 1, "micro_batch": 1}),
+        (61, 116, {}),
+    ],
+)
+def test_stages_may_be_as_uneven_as_the_oracle_has_them(
+    seed: int, index: int, pins: dict[str, Any], graphs: Graphs
+) -> None:
     """The search cut pipelines too evenly, and said OPTIMAL.
 
     Of seed 29: InterleavedZeroBubble with one stage a rank as nearly even as with several. Of seed 61: Interleaved1F1B
     by at most one block more than an even share, where ranks are even with four blocks in one stage and a large head.
+    ``pins`` are of the layouts that were at fault: of all the oracle has more than a test has time for.
     """
-    says_as_the_oracle(instance_of(seed, index, graphs, is_small=False), graphs)
+    question = instance_of(seed, index, graphs, is_small=False)
+    says_as_the_oracle(replace(question, pins=replace(question.pins, **pins)), graphs)
 
 
 @pytest.mark.parametrize("factor", [40, 70])
