@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.executor.data import NUM_BYTE_TOKENS
+from planner.executor.integers import integers_in, is_integer
 from planner.executor.outputs import UntriedError, output_of
 from planner.executor.stage_trace import CPU, Inputs, leaves_of, map_leaves, tensors_in
 from planner.executor.unlike_inputs import check_none_missing, partly_missing, unlike_halves
@@ -195,15 +196,9 @@ class _Numbers(TorchFunctionMode):
     ) -> object:
         leaves = leaves_of((tuple(args), kwargs or {}))
         self.read.update(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.found.update({leaf: None for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)})
-        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and _is_integer(leaf)]
         result = func(*args, **(kwargs or {}))
-        self.found.update({int(leaf): None for leaf in held})
+        self.found.update(dict.fromkeys(integers_in(leaves)))
         return result
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def _num_classes(output: object) -> list[int]:
@@ -217,7 +212,7 @@ def _with(special: Sequence[int], batch: Inputs, size: int) -> Inputs:
     plain = next(number for number in range(len(special) + 1) if number not in special)
     found = dict(batch)
     for name, tensor in batch.items():
-        if _is_integer(tensor) and len(tensor) == size:
+        if is_integer(tensor) and len(tensor) == size:
             changed = torch.full_like(tensor, plain)
             first = changed[: size // 2].view(-1)
             first[: len(special)] = torch.tensor(special)[: len(first)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.overrides import TorchFunctionMode
 
+from planner.executor.integers import integers_in, is_integer
 from planner.executor.stage_trace import Inputs, leaves_of
 
 
@@ -33,10 +34,8 @@ class Compared(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         leaves = leaves_of((tuple(args), kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(_is_integer(tensor) and tensor.shape in self._shapes for tensor in tensors):
-            alone = [int(tensor) for tensor in tensors if tensor.ndim == 0 and _is_integer(tensor)]
-            given = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
-            self._numbers.update(dict.fromkeys([*alone, *given]))
+        if any(is_integer(tensor) and tensor.shape in self._shapes for tensor in tensors):
+            self._numbers.update(dict.fromkeys(integers_in(leaves)))
         if any(tensor.data_ptr() in self._memory for tensor in tensors):
             self._num_rows |= {len(tensor) for tensor in tensors if tensor.ndim == 2 and tensor.is_floating_point()}
         return result
@@ -57,7 +56,3 @@ def with_special(tokens: Inputs, special: Sequence[int]) -> Inputs:
         places = value[0, ::2]
         places.copy_(torch.tensor(special)[torch.arange(len(places)) % len(special)])
     return found
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
