@@ -24,6 +24,26 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "shared_experts": ("n_shared_experts", "num_shared_experts"),
     "dense_layers": ("first_k_dense_replace",),
 }
+# What a config of these types means by leaving a name out: the defaults of transformers' own classes of configs.
+_OF_LLAMA = {
+    "hidden_act": "silu",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+_OF_MIXTRAL = {
+    **_OF_LLAMA,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OF_GPT2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+DEFAULTS: Mapping[str, Mapping[str, object]] = {"gpt2": _OF_GPT2, "llama": _OF_LLAMA, "mixtral": _OF_MIXTRAL}
 LATENT_NAMES: Mapping[str, str] = {
     "query_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -35,6 +55,7 @@ LATENT_NAMES: Mapping[str, str] = {
 
 def family_of(config: Mapping[str, object]) -> FamilyConfig | None:
     """The family member of the same sizes; None where the config does not tell enough."""
+    config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
     found = {field: _size(config, names) for field, names in NAMES.items()}
     sizes: dict[str, object] = {field: size for field, size in found.items() if size is not None}
     hidden = sizes.get("hidden")

@@ -8,7 +8,7 @@ import torch
 
 from planner.errors import ModelError
 from planner.graph.tracer import trace_model
-from planner.model_file import family_config_of, load_model, resolve_model
+from planner.model_file import FAMILY_TYPES, family_config_of, load_model, resolve_model
 from planner.models.catalog import find_preset
 from planner.models.config_only import family_of
 from planner.models.huggingface import HuggingFaceModel
@@ -84,6 +84,18 @@ def test_a_shape_is_told_where_the_family_is_the_model(name: str, layers: int) -
     shape = family_config_of(name if "-" in name else str(HF / name))
     assert shape is not None
     assert shape.layers == layers
+
+
+@pytest.mark.parametrize("kind", FAMILY_TYPES)
+def test_what_a_config_leaves_out_is_what_transformers_means(kind: str) -> None:
+    """A Llama without hidden_act was taken for a GPT, and refused by nanotron and torchtitan."""
+    from transformers import AutoConfig
+
+    of_heads = {"llama": ("head_dim", "num_key_value_heads")}.get(kind, ())  # follow from the number of heads there
+    whole = {name: value for name, value in AutoConfig.for_model(kind).to_dict().items() if name not in of_heads}
+    assert family_of({"model_type": kind}) == family_of(whole)
+    fewer = {"model_type": kind, "num_hidden_layers": 2, "n_layer": 2}
+    assert family_of(fewer) == family_of({**whole, **fewer})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "nothing"])
