@@ -308,6 +308,7 @@ def _family_config(source: ModelSource) -> FamilyConfig:
 
 # Hugging Face's model types that are members of the generic families, to the last matrix and norm.
 FAMILY_TYPES = ("gpt2", "llama", "mixtral")
+BIASES = ("attention_bias", "mlp_bias")  # which our family of Llamas has none of, and a Llama's config may ask for
 
 
 def family_config_of(name: str) -> FamilyConfig | None:
@@ -321,7 +322,8 @@ def family_config_of(name: str) -> FamilyConfig | None:
         content = read_object(source.path, ModelError)
     except ModelError:
         return None
-    return family_of(content) if content.get("model_type") in FAMILY_TYPES else None
+    is_member = content.get("model_type") in FAMILY_TYPES and not any(map(content.get, BIASES))
+    return family_of(content) if is_member else None
 
 
 def content_digest(source: ModelSource) -> str:

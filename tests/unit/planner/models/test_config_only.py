@@ -104,6 +104,15 @@ def test_no_shape_is_told_of_models_that_have_more(name: str) -> None:
     assert family_config_of(str(HF / name)) is None
 
 
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_no_shape_is_told_of_a_llama_with_biases(bias: str, tmp_path: Path) -> None:
+    """Exports left them out."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, bias: True}))
+    assert family_config_of(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, bias: False}))
+    assert family_config_of(str(tmp_path)) is not None
+
+
 def test_initial_values_are_one_process_s_where_an_attention_is_not_there(tmp_path: Path) -> None:
     """Falcon refuses the first that is tried, after it has drawn random numbers."""
     from transformers import FalconConfig, FalconForCausalLM
