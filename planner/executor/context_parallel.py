@@ -38,6 +38,7 @@ from planner.executor.context_attention import (
 )
 from planner.executor.special_tokens import Compared, with_special
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
+from planner.executor.stand_ins import stood_in
 from planner.executor.tensor_parallel import redistribute
 from planner.models.causal_masks import NUM_SHARDS
 from planner.models.inputs import call_model
@@ -216,10 +217,10 @@ def _end_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | Non
 def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: Context) -> None:
     """ModelError where ``module`` or ``loss`` depend on positions in ways that a shard of a sequence would change.
 
-    Found out with a copy on the CPU, whose parameters are moved a little: what it makes of a few tokens in order must
-    be what it makes of them shuffled, where it is told their positions, and of half of them, where attention has the
-    keys and values of all. Among them are those that it treats as special, if any. The loss of all must be that of
-    their parts. A module without values is not looked at.
+    Found out with a copy on the CPU, whose parameters are moved a little, or stood in for where they are on meta: what
+    it makes of a few tokens in order must be what it makes of them shuffled, where it is told their positions, and of
+    half of them, where attention has the keys and values of all. Among them are those that it treats as special, if
+    any. The loss of all must be that of their parts. A module of fake tensors is not looked at.
     """
     strange = [name for name, value in inputs.items() if value.ndim != 2 or value.is_floating_point()]
     if strange:
@@ -228,7 +229,7 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
             f"{inputs[strange[0]].dtype} {tuple(inputs[strange[0]].shape)}",
             hint="plan with cp = 1",
         )
-    if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in module.parameters()):
+    if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return
     length = min(LONGEST_PROBE, context.seq_len - 1)
     with torch.random.fork_rng(devices=()), torch.no_grad():
@@ -256,6 +257,8 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
 
 
 def _moved(module: nn.Module) -> nn.Module:
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return stood_in(module).train()
     copied = twin(module, torch.float32, CPU).train()
     for parameter in copied.parameters():
         parameter.data = parameter + _NOISE * torch.randn_like(parameter)

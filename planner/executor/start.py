@@ -55,8 +55,6 @@ def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> 
 
 
 def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
-    if plan.mesh.cp > 1:
-        raise UnrecordableError("context parallelism tries the model on a few tokens first")
     torch.manual_seed(start.seed)
     built = _on_all_ranks(lambda: recorded_model(loaded.build))
     module = built.module.float()

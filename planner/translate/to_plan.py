@@ -253,7 +253,7 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
         ),
         memory_term_tags={name: name.provenance for ledger in found.ledgers for name in term_bytes(ledger)},
         host_memory_bytes={
-            "initial_values": _start_elements(found.layout, graph) * MASTER_BYTES * cluster.devices_per_node,
+            "initial_values": _start_elements(graph) * MASTER_BYTES * cluster.devices_per_node,
             **offloaded_bytes(found.host),
         },
         nvme_bytes=0 if found.host is None else round(found.host.states.nvme_bytes),
@@ -268,14 +268,12 @@ def prediction_section(found: Evaluated, target: PricingTarget, training: Traini
     )
 
 
-def _start_elements(layout: Layout, graph: ModelGraph) -> int:
+def _start_elements(graph: ModelGraph) -> int:
     """What a process of our executor holds in host memory, in fp32, while it starts: one parameter after the other.
 
-    Under context parallelism the whole model, and a copy that it is tried on (``executor/context_parallel.py``). So
-    much is needed too by models whose code cannot be recorded, which nobody knows before.
+    Before, context parallelism tries the model with values that lie in as much (``executor/stand_ins.py``). Models
+    whose code cannot be recorded need more, all of them, which nobody knows before.
     """
-    if layout.mesh.cp > 1:
-        return 2 * graph.num_params
     return max((parameter.num_elements for parameter in graph.parameters), default=0)
 
 

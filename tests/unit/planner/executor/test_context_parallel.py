@@ -16,6 +16,7 @@ from costmodels.vocabulary.choices import ContextMethod
 from planner.errors import ModelError
 from planner.executor.context_attention import Blocks
 from planner.executor.context_parallel import Context, Sharded, check_model
+from planner.executor.recorded_build import recorded_model
 from planner.model_file import load_model, resolve_model
 from planner.models.loss import NEXT_TOKEN, Batch, Reduction, TrainingLoss, num_targets
 
@@ -64,12 +65,13 @@ class Toy(nn.Module):
         return self.head(F.dropout(x + y.transpose(1, 2).flatten(2), 0.5, self.training))
 
 
-def check(kind: str, loss: TrainingLoss = NEXT_TOKEN, num_ranks: int = 4) -> None:
+def check(kind: str, loss: TrainingLoss = NEXT_TOKEN, num_ranks: int = 4, device: str = "cpu") -> None:
     torch.manual_seed(0)
     ids = {"input_ids": torch.zeros(2, SEQ_LEN, dtype=torch.int64)}
-    check_model(Toy(kind), ids, loss, context_of(num_ranks=num_ranks))
+    check_model(Toy(kind).to(device), ids, loss, context_of(num_ranks=num_ranks))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -84,9 +86,10 @@ def check(kind: str, loss: TrainingLoss = NEXT_TOKEN, num_ranks: int = 4) -> Non
         ("dropout", "it drops 0.1 of attention's weights"),
     ],
 )
-def test_models_that_need_whole_sequences_are_refused(kind: str, says: str) -> None:
+def test_models_that_need_whole_sequences_are_refused(kind: str, says: str, device: str) -> None:
+    """Of those on meta it is found out with values that stand in for theirs."""
     with pytest.raises(ModelError, match=says):
-        check(kind)
+        check(kind, device=device)
 
 
 def test_inputs_that_are_no_token_ids_are_refused_by_name() -> None:
@@ -101,17 +104,21 @@ def test_what_is_as_long_as_a_shard_but_no_positions_is_refused() -> None:
         check("count", num_ranks=2)
 
 
+@pytest.mark.parametrize("has_values", [True, False])
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
-def test_models_of_ours_are_shared(name: str) -> None:
+def test_models_of_ours_are_shared(name: str, has_values: bool) -> None:
     loaded = load_model(resolve_model(name))
     torch.manual_seed(1)
-    module, inputs = loaded.build().float(), loaded.example_inputs(1, 32)
+    module = loaded.build() if has_values else recorded_model(loaded.build).module
+    module, inputs = module.float(), loaded.example_inputs(1, 32)
     assert isinstance(inputs, dict)
     before = torch.get_rng_state(), torch.initial_seed(), [p.clone() for p in module.parameters()]
     check_model(module, inputs, loaded.training_loss, context_of(seq_len=32))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == torch.initial_seed()
-    assert all(torch.equal(one, other) for one, other in zip(before[2], module.parameters(), strict=True))
+    assert all(p.is_meta is not has_values for p in module.parameters())
+    pairs = zip(before[2], module.parameters(), strict=True)
+    assert not has_values or all(torch.equal(one, other) for one, other in pairs)
 
 
 def _each_sequence(output: object, batch: Batch) -> torch.Tensor:
