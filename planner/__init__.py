@@ -15,6 +15,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # typing's, which takes as long to import as all else here: Ctrl-C meets none of that
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from planner.api.compare import Comparison, Config
@@ -134,16 +135,19 @@ def explain(
 
 
 def parallelize(
-    model: Module,
+    model: Module | Callable[[], Module],
     plan: Plan | str | Path,
     *,
     loss_fn: LossFunction | None = None,
     inputs: object = None,
+    weights: str | Path | None = None,
 ) -> ParallelModel:
     """This rank's part of ``model`` under ``plan``, in a script that torchrun started. Collective over all ranks.
 
-    ``torch.distributed`` is initialised, with as many ranks as the plan has devices, and ``model`` holds equal values
-    on all of them. It takes ``model`` over. ``loss_fn(output, batch)`` is the loss of a batch, a scalar; None: mean
+    ``torch.distributed`` is initialised, with as many ranks as the plan has devices. ``model`` is a function that
+    builds it on the CPU, so that no rank holds more of it than its part: the values are those that it makes in one
+    process, or those of ``weights``, a file or folder of safetensors. Or it is the model, which holds equal values on
+    all ranks and is taken over. ``loss_fn(output, batch)`` is the loss of a batch, a scalar; None: mean
     cross entropy of the next token. ``inputs``: one micro-batch of what forward takes, nested as it takes it, and where
     ``labels`` are none of tokens those too; None: token ids, int64 (micro-batch, sequence).
     ``forward_backward(batch)`` of what is returned runs the micro-batches of one step, where ``batch`` is this
@@ -152,10 +156,13 @@ def parallelize(
     ``loss_alone(batch)`` is the loss of held-back data; ``roots`` are the modules of this rank, for their modes and
     states. Raises ``planner.errors.PlanError`` and ``ModelError``.
     """
+    from pathlib import Path
+
     from planner.executor.in_script import parallelized
     from planner.plan.schema import Plan
 
-    return parallelized(model, plan if isinstance(plan, Plan) else load_plan(plan), loss_fn, inputs)
+    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    return parallelized(model, loaded, loss_fn, inputs, None if weights is None else Path(weights))
 
 
 def estimate(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,9 @@ from planner.errors import InputError, ModelError, PlanError
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
+from planner.executor.recording import UnrecordableError
+from planner.executor.start import Start, say_whole, split_by_parts
+from planner.executor.weights import load_weights
 from planner.models.held import nest_of
 from planner.models.huggingface import for_training
 from planner.models.inputs import by_name, for_forward, taken_by_loss
@@ -21,12 +26,21 @@ from planner.plan.schema import Plan
 
 Module = nn.Module
 LossFunction = Callable[[object, Batch], torch.Tensor]
+GIVE_THE_FUNCTION = "give the function that builds it: planner.parallelize(build_model, plan)"
 
 
-def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs: object) -> ParallelModel:
+def parallelized(
+    model: Module | Callable[[], Module],
+    plan: Plan,
+    loss_fn: LossFunction | None,
+    inputs: object,
+    weights: Path | None = None,
+) -> ParallelModel:
     """This rank's part of ``model``; PlanError where torch.distributed is not initialised with the plan's ranks.
 
-    InputError where ranks hold other values.
+    InputError where ranks hold other values. ``model`` may be a function that makes it: then a rank makes the values of
+    its part alone, as rank 0 would draw them, or reads them from ``weights``, safetensors. Where the model's code does
+    not allow that, each rank builds the whole.
 
     ``inputs``: one micro-batch of what forward takes, nested as it takes it, and where ``labels`` are no tokens those
     too; None: token ids, int64 (micro-batch, sequence), under the name of forward's first parameter.
@@ -36,12 +50,43 @@ def parallelized(model: Module, plan: Plan, loss_fn: LossFunction | None, inputs
             "torch.distributed is not initialised",
             hint="start the script with torchrun and call torch.distributed.init_process_group() first",
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PlanError("the model's parameters are on the meta device: they have no values to train",
-                        hint="build it on the CPU, with the same seed on every rank")  # fmt: skip
-    _check_dtypes(model, plan)
     check_world_size(plan)
+    split = functools.partial(_split, plan=plan, loss_fn=loss_fn, inputs=inputs)
+    if not isinstance(model, Module):
+        return _made(model, plan, split, weights)
+    if weights is not None:
+        raise InputError("weights are read into a model that is made without values", hint=GIVE_THE_FUNCTION)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError(
+            "the model's parameters are on the meta device: they have no values to train", hint=GIVE_THE_FUNCTION
+        )
+    _check_dtypes(model, plan)
     _check_equal(model)
+    return split(model)
+
+
+def _made(
+    build: Callable[[], Module], plan: Plan, split: Callable[[Module], ParallelModel], weights: Path | None
+) -> ParallelModel:
+    _draw_as_rank_0()
+    start = Start(seed=torch.initial_seed(), weights=weights)
+
+    def ready(module: Module) -> Module:
+        _check_dtypes(module, plan)
+        return module
+
+    try:
+        return split_by_parts(build, ready, split, start)
+    except UnrecordableError as error:  # on all ranks at once
+        say_whole(error)
+    module = ready(build())
+    if weights is not None:
+        load_weights(module, weights)
+    _check_equal(module)
+    return split(module)
+
+
+def _split(model: Module, *, plan: Plan, loss_fn: LossFunction | None, inputs: object) -> ParallelModel:
     model = for_training(model)
     name = next(iter(inspect.signature(model.forward).parameters))
 
@@ -89,3 +134,10 @@ def _check_equal(model: Module) -> None:
             f"the model has other values on rank {others[0]} than on rank 0",
             hint="build it from the same seed on every rank, torch.manual_seed(0) before it, or load the same weights",
         )
+
+
+def _draw_as_rank_0() -> None:
+    """Every rank's generator goes on as that of rank 0 does, for all are to make the same values. Collective."""
+    states = [torch.get_rng_state()]
+    dist.broadcast_object_list(states)
+    torch.set_rng_state(states[0])

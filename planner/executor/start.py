@@ -46,25 +46,45 @@ class Start:
 
 def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
     """This rank's part of the model. Collective; values are the same under every layout."""
-    try:
-        return _started_by_parts(loaded, plan, mesh, start)
-    except UnrecordableError as error:  # on all ranks at once
-        say(f"every process builds the whole model before it splits it: {error}")
-    module = build_model(loaded, start.seed, start.weights)
-    return _split(module.eval() if start.is_evaluated else module, loaded, (plan, mesh, start.backend))
 
+    def ready(module: nn.Module) -> nn.Module:
+        module = module.float()
+        return module.eval() if start.is_evaluated else in_training(module)
 
-def _started_by_parts(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> ParallelModel:
     torch.manual_seed(start.seed)
-    built = _on_all_ranks(lambda: recorded_model(loaded.build))
-    module = built.module.float()
-    in_training(module) if not start.is_evaluated else module.eval()
-    stored = None if start.weights is None or start.is_resumed else matched_weights(built.module, start.weights)
+    split = functools.partial(_split, loaded=loaded, where=(plan, mesh, start.backend))
+    try:
+        return split_by_parts(loaded.build, ready, split, start)
+    except UnrecordableError as error:  # on all ranks at once
+        say_whole(error)
+    module = build_model(loaded, start.seed, start.weights)
+    return split(module.eval() if start.is_evaluated else module)
+
+
+def say_whole(error: UnrecordableError) -> None:
+    """Why what follows is not by parts, on rank 0."""
+    say(f"every process builds the whole model before it splits it: {error}")
+
+
+def split_by_parts(
+    build: Callable[[], nn.Module],
+    ready: Callable[[nn.Module], nn.Module],
+    split: Callable[[nn.Module], ParallelModel],
+    start: Start,
+) -> ParallelModel:
+    """What ``split`` makes of the model that ``build`` makes, of which this rank makes the values of its part alone.
+
+    Draws from torch's generator as it is. ``ready`` gets the model without values before these are matched to files.
+    Collective. UnrecordableError, on all ranks, where the model's code does not allow that.
+    """
+    built = _on_all_ranks(lambda: recorded_model(build))
+    module = ready(built.module)
+    stored = None if start.weights is None or start.is_resumed else matched_weights(module, start.weights)
     if stored is not None:
-        for fqn, buffer in built.module.named_buffers():
+        for fqn, buffer in module.named_buffers():
             if fqn in stored:
                 buffer.copy_(stored[fqn])
-    model = _split(built.module, loaded, (plan, mesh, start.backend))
+    model = split(module)
     if stored is not None:
         for fqn, targets in _held(model.roots).items():
             _keep(targets, stored[fqn])
@@ -91,7 +111,7 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
     return cast(Made, made)
 
 
-def _split(module: nn.Module, loaded: LoadedModel, where: tuple[Plan, DeviceMesh, str | None]) -> ParallelModel:
+def _split(module: nn.Module, *, loaded: LoadedModel, where: tuple[Plan, DeviceMesh, str | None]) -> ParallelModel:
     plan, mesh, backend = where
     inputs_of = functools.partial(named_inputs, loaded)
     loss = recognised(loaded.training_loss, module, inputs_of, plan.training.seq_len)

@@ -137,6 +137,7 @@ def test_wrong_words_are_refused(call: Callable[[], object], said: str) -> None:
 
 
 PLAIN_SCRIPT = """
+from safetensors.torch import save_file
 from torch.nn import functional as F
 class Model(torch.nn.Module):
     def __init__(self):
@@ -155,14 +156,30 @@ for path in sorted(folder.glob("plain-*.json")):
     own = made()
     F.cross_entropy(own(ids).flatten(0, 1), labels.flatten()).backward()
     wanted = {name: p.grad for name, p in own.named_parameters()}
-    part = planner.parallelize(made(), plan)
-    part.forward_backward({"ids": ids[rank::2], "labels": labels[rank::2]})
-    for root in part.roots:
-        for name, p in root.named_parameters():
-            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            torch.testing.assert_close(grad, wanted.pop(name), rtol=1e-4, atol=1e-6)
-    assert not wanted
+    if rank == 0:
+        save_file(dict(own.state_dict()), folder / "weights.safetensors")
+    dist.barrier()
+    ways = (made(), {}), (made, {}), (Model, {"weights": folder / "weights.safetensors"})  # the last from another seed
+    for model, options in ways:
+        torch.manual_seed(7)
+        part = planner.parallelize(model, plan, **options)
+        part.forward_backward({"ids": ids[rank::2], "labels": labels[rank::2]})
+        found = [pair for root in part.roots for pair in root.named_parameters()]
+        assert [name for name, _ in found] == list(wanted)
+        for name, p in found:
+            assert torch.equal(p.full_tensor(), own.get_parameter(name))
+            torch.testing.assert_close(p.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-6)
     compared.append(path.name)
+for model, options in (Model().to("meta"), {}), (made(), {"weights": folder / "weights.safetensors"}):
+    try:
+        planner.parallelize(model, plan, **options)
+        raise AssertionError("a model without values, or weights for one that has some")
+    except planner.errors.PlannerError as error:
+        assert "planner.parallelize(build_model, plan)" in error.hint
+torch.manual_seed(rank)  # as for data of its own: all ranks make what rank 0 does
+part = planner.parallelize(Model, plan)
+found = [p for root in part.roots for p in root.parameters()]
+assert all(torch.equal(p.full_tensor(), own.get_parameter(name)) for p, name in zip(found, wanted, strict=True))
 """
 
 
@@ -229,7 +246,7 @@ for path in sorted(folder.glob("nested-*.json")):
     plan = planner.load_plan(path, trust=True)
     dp = plan.mesh.dp_shard * plan.mesh.dp_replicate
     mine = tree_map(lambda t: t[rank % dp :: dp] if isinstance(t, torch.Tensor) else t, whole)
-    part = planner.parallelize(made(), plan, loss_fn=loss_fn, inputs=example_inputs(plan.pipeline.micro_batch_size, 1))
+    part = planner.parallelize(made, plan, loss_fn=loss_fn, inputs=example_inputs(plan.pipeline.micro_batch_size, 1))
     loss = part.forward_backward(mine)
     dist.all_reduce(loss)
     torch.testing.assert_close(loss / dp, expected.detach())
@@ -367,6 +384,7 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-9000:]
+    assert "builds the whole model" not in done.stderr
     assert sorted(done.stdout.split()) == sorted(f"{name}.json" for name in plans)
 
 
