@@ -77,21 +77,30 @@ def tied_parameters(module: nn.Module, programs: Sequence[StageProgram]) -> tupl
 
 
 def keep_unused(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
-    """What nothing uses of modules that stages share is on the first stage: checkpoints of all layouts have it."""
-    held = _holders(module, programs)
-    unused = {fqn for fqn, tensor in _named_tensors(module) if tensor not in held}
-    first, *others = programs
-    return (replace(first, states=first.states | unused), *others)
+    """Every name of a parameter or buffer is on a stage, so that checkpoints of all layouts have it.
+
+    What nothing uses is on the first stage, or as another name of what it is tied to on the first that holds that.
+    """
+    holders = _holders(module, programs)
+    kept = [set(program.states) for program in programs]
+    for fqn, tensor in _named_tensors(module):
+        if not any(_holds(program, fqn) for program in programs):
+            kept[min(holders.get(tensor, (0,)))].add(fqn)
+    return tuple(replace(program, states=frozenset(states)) for program, states in zip(programs, kept, strict=True))
 
 
 def _holders(module: nn.Module, programs: Sequence[StageProgram]) -> dict[torch.Tensor, dict[int, str]]:
     """The FQN of each parameter and buffer on the stages that hold it."""
     holders: dict[torch.Tensor, dict[int, str]] = {}
     for fqn, tensor in _named_tensors(module):
-        stages = {p.index for p in programs if fqn in p.states or any(inside(fqn, name) for name in p.modules)}
-        for stage in stages:
+        for stage in [program.index for program in programs if _holds(program, fqn)]:
             holders.setdefault(tensor, {}).setdefault(stage, fqn)
     return holders
+
+
+def _holds(program: StageProgram, fqn: str) -> bool:
+    """Whether a parameter or buffer of this name is on the stage."""
+    return fqn in program.states or any(inside(fqn, name) for name in program.modules)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,7 +110,11 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """PlanError that lists unknown, repeated and nested modules, and parameters of modules on no stage."""
+    """PlanError that lists unknown, repeated and nested modules, and parameters of modules on no stage.
+
+    A module on no stage whose parameters are all tied to those of modules on stages is code between them: a head that
+    several of them are followed by, or that nobody calls.
+    """
     known = dict(module.named_modules())
     listed = [fqn for stage in stages for fqn in stage]
     problems = [f"the model has no module {fqn!r}{nearest(fqn, known)}" for fqn in listed if fqn not in known]
@@ -112,10 +125,11 @@ def check_stage_modules(module: nn.Module, stages: Sequence[Sequence[str]]) -> N
         for inner in listed
         if inner != outer and inside(inner, outer)
     ]
+    placed = {parameter for fqn in listed if fqn in known for parameter in known[fqn].parameters()}
     for fqn, target in known.items():
         holds_listed = any(inside(name, fqn) for name in listed)
         is_listed = any(inside(fqn, name) for name in listed)
-        if not holds_listed and not is_listed and next(target.parameters(recurse=False), None) is not None:
+        if not holds_listed and not is_listed and not placed.issuperset(target.parameters(recurse=False)):
             problems.append(f"{fqn!r} has parameters, but is on no stage")
     if problems:
         raise PlanError(
@@ -137,10 +151,7 @@ def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: se
         if call.function is None:
             stage = owner[call.module]
             if latest is not None and latest > stage:
-                raise PlanError(
-                    f"module {call.module!r} is on stage {stage}, but needs what stage {latest} computes",
-                    hint="order the modules of pipeline.stages as the model runs them",
-                )
+                raise _out_of_order(trace.calls[:position], call.module, stage, latest)
         elif latest is None and _uses_state(call, parameters, waiting, trace):
             waiting.append(position)
         elif latest is None and call.is_random:
@@ -156,6 +167,18 @@ def _assign_stages(trace: Trace, stages: Sequence[Sequence[str]], parameters: se
         ]
         placed[position] = min((user for user in users if user is not None), default=len(stages) - 1)
     return placed
+
+
+def _out_of_order(before: Sequence[Call], module: str, stage: int, latest: int) -> PlanError:
+    """What to say of a call of ``module``, which is on ``stage``, on what a later one computes."""
+    is_repeated = any(call.function is None and call.module == module for call in before)
+    return PlanError(
+        f"module {module!r} is on stage {stage}, but {'is called again on' if is_repeated else 'needs'} what stage "
+        f"{latest} computes",
+        hint="plan with pp = 1, or put all that runs between its calls on one stage"
+        if is_repeated
+        else "order the modules of pipeline.stages as the model runs them",
+    )
 
 
 def _uses_state(call: Call, parameters: set[str], waiting: Sequence[int], trace: Trace) -> bool:
