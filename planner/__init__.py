@@ -50,7 +50,8 @@ def search(
     ``loss_fn(output, batch)`` are then what a model file calls so: a function (batch_size, seq_len), or one micro-batch
     (a tensor, a tuple or a dict by name, whose tensors begin with the number of samples); by default token ids and
     next-token cross entropy. ``model.source`` of its plan is ``module:`` and the name of its class: it is trained with
-    ``planner.parallelize``, and ``planner run`` refuses it.
+    ``planner.parallelize``, and ``planner run`` refuses it. ``warnings`` of its plan name what would be refused there,
+    among it a ``loss_fn`` that cannot be computed in the parts of the plan's batch.
 
     ``gpus`` may be left out where ``hardware`` counts them. ``options`` are fields of ``planner.request.Request``, such
     as ``seq_len``, ``global_batch_size`` and ``precision``, and pins of ``planner.layout.layout.Pins``, such as ``tp``
@@ -58,7 +59,9 @@ def search(
     """
     from planner.api import find_plan
 
-    return find_plan(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options)).plan
+    request = _request(_model(model, example_inputs, loss_fn), gpus, hardware, options)
+    plan = find_plan(request).plan
+    return plan if loss_fn is None else _with_loss_note(plan, request)
 
 
 def fit(
@@ -231,6 +234,17 @@ def _model(model: object, example_inputs: object, loss_fn: object) -> object:
             hint="pass the module itself, or drop them",
         )
     return model
+
+
+def _with_loss_note(plan: Plan, request: Request) -> Plan:
+    """``plan`` of our executor with a warning where it could not train with the loss of the module that is held."""
+    from planner.executor.loss_note import held_loss_note
+    from planner.request import DEFAULT_FRAMEWORK
+
+    if request.held is None or request.framework != DEFAULT_FRAMEWORK:
+        return plan
+    note = held_loss_note(request.held, plan)
+    return plan if note is None else plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
 def _request(model: object, gpus: int | None, hardware: str | None, options: dict[str, object]) -> Request:

@@ -211,8 +211,8 @@ def held_model(
     ``example_inputs``: as in a model file, or one micro-batch; None: token ids. ModelError where that cannot be traced.
     """
     from planner.models.held import HeldModule, as_batch, inputs_like, nest_of, own_seq_len, seq_len_of
-    from planner.models.inputs import taken_in_float32
-    from planner.models.loss import NEXT_TOKEN, next_token_loss
+    from planner.models.inputs import taken_by_loss, taken_in_float32
+    from planner.models.loss import NEXT_TOKEN, TrainingLoss, next_token_loss
     from planner.models.python_file import max_seq_len_of
 
     longest = usual_seq_len(max_seq_len_of(module))
@@ -234,7 +234,7 @@ def held_model(
         build=held.build,
         example_inputs=inputs,
         loss_fn=next_token_loss if loss_fn is None else taken_in_float32(nest, loss_fn),
-        training_loss=NEXT_TOKEN,
+        training_loss=NEXT_TOKEN if loss_fn is None else taken_by_loss(nest, TrainingLoss(loss_fn)),
     )
 
 

@@ -11,7 +11,7 @@ import signal
 from multiprocessing.connection import Connection
 
 from planner.errors import PlannerError
-from planner.model_file import ModelKind, resolve_model
+from planner.model_file import LoadedModel, ModelKind, resolve_model
 from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 
@@ -57,15 +57,32 @@ def _find_out(plan_text: str, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever began this process ends it
     os.dup2(2, 1)  # what the user's code prints is talk
     from planner.executor.build import loaded_model
-    from planner.executor.check import loss_of
-    from planner.executor.loss import check_reduction
 
     plan, problem = Plan.model_validate_json(plan_text), None
     try:
-        check_reduction(loss_of(loaded_model(plan), plan), num_parts_of(plan))
+        whole = f"--dp 1 --cp 1 --micro-batch {plan.training.global_batch_size}"
+        problem = _refused(loaded_model(plan), plan, ("planner run", whole))
     except PlannerError as error:
-        problem = (
-            f"planner run refuses this plan: {error.message}; pin --dp 1 --cp 1 --micro-batch "
-            f"{plan.training.global_batch_size} for one part, or {error.hint}"
-        )
+        problem = f"planner run refuses this plan: {error.message}; {error.hint}"
     sender.send(problem)
+
+
+def held_loss_note(loaded: LoadedModel, plan: Plan) -> str | None:
+    """The same of a module that is held in Python, and of its loss, which are tried here."""
+    if num_parts_of(plan) == 1:
+        return None
+    whole = f"dp=1, cp=1, micro_batch={plan.training.global_batch_size}"
+    return _refused(loaded, plan, ("planner.parallelize", whole))
+
+
+def _refused(loaded: LoadedModel, plan: Plan, where: tuple[str, str]) -> str | None:
+    """Why the loss is refused by what ``where`` names first, whose pins for a batch in one part come second."""
+    from planner.executor.check import loss_of
+    from planner.executor.loss import check_reduction
+
+    by, whole = where
+    try:
+        check_reduction(loss_of(loaded, plan), num_parts_of(plan))
+    except PlannerError as error:
+        return f"{by} refuses this plan: {error.message}; pin {whole} for one part, or {error.hint}"
+    return None

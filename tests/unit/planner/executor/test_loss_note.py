@@ -1,9 +1,13 @@
 """Whoever plans is told of a loss that `planner run` cannot compute in parts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import planner
 from planner.api import find_plan
 from planner.executor.loss_note import loss_note
 from planner.layout.layout import Pins
@@ -46,3 +50,25 @@ def test_a_loss_that_cannot_be_computed_in_parts_is_told(line: str, pins: Pins, 
         parts = plan.mesh.shape().dp * plan.pipeline.num_microbatches
         assert f"planner run refuses this plan: a step computes the loss in {parts} parts" in note
         assert "--dp 1 --cp 1 --micro-batch 8" in note
+
+
+@pytest.mark.parametrize(("dp", "is_told"), [(2, True), (1, False)])
+def test_a_module_that_is_held_is_told_too(dp: int, is_told: bool) -> None:
+    """In Python nobody was told before planner.parallelize refused the plan."""
+
+    def contrastive(output: object, batch: object) -> torch.Tensor:
+        assert isinstance(output, torch.Tensor)
+        one, other = output.mean(1).chunk(2, -1)
+        return nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+    def mean(output: object, batch: object) -> torch.Tensor:
+        assert isinstance(output, torch.Tensor)
+        return output.square().mean()
+
+    module = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64))
+    options: dict[str, Any] = {"seq_len": 16, "global_batch_size": 8, "dp": dp, "pp": 1, "micro_batch": 8 // dp}
+    plan = planner.search(module, dp, hardware="cpu-gloo", loss_fn=contrastive, **options)
+    told = [each for each in plan.warnings if "planner.parallelize refuses this plan: a step computes" in each]
+    assert len(told) == is_told
+    assert all("in 2 parts" in each and "pin dp=1, cp=1, micro_batch=8" in each for each in told)
+    assert not planner.search(module, dp, hardware="cpu-gloo", loss_fn=mean, **options).warnings
