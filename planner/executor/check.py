@@ -43,7 +43,7 @@ from planner.executor.parallelize import parallelize
 from planner.executor.ranks import quiet_torch
 from planner.executor.step import train_step
 from planner.model_file import LoadedModel
-from planner.models.loss import Reduction, TrainingLoss
+from planner.models.loss import NEXT_TOKEN, TrainingLoss
 from planner.models.weightless import build_weightless
 from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
@@ -142,9 +142,9 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
 
 
 def loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
-    """The loss that the plan's model is trained with, found out where nobody said how its parts add up."""
-    if loaded.training_loss.reduction is not Reduction.UNKNOWN:
-        return loaded.training_loss
+    """The loss that the plan's model is trained with, and what could be found out of it."""
+    if loaded.training_loss == NEXT_TOKEN:
+        return NEXT_TOKEN
     module = build_weightless(loaded.build)
     return recognised(loaded.training_loss, module, functools.partial(named_inputs, loaded), plan.training.seq_len)
 

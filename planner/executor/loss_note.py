@@ -20,7 +20,7 @@ LIMIT_S = 60.0  # far longer than a loss takes that is tried on 256 tokens
 
 def loss_note(plan: Plan, limit_s: float = LIMIT_S) -> str | None:
     """Why `planner run` would refuse the loss of a file of the user's; None where it does not, or time is up."""
-    if num_parts_of(plan) == 1 or not _may_have_a_loss(plan.model.source):
+    if _is_undivided(plan) or not _may_have_a_loss(plan.model.source):
         return None
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -42,6 +42,10 @@ def num_parts_of(plan: Plan) -> int:
     return mesh.dp * mesh.cp * plan.pipeline.num_microbatches
 
 
+def _is_undivided(plan: Plan) -> bool:
+    return num_parts_of(plan) * plan.mesh.pp == 1
+
+
 def _may_have_a_loss(source: str) -> bool:
     """Whether the model is a file in which there is talk of one: without, it is the default, whose parts add up."""
     try:
@@ -60,7 +64,7 @@ def _find_out(plan_text: str, sender: Connection) -> None:
 
     plan, problem = Plan.model_validate_json(plan_text), None
     try:
-        whole = f"--dp 1 --cp 1 --micro-batch {plan.training.global_batch_size}"
+        whole = f"--dp 1 --cp 1 --pp 1 --micro-batch {plan.training.global_batch_size}"
         problem = _refused(loaded_model(plan), plan, ("planner run", whole))
     except PlannerError as error:
         problem = f"planner run refuses this plan: {error.message}; {error.hint}"
@@ -69,9 +73,9 @@ def _find_out(plan_text: str, sender: Connection) -> None:
 
 def held_loss_note(loaded: LoadedModel, plan: Plan) -> str | None:
     """The same of a module that is held in Python, and of its loss, which are tried here."""
-    if num_parts_of(plan) == 1:
+    if _is_undivided(plan):
         return None
-    whole = f"dp=1, cp=1, micro_batch={plan.training.global_batch_size}"
+    whole = f"dp=1, cp=1, pp=1, micro_batch={plan.training.global_batch_size}"
     return _refused(loaded, plan, ("planner.parallelize", whole))
 
 
@@ -79,10 +83,13 @@ def _refused(loaded: LoadedModel, plan: Plan, where: tuple[str, str]) -> str | N
     """Why the loss is refused by what ``where`` names first, whose pins for a batch in one part come second."""
     from planner.executor.check import loss_of
     from planner.executor.loss import check_reduction
+    from planner.executor.loss_beside import check_beside
 
     by, whole = where
     try:
-        check_reduction(loss_of(loaded, plan), num_parts_of(plan))
+        loss = loss_of(loaded, plan)
+        check_beside(loss, plan)
+        check_reduction(loss, num_parts_of(plan))
     except PlannerError as error:
         return f"{by} refuses this plan: {error.message}; pin {whole} for one part, or {error.hint}"
     return None

@@ -27,11 +27,12 @@ from torch.overrides import TorchFunctionMode
 
 from planner.executor.data import NUM_BYTE_TOKENS
 from planner.executor.integers import integers_in, is_integer
+from planner.executor.loss_beside import beside_of
 from planner.executor.outputs import UntriedError, output_of
 from planner.executor.stage_trace import CPU, Inputs, leaves_of, map_leaves, tensors_in
 from planner.executor.unlike_inputs import check_none_missing, partly_missing, unlike_halves
 from planner.models.inputs import LABELS, takes_labels
-from planner.models.loss import IGNORED, Batch, Reduction, TrainingLoss, num_targets
+from planner.models.loss import IGNORED, NEXT_TOKEN, Batch, Beside, Reduction, TrainingLoss, num_targets
 
 _REL = 1e-5  # float32 sums of a few hundred terms agree to about 1e-6; one term of 256 more or less shows as 1e-4
 MOST_SPECIAL = 64  # of the numbers that a loss hands to torch
@@ -67,22 +68,28 @@ class _Trial:
 def recognised(
     loss: TrainingLoss, module: nn.Module, inputs: Callable[[int, int], Inputs], seq_len: int
 ) -> TrainingLoss:
-    """``loss`` with its reduction, where that can be found; else as it is, or with its doubt.
+    """``loss`` with its reduction, where that can be found, and with what it reads beside; else with its doubt.
 
     ``inputs`` are (batch size, length).
     """
-    if loss.reduction is not Reduction.UNKNOWN:
+    if loss == NEXT_TOKEN:
         return loss
+    is_known = loss.reduction is not Reduction.UNKNOWN
     length = min(seq_len, NUM_BYTE_TOKENS)
     size = 2 * math.ceil(NUM_BYTE_TOKENS / length) if length > 1 else NUM_SAMPLES
     try:
         batch = inputs(size, length)
         is_given_labels = LABELS in batch and takes_labels(module)
-        output = output_of(module, batch)
-        other = output_of(module, inputs(size + 1, length)) if len(tensors_in(output)) > 1 else output
+        output, left = output_of(module, batch)
+        other = output_of(module, inputs(size + 1, length)).output if len(tensors_in(output)) > 1 else output
     except UntriedError as error:
-        return dataclasses.replace(loss, doubt=str(error))
+        return loss if is_known else dataclasses.replace(loss, doubt=str(error))
     made_up = [_Output.made_up(output, size, other, between) for between in (None, torch.sigmoid)]
+    tries = [(each.value, _with_labels(batch, (size, length), n)) for each in made_up for n in _num_classes(each.value)]
+    beside = next(filter(None, (beside_of(loss, module, given, left) for given in tries)), Beside())
+    loss = dataclasses.replace(loss, beside=beside)
+    if is_known:
+        return loss
     found = next(_attempts(loss, made_up, batch, (size, length)), loss)
     is_own = is_given_labels and found.reduction is Reduction.UNKNOWN
     return dataclasses.replace(found, doubt=found.doubt or OF_FORWARD) if is_own else found
@@ -108,8 +115,7 @@ def _tried(
     None where it is no number of what is made up, as the logarithm of a probability below 0.
     """
     size, length = shape
-    batch = {LABELS: _labels(size, length, min(NUM_BYTE_TOKENS, num_classes)), **batch}
-    batch[LABELS] = _none_ignored(batch[LABELS])
+    batch = _with_labels(batch, shape, num_classes)
     with _Numbers() as numbers:
         plain = loss.function(output.value, batch)
     if isinstance(plain, tuple):
@@ -237,6 +243,12 @@ def _trial(loss: TrainingLoss, output: _Output, batch: Inputs, halves: tuple[sli
     with torch.no_grad():
         values = value(halves[0]), value(halves[1])
         return _Trial(value(_WHOLE), values, (first, second), (later, later_second))
+
+
+def _with_labels(batch: Inputs, shape: tuple[int, int], num_classes: int) -> Inputs:
+    """``batch``, where it has no labels with made-up ones of so many classes; none are ignored."""
+    batch = {LABELS: _labels(*shape, min(NUM_BYTE_TOKENS, num_classes)), **batch}
+    return {**batch, LABELS: _none_ignored(batch[LABELS])}
 
 
 def _labels(size: int, length: int, num_labels: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.glue import DIFFERENTIATES
 from planner.executor.gradients import norm_of_all, scale_down
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
+from planner.executor.loss_beside import check_beside
 from planner.executor.mesh import compute_dtype, data_mesh, device_of, place_of, replicas
 from planner.executor.pipeline import Schedule, TiedGradient, build_schedule, separate_ties, tied_gradients
 from planner.executor.randomness import seed_rank
@@ -285,6 +286,7 @@ def _check(
     check_executable(plan)
     check_labels(module, inputs)
     num_parts = plan.pipeline.num_microbatches * place_of(mesh).num_parts
+    check_beside(training_loss, plan)
     check_reduction(training_loss, num_parts)
     check_trainable(module, inputs, plan)
     note = statistics_note(module, num_parts, plan.pipeline.micro_batch_size)

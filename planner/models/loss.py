@@ -33,6 +33,15 @@ class Reduction(StrEnum):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What a loss function reads besides the outputs and the batch that it is given."""
+
+    left: tuple[str, ...] = ()  # by the model's forward pass, in attributes of its modules
+    parameters: tuple[str, ...] = ()  # of the model
+    num_own: int = 0  # parameters that are trained and none of the model's
+
+
+@dataclass(frozen=True)
 class TrainingLoss:
     """A loss function, and what makes the loss of a batch of its values over the parts.
 
@@ -44,6 +53,7 @@ class TrainingLoss:
     reduction: Reduction = Reduction.UNKNOWN
     weight: Callable[[Batch], torch.Tensor | float] | None = None
     doubt: str = ""  # why it could not be found out what it is, where it was not even tried
+    beside: Beside = Beside()
 
 
 def logits_of(output: object) -> torch.Tensor:

@@ -49,7 +49,7 @@ def test_a_loss_that_cannot_be_computed_in_parts_is_told(line: str, pins: Pins, 
     if note is not None:
         parts = plan.mesh.shape().dp * plan.pipeline.num_microbatches
         assert f"planner run refuses this plan: a step computes the loss in {parts} parts" in note
-        assert "--dp 1 --cp 1 --micro-batch 8" in note
+        assert "--dp 1 --cp 1 --pp 1 --micro-batch 8" in note
 
 
 @pytest.mark.parametrize(("dp", "is_told"), [(2, True), (1, False)])
@@ -70,5 +70,5 @@ def test_a_module_that_is_held_is_told_too(dp: int, is_told: bool) -> None:
     plan = planner.search(module, dp, hardware="cpu-gloo", loss_fn=contrastive, **options)
     told = [each for each in plan.warnings if "planner.parallelize refuses this plan: a step computes" in each]
     assert len(told) == is_told
-    assert all("in 2 parts" in each and "pin dp=1, cp=1, micro_batch=8" in each for each in told)
+    assert all("in 2 parts" in each and "pin dp=1, cp=1, pp=1, micro_batch=8" in each for each in told)
     assert not planner.search(module, dp, hardware="cpu-gloo", loss_fn=mean, **options).warnings
