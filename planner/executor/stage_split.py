@@ -42,7 +42,11 @@ class TiedParameter:
 
 
 def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]) -> tuple[StageProgram, ...]:
-    """The programs of all stages. PlanError where the order of ``stages`` contradicts the flow of data."""
+    """The programs of all stages.
+
+    PlanError where the order of ``stages`` contradicts the flow of data, or a module uses a parameter of another stage.
+    """
+    _check_borrowed(trace, stages)
     parameters = {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)}
     placed = _assign_stages(trace, stages, parameters)
     last = len(stages) - 1
@@ -64,6 +68,19 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
         _program(index, trace, placed, modules, (boundaries[index], boundaries[index + 1]), index == last)
         for index, modules in enumerate(stages)
     )
+
+
+def _check_borrowed(trace: Trace, stages: Sequence[Sequence[str]]) -> None:
+    for module, names in trace.borrowed:
+        user = next(index for index, modules in enumerate(stages) if module in modules)
+        owners = [index for index, listed in enumerate(stages) for each in listed for fqn in names if inside(fqn, each)]
+        if user not in owners:
+            where = f"is on stage {owners[0]}" if owners else "is on no stage"
+            raise PlanError(
+                f"module {module!r} is on stage {user} and uses {names[0]}, which is none of its own and {where}: "
+                "it would use a copy that nobody trains",
+                hint="make it a parameter of that module as well (a tied one), or plan with pp = 1",
+            )
 
 
 def tied_parameters(module: nn.Module, programs: Sequence[StageProgram]) -> tuple[TiedParameter, ...]:

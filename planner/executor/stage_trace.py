@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -108,13 +108,15 @@ class TensorMeta:
 class Trace:
     """One forward pass: the calls in order, the output with slots for tensors, and every slot's kind.
 
-    ``unrecorded``: what the glue does besides, and a replay does not.
+    ``unrecorded``: what the glue does besides, and a replay does not. ``borrowed``: a module of one call, and all names
+    of a parameter that it uses and that is none of its own.
     """
 
     calls: tuple[Call, ...]
     output: object
     metas: Mapping[Slot, TensorMeta]
     unrecorded: tuple[str, ...] = ()
+    borrowed: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def inside(fqn: str, module: str) -> bool:
@@ -164,7 +166,7 @@ def trace_forward(
     ``opaque`` are the FQNs of modules recorded as one call. ``dtype`` is what floating-point
     parameters are computed in. Raises what the model raises where it needs values.
     """
-    return _trace(twin(module, dtype, META), META, opaque, inputs, call)
+    return _trace((module, twin(module, dtype, META)), META, opaque, inputs, call)
 
 
 @contextlib.contextmanager
@@ -195,7 +197,7 @@ def trace_real_forward(
     """As ``trace_forward``, with the values of ``module``, which are on the CPU. PlanError where that fails too."""
     try:
         with torch.random.fork_rng(devices=()):
-            return _trace(twin(module, dtype, CPU), CPU, opaque, inputs, call)
+            return _trace((module, twin(module, dtype, CPU)), CPU, opaque, inputs, call)
     except PlanError:
         raise
     except Exception as error:
@@ -206,17 +208,19 @@ def trace_real_forward(
 
 
 def _trace(
-    twin: nn.Module,
+    modules: tuple[nn.Module, nn.Module],
     device: torch.device,
     opaque: frozenset[str],
     inputs: Inputs,
     call: Callable[[nn.Module, Inputs], object],
 ) -> Trace:
+    """``modules``: the original, and its twin, which runs."""
+    original, twin = modules
     moved = {key: value.to(device) for key, value in inputs.items()}
-    modules = dict(twin.named_modules())
-    watch = Watch(target for fqn, target in modules.items() if not any(inside(fqn, outer) for outer in opaque))
-    recorder = _Recorder(twin, moved, device, watch)
-    for fqn, target in modules.items():
+    named = dict(twin.named_modules())
+    watch = Watch(target for fqn, target in named.items() if not any(inside(fqn, outer) for outer in opaque))
+    recorder = _Recorder(original, twin, moved, device, watch)
+    for fqn, target in named.items():
         if fqn in opaque:  # a call with its hooks, which a replay runs as well
             target._compiled_call_impl = _opaque_call(recorder, fqn, target._call_impl)
             target.forward = _opaque_call(recorder, fqn, target.forward)
@@ -228,7 +232,7 @@ def _trace(
             )
         found = Trace(tuple(recorder.calls), recorder.encode(output), dict(recorder.metas))
         watch.ended(lambda: call(twin, moved))
-    return replace(found, unrecorded=(*watch.reasons, *recorder.aliases.reasons))
+    return replace(found, unrecorded=(*watch.reasons, *recorder.aliases.reasons), borrowed=recorder.borrowed)
 
 
 def twin(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -252,12 +256,24 @@ _READ_VALUES: frozenset[Function] = frozenset(
 class _Recorder(TorchFunctionMode):
     """Appends a ``Call`` for every torch function that returns tensors."""
 
-    def __init__(self, twin: nn.Module, inputs: Mapping[str, torch.Tensor], device: torch.device, watch: Watch) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        twin: nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        device: torch.device,
+        watch: Watch,
+    ) -> None:
         super().__init__()
         self._device, self._watch, self.draws, self.aliases = device, watch, Draws(), Aliases()
         self.calls: list[Call] = []
         self.metas: dict[Slot, TensorMeta] = {}
         self._paused = False
+        self._running = ""  # the module of the call that is recorded as a whole
+        self._names: dict[int, list[str]] = {}  # of each parameter, also the original's: closures are not copied
+        for fqn, parameter in (p for each in (original, twin) for p in each.named_parameters(remove_duplicate=False)):
+            self._names.setdefault(id(parameter), []).append(fqn)
+        self._borrowed: dict[tuple[str, tuple[str, ...]], None] = {}
         self._known: dict[int, Slot | InputSlot | StateSlot] = {}
         for fqn, state in [*twin.named_buffers(), *twin.named_parameters()]:
             self._know(state, StateSlot(fqn))
@@ -274,6 +290,7 @@ class _Recorder(TorchFunctionMode):
                 hint="read them inside a block, or plan with pp = 1",
             )
         if self._paused:
+            self._look_at_parameters(tensors_in((args, kwargs or {})))
             return func(*args, **(kwargs or {}))
         self.draws.taken()
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs or {}))]
@@ -309,20 +326,30 @@ class _Recorder(TorchFunctionMode):
         encoded = module, encoded_args, encoded_kwargs, tuple(results)
         self.calls.append(Call(function, *encoded, torch.is_grad_enabled(), is_random))
 
+    def _look_at_parameters(self, used: Sequence[torch.Tensor]) -> None:
+        for names in [self._names[id(tensor)] for tensor in used if id(tensor) in self._names]:
+            if self._running and not any(inside(name, self._running) for name in names):
+                self._borrowed[(self._running, tuple(names))] = None
+
+    @property
+    def borrowed(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """As ``Trace`` has it."""
+        return tuple(self._borrowed)
+
     @property
     def is_paused(self) -> bool:
         """Whether what happens belongs to a call that is recorded as a whole."""
         return self._paused
 
-    def call_paused(self, function: Callable[[], _T]) -> _T:
-        """Runs ``function`` without recording what happens inside."""
+    def call_paused(self, function: Callable[[], _T], module: str = "") -> _T:
+        """Runs ``function``, of ``module`` if it is the call of one, without recording what happens inside."""
         self._watch.called(None)
         self._watch.enters()
-        self._paused = True
+        self._paused, self._running = True, module
         try:
             return function()
         finally:
-            self._paused = False
+            self._paused, self._running = False, ""
             self._watch.leaves()
 
     def encode(self, value: object) -> object:
@@ -385,7 +412,7 @@ def _opaque_call(recorder: _Recorder, fqn: str, forward: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
         if recorder.is_paused:
             return forward(*args, **kwargs)
-        result = recorder.call_paused(lambda: forward(*args, **kwargs))
+        result = recorder.call_paused(lambda: forward(*args, **kwargs), fqn)
         recorder.record(None, fqn, args, kwargs, result)
         return result
 

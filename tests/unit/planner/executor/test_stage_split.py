@@ -12,7 +12,7 @@ from planner.errors import PlanError
 from planner.executor.pipeline import separate_ties
 from planner.executor.stage_module import stage_root
 from planner.executor.stage_split import check_stage_modules, keep_unused, split_trace, tied_parameters
-from planner.executor.stage_trace import CPU, tensors_in, trace_forward
+from planner.executor.stage_trace import CPU, tensors_in, trace_forward, trace_real_forward
 from planner.models.inputs import call_model
 
 IDS = {"input_ids": torch.arange(16).view(2, 8)}
@@ -87,3 +87,41 @@ def test_a_module_that_is_called_again_is_told_apart_from_stages_out_of_order() 
     with pytest.raises(PlanError, match="'second' is on stage 0, but needs what stage 1") as refused:
         split_trace(module, trace, (("embedding", "second", "head"), ("first",)))
     assert "order the modules" in refused.value.hint
+
+
+class Borrowing(nn.Module):
+    """Its second block uses a weight of the first, which it holds in a list: no parameter of its own, unless tied."""
+
+    class Block(nn.Module):
+        def __init__(self, other: list[nn.Linear]) -> None:
+            super().__init__()
+            self.linear, self.other = nn.Linear(8, 8), other
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return nn.functional.linear(x, self.other[0].weight) if self.other else x
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(16, 8), Borrowing.Block([])
+        self.second = Borrowing.Block([self.first.linear])
+        if is_tied:
+            self.second.linear.weight = self.first.linear.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.embedding(input_ids)))
+
+
+@pytest.mark.parametrize("is_closure", [False, True])
+def test_a_parameter_that_a_block_of_another_stage_uses_unseen_is_told(is_closure: bool) -> None:
+    """The later stage used a copy that was never updated, and its gradient was lost, without a word."""
+    for is_tied, stages in ((True, STAGES), (False, (("embedding",), ("first", "second")))):
+        module = Borrowing(is_tied=is_tied)
+        split_trace(module, trace_forward(module, LISTED, IDS, call_model, torch.float32), stages)
+    module = Borrowing(is_tied=False)
+    if is_closure:  # which is not copied with the module
+        first = module.first.linear
+        module.second.forward = lambda x: nn.functional.linear(x, first.weight)
+    trace = trace_real_forward(module, LISTED, IDS, call_model, torch.float32)
+    with pytest.raises(PlanError, match="'second' is on stage 1 and uses first.linear.weight.* is on stage 0"):
+        split_trace(module, trace, STAGES)
