@@ -55,6 +55,7 @@ class DataParallel(ABC):
         self.root, self.device = root, device
         # to which no backward pass of the step that was finished last came on this rank
         self.unreached: frozenset[nn.Parameter] = frozenset()
+        self.known_hooks: set[int] = set()  # ids of the user's on gradients that were looked at
 
     @abstractmethod
     def prepare_backward(self, *, last: bool) -> None:

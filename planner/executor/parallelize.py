@@ -23,6 +23,7 @@ from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.glue import DIFFERENTIATES
+from planner.executor.gradient_hooks import check_later_hooks
 from planner.executor.gradients import norm_of_all, scale_down
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
 from planner.executor.loss_beside import check_beside
@@ -101,8 +102,10 @@ class ParallelModel:
         """Gradients of the loss of the global batch, of which ``batch`` is this data-parallel rank's part.
 
         They are added to those that are there. Returns this rank's share: the mean over ranks of data and context
-        parallelism is that loss. 0 on ranks without it. InputError for a part of another size or shape than the plan's.
+        parallelism is that loss. 0 on ranks without it. InputError for a part of another size or shape than the plan's,
+        PlanError for hooks on gradients that would be lost, or that see parts of them only.
         """
+        check_later_hooks([stage.data for stage in self.stages], self.plan)
         whole, before = self._scaled(batch), self._set_aside()
         kept = {parameter for tie in self.ties for parameter in tie.parameters}  # of which other stages hold copies
         kept |= {parameter for parameter in self.parameters() if parameter.grad is not None}

@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from planner.executor.gradient_hooks import hooked_parameters
 from planner.executor.recording import BEGINNING, Operation, Recording, UnrecordableError, View, storages_in
-from planner.executor.requirements import hooked_parameters
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 

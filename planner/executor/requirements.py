@@ -1,7 +1,7 @@
 """What a model must be for a plan to be executed, looked at before anything is split."""
 
 # pyright: reportPrivateUsage=false
-# torch has no public way to ask a parameter for its hooks, and no public name for what all batch norms are.
+# torch has no public name for what all batch norms are.
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.data_parallel import keeps_whole
+from planner.executor.gradient_hooks import check_hooks
 from planner.executor.stage_trace import META, Inputs, twin
 from planner.executor.tensor_parallel import check_placements
 from planner.model_file import check_num_params
@@ -78,23 +79,9 @@ def check_names(module: nn.Module, plan: Plan) -> None:
         )
 
 
-def hooked_parameters(module: nn.Module) -> list[str]:
-    """FQNs of parameters whose gradients go through hooks of the user's."""
-    return [
-        fqn
-        for fqn, parameter in module.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
-
-
 def check_parameters(module: nn.Module, plan: Plan) -> None:
     """PlanError where what is tied to parameters as they are would be lost as they are divided or copied."""
-    hooked = hooked_parameters(module)
-    if hooked and not (keeps_whole(plan) and plan.mesh.tp == 1):
-        raise PlanError(
-            f"hooks on the gradients of {', '.join(hooked[:NUM_NAMED])}: they are lost where parameters are divided",
-            hint="plan with --zero 0 --tp 1 in fp32, or leave the hooks out",
-        )
+    check_hooks(module, plan)
     renormed = [fqn for fqn, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
     if renormed and (_keeps_copies(plan) or not keeps_whole(plan) or plan.mesh.tp > 1):
         raise PlanError(

@@ -18,6 +18,7 @@ from planner.errors import InputError, ModelError, PlanError
 from planner.executor import in_script
 from planner.executor.batch_share import check_share
 from planner.executor.build import in_training
+from planner.executor.gradient_hooks import hooked_parameters
 from planner.executor.parallelize import _shared_states
 from planner.executor.recorded_build import recorded_model
 from planner.executor.recording import UnrecordableError
@@ -28,7 +29,6 @@ from planner.executor.requirements import (
     check_names,
     check_parameters,
     check_whole_sequences,
-    hooked_parameters,
     statistics_note,
 )
 from planner.models.inputs import by_name
