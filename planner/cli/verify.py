@@ -13,6 +13,7 @@ from rich.table import Table
 from costmodels.vocabulary.terms import Counted, MemoryTerm, Term
 from planner.cli.options import Trust
 from planner.cli.process import uncollected
+from planner.cli.run import token_dtype
 from planner.cli.terminal import data_console
 from planner.errors import InputError, PlanError
 from planner.output_file import check_output, write_text
@@ -36,6 +37,7 @@ def verify(  # over 6 arguments: one for each option of the command
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, from `planner search`")],
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, after two to warm up.")] = 5,
     data: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
+    data_dtype: Annotated[str | None, typer.Option(metavar="uint8|uint16|uint32", help="As for `planner run`.")] = None,
     top: Annotated[
         int, typer.Option(min=1, help="Measure as many plans: this one, and the best others of another search.")
     ] = 1,
@@ -60,7 +62,8 @@ def verify(  # over 6 arguments: one for each option of the command
         from planner.executor.options import DataOptions, RunOptions
         from planner.executor.outcome import on_all_ranks
 
-    options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=DataOptions(file=data), offload_dir=offload_dir)
+    read = DataOptions(data, token_dtype(data_dtype))
+    options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=read, offload_dir=offload_dir)
     options.check_offload(plan.offload)
     found = on_all_ranks(plan, lambda: _measured(plan, options) if top == 1 else _measured_each(plan, top - 1, options))
     if found is None:

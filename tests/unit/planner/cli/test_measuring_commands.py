@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from planner.cli import verify
 from planner.cli.main import app
 from planner.errors import InputError, PlanError
 from planner.executor import outcome
@@ -106,3 +107,13 @@ def test_what_the_given_plan_came_to_is_written_beside_others(monkeypatch: pytes
 def test_nothing_is_kept_of_one_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="several plans"):
         invoke(monkeypatch, MEASURED, "verify", str(EXAMPLE), "--keep", str(tmp_path / "kept.json"))
+
+
+def test_verify_reads_tokens_of_a_dtype_as_run_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Raw tokens, which `planner run` trains on, could not be measured with."""
+    asked: list[object] = []
+    monkeypatch.setattr(verify, "_measured_each", lambda plan, others, options: asked.append(options.data.dtype))
+    monkeypatch.setattr(outcome, "on_all_ranks", lambda plan, work: work())
+    arguments = ["verify", str(EXAMPLE), "--top", "2", "--data", str(tmp_path / "tokens.bin"), "--data-dtype", "uint16"]
+    assert CliRunner().invoke(app, arguments, standalone_mode=False).return_value == 0
+    assert asked == ["uint16"]
