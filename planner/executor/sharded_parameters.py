@@ -8,7 +8,7 @@ Offloaded states: the shards, their gradients and what the optimiser keeps of th
 optimiser runs. A shard goes up whenever its unit is gathered, and its gradient comes down whenever it is reduced.
 
 A parameter without dimensions, such as CLIP's scale of logits, cannot be divided: it stays whole on the device, and
-its gradient is averaged at the end of a step.
+its gradient is averaged at the end of a step. So does one without numbers.
 """
 
 # pyright: reportPrivateUsage=false
@@ -111,11 +111,11 @@ class ShardedParameters(DataParallel):
         if not numbers:
             return
         gradients = [settled_gradient(number) for number in numbers]
-        average = torch.stack(gradients)
+        average = torch.cat([gradient.flatten() for gradient in gradients])
         for group in self._ranks:
             dist.all_reduce(average.div_(group.size()), group=group)
-        for gradient, value in zip(gradients, average.unbind(), strict=True):
-            gradient.copy_(value)
+        for gradient, value in zip(gradients, average.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(value.view_as(gradient))
 
     def finish_forward(self) -> None:
         """Frees what is still gathered."""
@@ -160,8 +160,8 @@ def _options(mesh: DeviceMesh, plan: Plan, placements: Placements | None) -> dic
 
 
 def _numbers(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters without dimensions."""
-    return [parameter for parameter in root.parameters() if parameter.ndim == 0]
+    """Parameters without dimensions, or without numbers."""
+    return [parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()]
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

@@ -30,3 +30,30 @@ def test_transposed_parameters_are_divided_by_their_rows() -> None:
         assert isinstance(weight, DTensor)
         assert weight.shape == (4, 6)
         torch.testing.assert_close(weight.to_local(), expected[:2])
+
+
+class Empty(nn.Linear):
+    """Beside its own parameters two without dimensions and one without numbers, as of no adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale + self.shift + self.none.sum()
+
+
+def test_a_parameter_without_numbers_is_left_whole() -> None:
+    """The first backward pass ended in an error of torch: _chunk_cat expects non-empty tensor."""
+    module, x = Empty(), torch.randn(2, 4)
+    plan = read_plan(EXAMPLE).model_copy(update={"mesh": MeshSection(dp_shard=2), "zero_stage": 3, "num_devices": 2})
+    with fake_world(2):  # whose sums over ranks are this rank's own, of which the average is half
+        data = ShardedParameters(module, ShardingUnits((), frozenset()), build_mesh(plan, "cpu"), plan)
+        data.prepare_backward(last=True)
+        module(x).sum().backward()
+        data.finish_step()
+    assert module.none.grad is not None
+    assert module.none.grad.shape == (0, 4)
+    assert module.shift.grad is not None
+    assert float(module.shift.grad) == 8 / 2
