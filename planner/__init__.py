@@ -157,7 +157,9 @@ def parallelize(
     data-parallel rank's part of the global batch with its ``labels``, nested like ``inputs``; its ``parameters()`` go
     into an optimiser. ``clip_gradients(max_norm)`` is torch's ``clip_grad_norm_`` over all of the model.
     ``loss_alone(batch)`` is the loss of held-back data; ``roots`` are the modules of this rank, for their modes and
-    states. Raises ``planner.errors.PlanError`` and ``ModelError``.
+    states. Parameters may be divided: change values in place (``copy_``), for what is assigned to ``.data`` is not
+    seen, and under a pipeline an optimiser that looks at all of them at once (LBFGS) sees one rank's. Raises
+    ``planner.errors.PlanError`` and ``ModelError``.
     """
     from pathlib import Path
 
