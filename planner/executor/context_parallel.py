@@ -12,7 +12,8 @@ positions of the shard. A model that depends on positions in other ways, such as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -232,7 +233,7 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
     if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return
     length = min(LONGEST_PROBE, context.seq_len - 1)
-    with torch.random.fork_rng(devices=()), torch.no_grad():
+    with torch.random.fork_rng(devices=()), torch.no_grad(), _own_cores():
         torch.manual_seed(0)
         copied = _moved(module)
         tokens = {key: torch.randint(NUM_PROBE_TOKENS, (2, length)) for key in inputs}
@@ -254,6 +255,17 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
             hint="index tables of positions with torch.arange(length), or plan with --cp 1",
         )
     _check_loss(loss, expected, tokens, length)
+
+
+@contextlib.contextmanager
+def _own_cores() -> Generator[None]:
+    """Torch computes on this rank's share of the cores meanwhile: torchrun lets each rank have one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _moved(module: nn.Module) -> nn.Module:

@@ -52,7 +52,8 @@ def beside_of(
 
 
 def _value(loss: TrainingLoss, given: tuple[object, Inputs]) -> torch.Tensor | None:
-    with contextlib.suppress(Exception):  # whatever a user's loss raises at what is made up
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=()):  # whatever it raises at what is made up
+        torch.manual_seed(0)  # one that draws is to draw the same
         found = loss.function(*given)
         value = found[0] if isinstance(found, tuple) else found
         return value if math.isfinite(float(value.detach())) else None

@@ -86,6 +86,15 @@ def test_what_a_loss_reads_besides_its_arguments_is_found(made: Made, expected: 
     assert found(made, reduction=reduction).beside == expected
 
 
+def test_a_loss_that_draws_reads_nothing() -> None:
+    """Every value of it was another, so that all that forward leaves was said to be read."""
+
+    def noisy(module: Balanced) -> Callable[[object, Batch], torch.Tensor]:
+        return lambda output, batch: plain(module)(output, batch) * torch.rand(())
+
+    assert found(noisy).beside == Beside()
+
+
 def test_an_attribute_that_is_there_only_after_a_pass_is_found() -> None:
     assert found(balanced, is_set=False).beside == Beside(left=("balance",))
 
