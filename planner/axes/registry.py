@@ -110,14 +110,21 @@ def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
 
 
 def _changing_buffers(run: Executed) -> list[str]:
-    """Where ranks would each keep a copy of a buffer that the forward pass changes."""
+    """Where ranks would each keep a copy of a buffer that the forward pass changes, or micro-batches change it apart."""
     mesh = run.layout.mesh
     degrees = ", ".join(f"{name}={n}" for name, n in (("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp)) if n > 1)
     modules = changing_buffers(run.graph)
-    if not (modules and degrees):
+    number = run.layout.num_microbatches
+    if not modules or (not degrees and number == 1):
         return []
     first, *others = modules
     more = f" and {len(others)} more" if others else ""
+    if not degrees:
+        return [
+            f"the forward pass changes buffers in {first}{more} once for each of {number} micro-batches: batch "
+            "normalisation, for one, has the statistics of each apart, and the model trains otherwise than in one "
+            "process that takes the whole batch at once"
+        ]
     return [
         f"planner run refuses this model with {degrees}: the forward pass changes buffers in {first}{more}, and "
         "each rank would keep its own: use a layer that looks at one sample at a time (GroupNorm, LayerNorm), or pin "

@@ -63,5 +63,9 @@ def test_told_where_running_refuses(kind: str, tmp_path: Path) -> None:
         assert module
     else:
         assert not module
-    alone = layout._replace(mesh=Mesh(pp=4))
-    assert not execution_warnings(Executed(alone, graph, cluster_of(A100, 4)), training)
+    for number in (1, 8):  # one rank changes them, but a micro-batch at a time
+        alone = layout._replace(mesh=Mesh(pp=4), num_microbatches=number)
+        said = execution_warnings(Executed(alone, graph, cluster_of(A100, 4)), training)
+        assert [f"changes buffers in {module} once for each of 8 micro-batches" in text for text in said] == [True] * (
+            module != "" and number == 8
+        )
