@@ -101,7 +101,7 @@ def _product_violations(asked: Asked) -> list[str]:
 
 
 def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
-    """What `planner run` would refuse in a layout, and the pin that avoids it."""
+    """What `planner run` would refuse in a layout, and the pin that avoids it; and what it would train otherwise."""
     found = [*untrainable(run.graph), *_changing_buffers(run)]
     found += [warning for axis in AXES for warning in axis.unexecuted(run)]
     if training.precision.value in ("fp16", "fp8"):
@@ -110,7 +110,7 @@ def execution_warnings(run: Executed, training: Training) -> tuple[str, ...]:
 
 
 def _changing_buffers(run: Executed) -> list[str]:
-    """Where ranks would each keep a copy of a buffer that the forward pass changes, or micro-batches change it apart."""
+    """Where each rank would keep a copy of a buffer that the forward pass changes, or each micro-batch changes it."""
     mesh = run.layout.mesh
     degrees = ", ".join(f"{name}={n}" for name, n in (("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp)) if n > 1)
     modules = changing_buffers(run.graph)
