@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
-from math import prod
 
 from costmodels.vocabulary.workload import GroupPlacement
 
@@ -57,7 +56,7 @@ class Mesh:
     @property
     def world_size(self) -> int:
         """Number of ranks, which equals the number of devices."""
-        return prod(self.degree(axis) for axis in MeshAxis)
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp(self) -> int:

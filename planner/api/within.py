@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from costmodels.vocabulary.choices import Offload, Recompute
+from costmodels.vocabulary.choices import Offload
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import NoLayoutError
 from planner.evaluation.evaluator import Evaluated
@@ -23,7 +23,7 @@ from planner.solver.search import Outcome
 
 if TYPE_CHECKING:
     from planner.formats.frameworks import ModelFacts, Rules
-    from planner.formats.target import Refusal
+    from planner.formats.target import Abilities, Refusal
 
 
 def _rules_of(framework: str) -> Rules | None:
@@ -67,16 +67,20 @@ def within_framework(target: PricingTarget) -> PricingTarget:
     cut = _own_cut(rules, model, target)
 
     def against(choice: Choice, training: Training) -> tuple[Against, ...]:
-        asked = replace(_settings(choice, training), recompute=can.recompute[0])
-        if can.schedules:
-            asked = replace(asked, schedule=can.schedules[0])
-        refused = rules.refusals_uncut(model.with_layout(asked), has_blocks=has_stack)
-        found = [Against(each.reason, each.way_out) for each in refused]
+        asked = model.with_layout(_settings(choice, training, can))
+        found = _said(rules.refusals_uncut(asked, has_blocks=has_stack))
         if cut is not None and choice.mesh.pp > 1 and not found and cut(choice.mesh.pp) is None:
             found.append(Against(f"it cuts this model by itself, and not into {choice.mesh.pp} stages", "pin --pp 1"))
         return tuple(found)
 
-    return replace(target, within=Within(framework, against, can.schedules, can.recompute, cut))
+    def against_rounds(pp: int, num_microbatches: int) -> tuple[Against, ...]:
+        return tuple(_said(rules.refusals_of_rounds(pp, num_microbatches)))
+
+    return replace(target, within=Within(framework, against, against_rounds, can.schedules, can.recompute, cut))
+
+
+def _said(refused: Iterable[Refusal]) -> list[Against]:
+    return [Against(each.reason, each.way_out) for each in refused]
 
 
 def said_of(target: PricingTarget) -> tuple[str, ...]:
@@ -128,16 +132,16 @@ def _own_cut(rules: Rules, model: ModelFacts, target: PricingTarget) -> Callable
     return cut
 
 
-def _settings(choice: Choice, training: Training) -> Layout:
-    """``choice`` in the words of configs; of what it does not say, what says least."""
+def _settings(choice: Choice, training: Training, can: Abilities) -> Layout:
+    """``choice`` in the words of configs; of what it does not say, what says least and the framework ``can`` run."""
     mesh = choice.mesh
     return Layout(
         num_devices=mesh.world_size, pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp,
         tp=mesh.tp, ep=mesh.ep, zero_stage=choice.zero_stage if mesh.dp_shard * mesh.cp > 1 else 0,
-        micro_batch_size=training.global_batch_size // (mesh.dp * choice.num_microbatches),
-        num_microbatches=choice.num_microbatches, global_batch_size=training.global_batch_size,
+        micro_batch_size=1, num_microbatches=mesh.pp, global_batch_size=training.global_batch_size,
         seq_len=training.seq_len, precision=training.precision, optimizer=training.optimizer,
-        schedule=ScheduleName.ONE_F_ONE_B, virtual_stages=1, stage_blocks=None, recompute=Recompute.NONE,
+        schedule=can.schedules[0] if can.schedules else ScheduleName.ONE_F_ONE_B, virtual_stages=1, stage_blocks=None,
+        recompute=can.recompute[0],
         sequence_parallel=choice.sequence_parallel, offload=choice.offload, cp_method=choice.cp_method, etp=mesh.etp,
         offloads_activations=choice.offloads_activations,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.software import named
 from planner.formats import megatron_core
 from planner.formats.settings import Asked, Layout
-from planner.formats.target import Abilities, Refusal, beyond
+from planner.formats.target import Abilities, Refusal, beyond, not_in_rounds
 from planner.formats.targets import accelerate, deepspeed, maxtext, nanotron, nemo, torchtitan
 from planner.models.catalog import find_preset
 from planner.models.config import FamilyConfig
@@ -79,9 +79,11 @@ class Rules:
 
     def refusals_uncut(self, asked: AskedLayout, *, has_blocks: bool) -> list[Refusal]:
         """The same of a layout whose stages are not cut yet; ``has_blocks``: whether there are any to cut."""
-        layout = asked.layout
-        cut = replace(layout, stage_blocks=(1,) * layout.pp if has_blocks else None)
-        return [*beyond(self.abilities, cut), *self.limits(asked)]
+        return [*beyond(self.abilities, asked.layout, is_stack=has_blocks), *self.limits(asked)]
+
+    def refusals_of_rounds(self, pp: int, num_microbatches: int) -> list[Refusal]:
+        """Those of ``refusals_uncut`` that depend on the number of micro-batches, which no other looks at."""
+        return list(not_in_rounds(self.abilities, pp, num_microbatches))
 
 
 def _of_pipelines_in_a_node(asked: Asked) -> Iterator[Refusal]:

@@ -42,6 +42,7 @@ class Abilities:
     cuts_unevenly: bool = False  # stages may hold any number of blocks
     mixes_recompute: bool = False  # blocks may differ in what they recompute
     has_whole_experts: bool = False  # experts may be whole on a rank beside tensor parallelism (etp 1)
+    fills_rounds: bool = False  # a pipeline's micro-batches are a multiple of its ranks
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,11 @@ _AXIS_OPTIONS = {
 }  # fmt: skip
 
 
-def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
-    """Each choice of ``layout`` that is none of ``can``'s."""
+def beyond(can: Abilities, layout: Layout, *, is_stack: bool | None = None) -> Iterator[Refusal]:
+    """Each choice of ``layout`` that is none of ``can``'s.
+
+    ``is_stack``: of a layout whose stages are not cut yet, whether the model is a single stack of blocks.
+    """
     for axis, option in _AXIS_OPTIONS.items():
         degree: int = getattr(layout, axis)
         if degree > 1 and axis not in can.axes:
@@ -138,7 +142,7 @@ def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
     if layout.dp_shard * layout.cp > 1 and layout.zero_stage not in can.zero_stages:
         yield _unknown("ZeRO stage", layout.zero_stage, can.zero_stages, "--zero")
     if layout.pp > 1 and "pp" in can.axes:
-        yield from _pipeline(can, layout)
+        yield from _pipeline(can, layout, is_stack=is_stack)
     if layout.etp is not None and not can.has_whole_experts:
         yield Refusal(
             f"its experts have the tensor parallelism of attention, the plan's are whole (etp = {layout.etp})",
@@ -156,10 +160,13 @@ def beyond(can: Abilities, layout: Layout) -> Iterator[Refusal]:
     yield from _words(can, layout)
 
 
-def _pipeline(can: Abilities, layout: Layout) -> Iterator[Refusal]:
+def _pipeline(can: Abilities, layout: Layout, *, is_stack: bool | None) -> Iterator[Refusal]:
     if layout.schedule not in can.schedules:
         yield _unknown("schedule", layout.schedule.value, [each.value for each in can.schedules], "--schedule")
+    yield from not_in_rounds(can, layout.pp, layout.num_microbatches)
     if layout.stage_blocks is None:
+        if is_stack:
+            return
         yield Refusal(
             "its stages are counted in blocks, and the plan's model is no single stack of blocks", "search with --pp 1"
         )
@@ -167,6 +174,15 @@ def _pipeline(can: Abilities, layout: Layout) -> Iterator[Refusal]:
         yield Refusal(
             f"its stages hold equal numbers of blocks, the plan's hold {_runs(layout.stage_blocks)}",
             "pin --pp and --virtual-stages so that their product divides the blocks, and even out pipeline.stages",
+        )
+
+
+def not_in_rounds(can: Abilities, pp: int, num_microbatches: int) -> Iterator[Refusal]:
+    """What is against so many micro-batches in a pipeline of ``pp`` ranks."""
+    if can.fills_rounds and num_microbatches % pp:
+        yield Refusal(
+            f"micro-batches must be a multiple of the stages: {num_microbatches} and {pp}",
+            "search with another --global-batch or --pp",
         )
 
 

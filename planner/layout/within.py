@@ -20,7 +20,6 @@ class Choice(NamedTuple):
 
     mesh: Mesh
     zero_stage: int
-    num_microbatches: int
     sequence_parallel: bool
     offload: Offload
     cp_method: ContextMethod
@@ -43,23 +42,36 @@ class _Modes(NamedTuple):
     recompute: Recompute | None
 
 
+class _Rounds(NamedTuple):
+    pp: int
+    num_microbatches: int
+
+
+class _InRounds(NamedTuple):
+    choice: Choice
+    num_microbatches: int
+
+
 @dataclass(frozen=True)
 class Within:
     """What a framework can run. All blocks recompute alike, in one of the modes ``recompute``.
 
-    ``against``: everything against a choice; empty where it can run that. ``cut``: the first unit of each of so many
-    stages, of a framework that cuts by itself; None: as it is told.
+    ``against``: everything against a choice; empty where it can run that. ``against_rounds``: the same of so many
+    micro-batches in a pipeline of so many ranks. ``cut``: the first unit of each of so many stages, of a framework that
+    cuts by itself; None: as it is told.
     """
 
     framework: str
     against: Callable[[Choice, Training], tuple[Against, ...]]
+    against_rounds: Callable[[int, int], tuple[Against, ...]]
     schedules: tuple[ScheduleName, ...]  # of pipelines
     recompute: tuple[Recompute, ...]
     cut: Callable[[int], tuple[int, ...] | None] | None = None
 
     def of(self, layouts: Columns[Layout], training: Training) -> Columns[Layout]:
         """Those of ``layouts`` that it can run, one for each mode where the blocks' modes are free."""
-        found = self._scheduled(layouts).where(Choice, lambda choice: not self.against(choice, training))
+        found = self._in_rounds(self._scheduled(layouts))
+        found = found.where(Choice, lambda choice: not self.against(choice, training))
         is_free = np.asarray(found.each(_Modes, lambda key: key.recompute is None), dtype=bool)
         fixed = found.take(~is_free).where(_Modes, lambda key: key.recompute in self.recompute)
         return Columns.joined([fixed, found.take(is_free).with_each("recompute", self.recompute)])
@@ -70,8 +82,11 @@ class Within:
         if not found:
             wanted = ", ".join(sorted({key.schedule.value for key in layouts.by(_Pipeline)[0]}))
             return _none_of("schedule", wanted, [each.value for each in self.schedules], "--schedule")
-        choices = found.by(Choice)[0]
-        asked = [self.against(choice, training) for choice in choices]
+        against = {choice: self.against(choice, training) for choice in found.by(Choice)[0]}
+        asked = [
+            (*against[choice], *self.against_rounds(choice.mesh.pp, number))
+            for choice, number in found.by(_InRounds)[0]
+        ]
         if not all(asked):
             modes = {key.recompute for key in found.by(_Modes)[0] if key.recompute is not None}
             return _none_of("recomputation", ", ".join(sorted(modes)), [*self.recompute], "--recompute")
@@ -80,6 +95,9 @@ class Within:
         reasons = "; ".join(each.reason for each in nearest)
         ways = "; ".join(dict.fromkeys(each.way_out for each in nearest))
         return Against(reasons if of_all else f"against the nearest of them, {reasons}", ways)
+
+    def _in_rounds(self, layouts: Columns[Layout]) -> Columns[Layout]:
+        return layouts.where(_Rounds, lambda key: not self.against_rounds(*key))
 
     def _scheduled(self, layouts: Columns[Layout]) -> Columns[Layout]:
         return layouts.where(_Pipeline, lambda key: key.pp == 1 or key.schedule in self.schedules)

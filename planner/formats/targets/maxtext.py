@@ -41,17 +41,13 @@ ABILITIES = Abilities(
     optimizers=tuple(OPTIMIZERS),
     cp_methods=tuple(STRATEGIES),
     offloads=(Offload.NONE, Offload.CPU),  # optimizer_memory_host_offload
+    fills_rounds=True,  # configs/types.py
 )
 
 
 def limits(job: Asked) -> Iterator[Refusal]:
     """What configs/types.py refuses, and what its axes cannot divide as the plan does."""
     layout, shape = job.layout, job.shape
-    if layout.pp > 1 and layout.num_microbatches % layout.pp:
-        yield Refusal(
-            f"micro-batches must be a multiple of the stages: {layout.num_microbatches} and {layout.pp}",
-            "search with another --global-batch or --pp",
-        )
     if layout.pp > 1 and shape is not None and shape.dense_layers:
         yield Refusal("of models with dense layers first it pipelines only the others", "search with --pp 1")
     if layout.zero_stage == 1 and layout.dp_replicate * layout.cp > 1:
