@@ -24,8 +24,8 @@ up, that some rank must hold.
 The other bounds of time stand with their methods in ``time_bounds``: rounds of micro-batches in flight (``_rounds_s``),
 unlike devices, where w_r is counted on rank r's own (``_weighted_s``), several stages a rank (``_any_cut_s``,
 ``_several_s``) and their micro-batches in flight (``round_trips``). ``memory_bounds`` has those of memory, of which the
-fullest rank needs no less than a weighted mean (``_weighted_bytes``), and of what must be recomputed where each block
-chooses (``recomputed_s``).
+fullest rank needs no less than a weighted mean, and of what must be recomputed where each block chooses
+(``recomputed_s``); ``at_work_bounds`` counts what a unit at work gathers, makes and reduces besides.
 
 Beside the bounds stands an estimate (``estimates``). It says which layouts are worth a look first, and proves nothing.
 """
@@ -42,6 +42,7 @@ from planner.evaluation.unit_times import LayoutRows
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Layout
+from planner.solver.at_work_bounds import memory_at_work_bytes
 from planner.solver.estimates import estimate_s
 from planner.solver.glance import at_a_glance_s
 from planner.solver.memory_bounds import AlikeKey
@@ -127,7 +128,7 @@ class _OfAll:
 
 
 def _fill_memory(found: Bounds, part: Positions, group: AlikeLayouts) -> None:
-    found.memory_bytes[part] = group.memory_bytes()
+    found.memory_bytes[part] = memory_at_work_bytes(group)
     found.host_share[part] = group.host_share()
 
 

@@ -108,7 +108,7 @@ class AlikeMemory:
         return self._of_table, self._key, self.layouts.take(places), rows, passes
 
     @cached_property
-    def _held(self) -> Array:
+    def least_held(self) -> Array:
         """The least of every mode, [layouts, kinds, Holding]."""
         return self._of_table.held(tuple(self.modes)).take(self.rows.work, axis=0)
 
@@ -133,13 +133,23 @@ class AlikeMemory:
 
         Of the working set only the least over all kinds is counted: some unit is at work on every rank.
         """
-        least = self._least(self._held) @ self.counts + self._besides
+        least = self.least_of_units @ self.counts + self._besides
         return self._at_peak_too(least, lambda at_peak: at_peak.memory_bytes())
 
     @cached_property
+    def least_of_units(self) -> Array:
+        """What a unit of each kind adds at least to the mean of the ranks, in any mode, [layouts, kinds]."""
+        return self._least(self.least_held)
+
+    @property
+    def most_room(self) -> float:
+        """The largest device's memory over that of the smallest."""
+        return float(self._room.max())
+
+    @cached_property
     def _besides(self) -> Array:
-        working = least_of_each(self._held[..., PLACE[Holding.WORKING]])
-        return (working * self.reserve + self.outside_bytes) / self._room.max()
+        working = least_of_each(self.least_held[..., PLACE[Holding.WORKING]])
+        return (working * self.reserve + self.outside_bytes) / self.most_room
 
     @cached_property
     def outside_bytes(self) -> Array:
@@ -289,9 +299,9 @@ class AlikeMemory:
 
         Its last unit is at work while nothing behind it has been freed.
         """
-        last, working = self.table.units.kinds[-1], self._held[..., PLACE[Holding.WORKING]]
+        last, working = self.table.units.kinds[-1], self.least_held[..., PLACE[Holding.WORKING]]
         more = working[:, last] - working.min(axis=1) if self.pp == 1 else np.zeros(len(working))
-        stranded = self._held[..., PLACE[Holding.STRANDED]].max(axis=1)
+        stranded = self.least_held[..., PLACE[Holding.STRANDED]].max(axis=1)
         return more * self.reserve + self._whole_bytes("largest") + stranded
 
     def _whole_bytes(self, which: Literal["largest", "least"]) -> Array:

@@ -59,21 +59,33 @@ class PassingBytes:
         few = np.where(self._of.at_lowest, np.minimum(few, of_any), few)
         return few, np.maximum(few, self._least(block, block, first=first)) if has_one and not between else few
 
+    def of_each_kind(self) -> Array:
+        """What comes and goes at least while a unit of each kind is at work, and what it kept; [layouts, kinds]."""
+        nothing, found = np.zeros(len(self._of.num_microbatches)), list[Array]()
+        for kind in range(len(self._of.counts)):
+            unit, _, _ = self._unit(kind, 0, 1)
+            found.append((self._passing((kind,), nothing) + unit.kept * self._of.reserve[:, None]).min(axis=1))
+        return np.stack(found, axis=1)
+
     def _least(self, *kinds: int, first: tuple[int, ...]) -> Array:
         """The least over all modes of what comes and goes in the backward pass of a stage of these kinds of units.
 
         ``first``: kinds of which one is the first unit of the rank's lowest stage.
         """
         if (kinds, first) not in self._found:
-            num_layouts, whole = len(self._of.num_microbatches), (slice(None), *[None] * len(kinds))
-            units = [self._unit(kind, place, len(kinds)) for place, kind in enumerate(kinds)]
-            at_work = [unit for unit, _, _ in units]
-            has_moments = self._of.table.framework.has_fsdp_moments
-            needed = self._of_moments(at_work, self._waiting(first)) if has_moments else self._at_work(at_work)
-            buffers, stranded = (np.maximum.reduce(np.broadcast_arrays(*[u[k] for u in units])) for k in (1, 2))
-            passing = (needed + buffers) * self._of.reserve[whole] + stranded
-            self._found[kinds, first] = passing.reshape(num_layouts, -1).min(axis=1)
+            passing = self._passing(kinds, self._waiting(first))
+            self._found[kinds, first] = passing.reshape(len(passing), -1).min(axis=1)
         return self._found[kinds, first]
+
+    def _passing(self, kinds: tuple[int, ...], waiting: Array) -> Array:
+        """What comes and goes then, [layouts, modes of each unit]; ``waiting``: elements whose gradients wait."""
+        whole = (slice(None), *[None] * len(kinds))
+        units = [self._unit(kind, place, len(kinds)) for place, kind in enumerate(kinds)]
+        at_work = [unit for unit, _, _ in units]
+        has_moments = self._of.table.framework.has_fsdp_moments
+        needed = self._of_moments(at_work, waiting) if has_moments else self._at_work(at_work)
+        buffers, stranded = (np.maximum.reduce(np.broadcast_arrays(*[u[k] for u in units])) for k in (1, 2))
+        return (needed + buffers) * self._of.reserve[whole] + stranded
 
     def _waiting(self, first: tuple[int, ...]) -> Array:
         """Elements whose gradients wait at least in one of the moments at which a rank holds most micro-batches.
@@ -109,7 +121,10 @@ class PassingBytes:
         """Elements of a unit when it is gathered, [layouts, kinds]."""
         elements = self._of.elements
         whole = elements[..., PLACE[Element.TRAINABLE]] + elements[..., PLACE[Element.FROZEN]]
-        return held_elements(whole, elements[..., PLACE[Element.EXPERT]], self._of.rows.expert_parts[:, None])
+        sizes = held_elements(whole, elements[..., PLACE[Element.EXPERT]], self._of.rows.expert_parts[:, None])
+        if self._of.pp == 1:  # what several units use stays gathered, and is no part of the first
+            sizes[:, self._of.table.units.kinds[0]] -= elements[..., PLACE[Element.TIED]] @ self._of.counts
+        return sizes
 
     def _of_moments(self, stage: Sequence[UnitAtWork], waiting: Array) -> Array:
         """``RankMemoryModel`` asks the same of one layout. ``waiting``: elements in the buffer, [layouts]."""
