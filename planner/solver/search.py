@@ -27,7 +27,7 @@ from planner.solver.base import StageSolver
 from planner.solver.best import Best
 from planner.solver.bounds import Bounds, bounds, in_slices
 from planner.solver.closely import Closely
-from planner.solver.cutting import TOLERANCE, Pricer, Pricers, best_cut, probe
+from planner.solver.cutting import TOLERANCE, Cut, Pricer, Pricers, best_cut, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
 from planner.solver.kinds import Excess, kind_of, matter_of, unlike
 from planner.solver.smallest import scarcity, smallest
@@ -45,7 +45,7 @@ HEAD = 2_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
-# counts by a share, as long as it has few stages.
+# counts by a share, as long as it has few stages, and so does one of which nothing fits or is fast enough.
 MOST_VISITS, MOST_OPEN_VISITS = 24, 8
 HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT = 64, 1 / 8, 64
 # And where no proof is wanted, of any.
@@ -256,9 +256,8 @@ class _Walk:
         self._visited.add(index)
         bound_s = float(self._open_s[index])
         layout, pricer = self._listed[index], self._pricer(index)
-        share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
-        self._counted_visits += share if pricer.num_cuts <= HAS_FEW_CUTS else 1.0
         cut = best_cut(pricer, self._solver, self._best.time_s, bound_s, self._best.like(layout))
+        self._counted_visits += _share_of_visit(pricer, cut)
         self._pricers.drop(layout)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
@@ -272,6 +271,12 @@ class _Walk:
     def bound_s(self, order: Positions) -> float:
         """What no layout of ``order`` undercuts by more than the tolerance."""
         return float(self._open_s[order].min()) if len(order) else float("inf")
+
+
+def _share_of_visit(pricer: Pricer, cut: Cut) -> float:
+    """What a visit counts by that was made."""
+    share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
+    return share if pricer.num_cuts <= HAS_FEW_CUTS or cut.best is None else 1.0
 
 
 def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:

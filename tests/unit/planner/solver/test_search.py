@@ -1,19 +1,21 @@
 """The search finds what pricing every point finds, says what it proved, and is never worse on better hardware."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 
-from costmodels.vocabulary.choices import Recompute
+from costmodels.vocabulary.choices import Precision, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
 from hardware_profiles.schema import ClusterSpec, Quantity
+from planner.api.within import within_framework
 from planner.layout.columns import Columns
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.layout.layout import Layout, Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
+from planner.request import target_of
 from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.kinds import LENIENCE, Excess, kind_of
@@ -232,3 +234,19 @@ def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds() -> 
     assert 0 < outcome.bound_s <= fastest.step_time_s
     with pytest.raises(OutOfTimeError):
         search(problem.table, layouts, problem.solver, deadline=late)
+
+
+def test_layouts_that_fit_in_no_way_take_few_visits_of_others() -> None:
+    """Most layouts that look fast here fit in no way, and the best of these was not come to within the visits."""
+    graph, cluster = graph_of("deepseek-v3", 4096), cluster_of("dgx-h100-80gb", 1024)
+    target = target_of(graph, cluster, Precision.BF16, "megatron-core", [])
+    target, training = within_framework(target), training_of(4096, 4096)
+    pins = Pins(tp=1, ep=8)
+    wide, narrow = (
+        Problem.build(target, training, each, memory_risk=0.05)
+        for each in (pins, replace(pins, pp=16, dp=64, cp=1, virtual_stages=2))
+    )
+    known, found = (search(each.table, each.space.layouts, each.solver).best for each in (narrow, wide))
+    assert known is not None
+    assert found is not None
+    assert found.step_time_s <= known.step_time_s * (1 + TOLERANCE)
