@@ -45,7 +45,7 @@ HEAD = 2_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
-# counts by a share, as long as it has few stages, and so does one of which nothing fits or is fast enough.
+# counts by a share, as long as it has few stages, and so does one of like devices of which nothing fits.
 MOST_VISITS, MOST_OPEN_VISITS = 24, 8
 HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT = 64, 1 / 8, 64
 # And where no proof is wanted, of any.
@@ -274,9 +274,10 @@ class _Walk:
 
 
 def _share_of_visit(pricer: Pricer, cut: Cut) -> float:
-    """What a visit counts by that was made."""
+    """What a visit counts by that was made; over unlike devices one that finds nothing takes as long as others."""
     share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
-    return share if pricer.num_cuts <= HAS_FEW_CUTS or cut.best is None else 1.0
+    finds_nothing = cut.best is None and not pricer.evaluator.layout.groups
+    return share if pricer.num_cuts <= HAS_FEW_CUTS or finds_nothing else 1.0
 
 
 def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:
