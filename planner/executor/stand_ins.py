@@ -29,7 +29,7 @@ def stood_in(module: nn.Module) -> nn.Module:
     if strange:
         raise UnrecordableError(f"{strange[0]} is of {named[strange[0]].dtype}, for which no values stand in")
     tables = [parameter for parameter in named.values() if parameter.ndim > 1]
-    size = max((table.numel() for table in tables), default=0) + _APART * len(named)
+    size = max((parameter.numel() for parameter in named.values()), default=0) + _APART * len(named)
     spread = max((table.shape[-1] for table in tables), default=1) ** -0.5
     noise = (spread * torch.randn(min(_PERIOD, size))).repeat(-(-size // _PERIOD))
     memo: dict[int, object] = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}

@@ -60,3 +60,11 @@ def test_what_may_be_an_index_has_no_stand_in() -> None:
     found.places = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(UnrecordableError, match=r"places is of torch\.int64"):
         stood_in(found.to("meta"))
+
+
+def test_a_vector_may_be_the_largest() -> None:
+    found = nn.Linear(4, 4)
+    found.flat = nn.Parameter(torch.empty(10_000))
+    values = dict(stood_in(found.to("meta")).named_parameters())
+    assert values["flat"].shape == (10_000,)
+    assert float(values["flat"].detach().mean()) == pytest.approx(1.0, abs=0.1)
