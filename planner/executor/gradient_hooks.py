@@ -60,8 +60,10 @@ def check_later_hooks(parts: Sequence[DataParallel], plan: Plan) -> None:
 
 def _check_parts(named: Sequence[tuple[str, nn.Parameter, Sequence[Hook]]], plan: Plan) -> None:
     number = num_parts_of(plan)
+    if number == 1:
+        return
     torn = [fqn for fqn, p, hooks in named if _once_there(p) or any(not _is_linear(hook, p) for hook in hooks)]
-    if number > 1 and torn:
+    if torn:
         raise PlanError(
             f"hooks on the gradients of {', '.join(torn[:NUM_NAMED])}: a step has {number} parts, of which they see "
             "each before it is added up, and what they make of the parts is not what they make of the whole",

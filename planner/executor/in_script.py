@@ -16,7 +16,7 @@ from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.executor.recording import UnrecordableError
-from planner.executor.start import Start, say_whole, split_by_parts
+from planner.executor.start import say_whole, split_by_parts
 from planner.executor.weights import load_weights
 from planner.models.held import nest_of
 from planner.models.huggingface import for_training
@@ -69,14 +69,13 @@ def _made(
     build: Callable[[], Module], plan: Plan, split: Callable[[Module], ParallelModel], weights: Path | None
 ) -> ParallelModel:
     _draw_as_rank_0()
-    start = Start(seed=torch.initial_seed(), weights=weights)
 
     def ready(module: Module) -> Module:
         _check_dtypes(module, plan)
         return module
 
     try:
-        return split_by_parts(build, ready, split, start)
+        return split_by_parts(build, ready, split, weights)
     except UnrecordableError as error:  # on all ranks at once
         say_whole(error)
     module = ready(build())

@@ -54,7 +54,7 @@ def started(loaded: LoadedModel, plan: Plan, mesh: DeviceMesh, start: Start) -> 
     torch.manual_seed(start.seed)
     split = functools.partial(_split, loaded=loaded, where=(plan, mesh, start.backend))
     try:
-        return split_by_parts(loaded.build, ready, split, start)
+        return split_by_parts(loaded.build, ready, split, start.weights, is_filled=not start.is_resumed)
     except UnrecordableError as error:  # on all ranks at once
         say_whole(error)
     module = build_model(loaded, start.seed, start.weights)
@@ -70,16 +70,19 @@ def split_by_parts(
     build: Callable[[], nn.Module],
     ready: Callable[[nn.Module], nn.Module],
     split: Callable[[nn.Module], ParallelModel],
-    start: Start,
+    weights: Path | None,
+    *,
+    is_filled: bool = True,
 ) -> ParallelModel:
     """What ``split`` makes of the model that ``build`` makes, of which this rank makes the values of its part alone.
 
-    Draws from torch's generator as it is. ``ready`` gets the model without values before these are matched to files.
-    Collective. UnrecordableError, on all ranks, where the model's code does not allow that.
+    Or it reads them from ``weights``, or leaves them at zero where they are not to be filled. Draws from torch's
+    generator as it is. ``ready`` gets the model without values before these are matched to files. Collective.
+    UnrecordableError, on all ranks, where the model's code does not allow that.
     """
     built = _on_all_ranks(lambda: recorded_model(build))
     module = ready(built.module)
-    stored = None if start.weights is None or start.is_resumed else matched_weights(module, start.weights)
+    stored = matched_weights(module, weights) if weights is not None and is_filled else None
     if stored is not None:
         for fqn, buffer in module.named_buffers():
             if fqn in stored:
@@ -88,7 +91,7 @@ def split_by_parts(
     if stored is not None:
         for fqn, targets in _held(model.roots).items():
             _keep(targets, stored[fqn])
-    elif not start.is_resumed:
+    elif is_filled:
         _on_all_ranks(lambda: _initialise(model.roots, built))
     return model
 
