@@ -17,6 +17,10 @@ first backward pass, until a micro-batch has gone through all ranks behind it an
 ranks behind it twice, before its first backward and before its last, and fills p - 1 - r micro-batches of its own into
 these waits. Example, rank 1 of the cut (2, 4): (1) says 2 + 4 * 4 = 18 s.
 
+By (1) the ranks before r work T / m each at most, so what is behind r in (3) is W - w_r - r T / m at least:
+
+    (4) 1F1B, m>p  T (1 + r / m) >= 2 W + (m - p + r - 1) w_r + 2 c (p-1)
+
 The cut is not known yet, so the lines are turned into multiples of W that hold for all cuts
 (``glance.pipeline_coefficient``). Some w_r is at least W / p, and at least the work of the units of one kind, rounded
 up, that some rank must hold.

@@ -8,7 +8,6 @@ out: they take some tenths of a millisecond each.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +19,10 @@ from planner.evaluation.unit_times import LayoutRows, unit_times
 from planner.layout.columns import Array, Columns, Positions
 from planner.layout.layout import Layout
 from planner.solver.flying import Counted, flying_by_stage
+from planner.solver.least_extra import prices_of_modes
 from planner.solver.memory_bounds import MOST_ROUNDS, AlikeKey, NumMicroBatches
 from planner.solver.of_table import OfTable
+from planner.solver.one_kind import OneKind
 from planner.solver.passing_bytes import PassingBytes
 from planner.solver.path_bounds import path_s
 from planner.solver.time_bounds import AlikeLayouts
@@ -102,7 +103,7 @@ class _End(NamedTuple):
 
 
 class _Pipelines:
-    """Layouts that are alike (``AlikeKey``). Blocks of several kinds have no bound of loads."""
+    """Layouts that are alike (``AlikeKey``). Of blocks of several kinds those of one are dealt out (``OneKind``)."""
 
     def __init__(self, of: AlikeLayouts, enough_s: float, whole: _Pipelines | None = None) -> None:
         """``whole``: the same at another moment, and more layouts: these are those of its ``with_two_moments``."""
@@ -113,11 +114,8 @@ class _Pipelines:
         return self._of.schedule.rules.has_one_stage
 
     @cached_property
-    def _block(self) -> int | None:
-        """The kind of all blocks; None where they differ."""
-        units = self._of.table.units
-        kinds = {kind for kind, is_block in zip(units.kinds, units.is_block, strict=True) if is_block}
-        return kinds.pop() if len(kinds) == 1 else None
+    def _blocks(self) -> OneKind:
+        return OneKind.of(self._of.table)
 
     def loads_s(self) -> Array:
         """However the blocks are dealt out, some rank takes so long.
@@ -128,11 +126,11 @@ class _Pipelines:
         Example: seven blocks of 1 s on two ranks, four micro-batches, and a head of 1.5 s: 5 and 2 blocks take 20 s, 4
         and 3 take 18 s: T >= 18 s, where the mean says 17 s.
         """
-        num_layouts, num_blocks = len(self._of.num_microbatches), sum(self._of.table.units.is_block)
-        if self._block is None or self._of.schedule.rules.overlaps_steps:
+        num_layouts, num_blocks = len(self._of.num_microbatches), self._blocks.number
+        if self._of.schedule.rules.overlaps_steps:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        costs = self._loads_of_ranks_s(self._block, fewest, extra_s)
+        costs = self._loads_of_ranks_s(fewest, extra_s)
         candidates = np.sort(costs.reshape(num_layouts, -1), axis=1)
         low, high = np.zeros(num_layouts, dtype=np.intp), np.isfinite(candidates).sum(axis=1) - 1
         every = np.arange(num_layouts)
@@ -153,10 +151,10 @@ class _Pipelines:
         What a rank recomputes rises ever faster with its blocks, so that the cheapest next blocks are dealt first.
         """
         num_layouts = len(self._of.num_microbatches)
-        if self._block is None or len(self._of.modes) == 1:
+        if len(self._of.modes) == 1:
             return np.zeros(num_layouts)
         fewest, extra_s = self._extra_of_each_rank
-        left = max(0, sum(self._of.table.units.is_block) - int(fewest.sum()))
+        left = max(0, self._blocks.number - int(fewest.sum()))
         with np.errstate(invalid="ignore"):
             steps = np.diff(extra_s, axis=2).reshape(num_layouts, -1)
         if left > steps.shape[1]:
@@ -170,7 +168,7 @@ class _Pipelines:
         within = costs <= limit_s[:, None, None]
         return np.where(within[:, :, 0].all(axis=1), fewest.sum() + within.sum(axis=(1, 2)) - len(fewest), -np.inf)
 
-    def _loads_of_ranks_s(self, kind: int, fewest: Positions, extra_s: Array) -> Array:
+    def _loads_of_ranks_s(self, fewest: Positions, extra_s: Array) -> Array:
         """The seconds that each rank takes with its fewest blocks, one more, and so on, [layouts, ranks, numbers]."""
         own, work_s = fewest[:, None] + np.arange(extra_s.shape[2]), self._work_s
         work_s = np.broadcast_to(work_s, (len(work_s), self._of.pp, work_s.shape[2]))
@@ -179,26 +177,42 @@ class _Pipelines:
             ends[:, end.rank] += work_s[:, end.rank, end.kind]
         receives_s = self._receives_s
         besides = ends + receives_s + self._beside_s
-        seconds = own * work_s[:, :, kind, None] + extra_s + besides[:, :, None]
-        before_s = self._of.before_s.copy()
-        before_s[:, 1:] -= np.minimum(receives_s[:, 1:], self._ways_s)  # one way less than they send
-        whole_s = self._of.num_microbatches[:, None, None] * seconds + before_s[:, :, None]
+        seconds = own * work_s[:, :, self._blocks.kind, None] + extra_s + besides[:, :, None]
+        if self._blocks.others:
+            seconds += self._others_beside(own) * work_s[:, :, self._blocks.others].min(axis=2)[..., None]
+        whole_s = self._of.num_microbatches[:, None, None] * seconds + self._first_s[:, :, None]
         return np.maximum(whole_s, self._waiting_s(seconds)) if self._of.schedule.rules.has_one_stage else whole_s
 
+    @cached_property
+    def _first_s(self) -> Array:
+        """What each rank stands still beside its work, [layouts, ranks]: line (1) of ``bounds``."""
+        before_s = self._of.before_s.copy()
+        before_s[:, 1:] -= np.minimum(self._receives_s[:, 1:], self._ways_s)  # one way less than they send
+        return before_s
+
+    def _others_beside(self, numbers: Positions) -> Positions:
+        """Blocks of other kinds that ranks hold at least beside so many of the kind, [ranks, numbers]."""
+        of_ranks = self._blocks.others_of_ranks(self._of.pp, self._of.virtual_stages)
+        return np.take_along_axis(of_ranks, np.minimum(numbers, self._blocks.number), axis=1)
+
     def _waiting_s(self, seconds: Array) -> Array:
-        """Lines (2) and (3) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
+        """Lines (2) to (4) of ``bounds`` for ranks that work so long on one micro-batch, [layouts, ranks, numbers]."""
         p, m = self._of.pp, self._of.num_microbatches[:, None, None]
-        beside_s = self._beside_s
-        work_s = self._work_s.min(axis=1)  # wherever a unit lies
+        beside_s, work_s = self._beside_s, self._work_s.min(axis=1)  # wherever a unit lies
         total_s = work_s @ self._of.counts + self.extra_of_ranks_s + beside_s.sum(axis=1)
         whole_s = total_s[:, None, None] + (2 * self._of.hops_s[-1])[:, None, None]
+        finite = np.isfinite(seconds)
+        own_s = np.where(finite, seconds, 0.0)
         if self._of.schedule.rules.forwards_first:
-            finite = np.isfinite(seconds)
-            return np.where(finite, whole_s + (m - 1) * np.where(finite, seconds, 0.0), np.inf)
+            return np.where(finite, whole_s + (m - 1) * own_s, np.inf)
         behind = np.arange(p - 1, -1, -1)[:, None]
-        # Of a rank that holds one unit.
-        least_s = (work_s.min(axis=1) + (self._receives_s + beside_s).min(axis=1))[:, None, None]
-        return np.where(m > p, whole_s + np.maximum(1, m - 1 - behind) * seconds + behind * least_s, 0.0)
+        least_s = work_s.min(axis=1) + (self._receives_s + beside_s).min(axis=1)  # of a rank that holds one unit
+        rounds = np.maximum(1, m - 1 - behind)
+        until_s = (np.cumsum(self._first_s, axis=1) - self._first_s)[:, :, None]  # what those before r stand still
+        all_s = total_s[:, None, None] + self._receives_s.sum(axis=1)[:, None, None]
+        fourth_s = (whole_s + all_s + (rounds - 1) * own_s + until_s / m) / (1 + np.arange(p)[:, None] / m)
+        found = np.maximum(whole_s + rounds * own_s + behind * least_s[:, None, None], fourth_s)
+        return np.where(m > p, np.where(finite, found, np.inf), 0.0)
 
     @cached_property
     def _receives_s(self) -> Array:
@@ -244,10 +258,9 @@ class _Pipelines:
         units, num_stages = self._of.table.units, self._of.pp * self._of.virtual_stages
         if self._has_one_stage:
             # A rank that holds more takes longer than is asked.
-            least_s = float((self._of.num_microbatches * self._work_s[..., self._block or 0].min(axis=1)).min())
-            most = sum(units.is_block) if self._block is None else min(sum(units.is_block), self._enough_s / least_s)
-            return StageSizes(0, max(1, int(most)))
-        return stage_sizes(units, num_stages, are_alike=self._of.has_alike_stages)
+            least_s = float((self._of.num_microbatches * self._work_s[..., self._blocks.kind].min(axis=1)).min())
+            return StageSizes(0, max(1, int(min(self._blocks.number, self._enough_s / least_s))))
+        return self._blocks.sizes(stage_sizes(units, num_stages, are_alike=self._of.has_alike_stages))
 
     @cached_property
     def _extra_of_each_rank(self) -> tuple[Positions, Array]:
@@ -281,8 +294,7 @@ class _Pipelines:
         it keeps there; the blocks go where that is least; and what the device has is paid back. So much is recomputed
         at least, whatever the price; those at which a mode becomes worth it are tried.
         """
-        kind, p, num_stages = self._block, self._of.pp, self._of.pp * self._of.virtual_stages
-        assert kind is not None
+        kind, p, num_stages = self._blocks.kind, self._of.pp, self._of.pp * self._of.virtual_stages
         rules, held = self._of.schedule.rules, self._held_of_modes[:, modes, kind]  # [layouts, modes, Holding]
         reserve = self._of.reserve[:, None, None, None]
         least = np.array([self._sizes.least if 0 < stage < num_stages - 1 else 0 for stage in range(num_stages)])
@@ -300,7 +312,7 @@ class _Pipelines:
         if len(modes) == 1:  # there is nothing to choose
             return fewest, np.where(fits, 0.0, np.inf)
         extra_s = self._extra_s_of_modes[..., kind][:, modes]  # [layouts, modes, ranks], or one for all ranks
-        prices = self._prices(kept, extra_s)
+        prices = prices_of_modes(kept, extra_s)
         # Of a block in each stage at each price, with its own states; [layouts, ranks, prices, stages of one].
         each = np.full((*prices.shape, least.shape[1]), np.inf)
         for mode in range(len(modes)):
@@ -354,43 +366,31 @@ class _Pipelines:
         for kind, stage, rank in self._ends:
             kept = self._held_of_modes[:, :, kind, PLACE[Holding.KEPT]].min(axis=1)
             taken[:, rank] += self._static(kind)[:, stage // p] + self._flying[:, 0, stage] * kept * self._of.reserve
-        bytes_of = {ends: passing.while_at_work(ends) for ends in dict.fromkeys(self._held_ends)}
-        few_bytes, more_bytes = np.array([bytes_of[ends] for ends in self._held_ends]).transpose(1, 2, 0)
+        held_ends = [tuple(end.kind for end in self._ends if end.rank == rank) for rank in range(p)]
+        bytes_of = {ends: passing.while_at_work(ends) for ends in dict.fromkeys(held_ends)}
+        few_bytes, more_bytes = np.array([bytes_of[ends] for ends in held_ends]).transpose(1, 2, 0)
         numbers = fewest[:, None] + np.arange(most)
         # Two blocks are in a rank's only stage; where the model ends, more stands behind them.
         few = np.ones(p)
         few[-1] = self._sizes.most
         at_work = np.where(numbers > few[:, None], more_bytes[..., None], few_bytes[..., None])
-        return self._of.memory_of_ranks[:, None] - taken[:, :, None] - at_work
+        room = self._of.memory_of_ranks[:, None] - taken[:, :, None] - at_work
+        return room - self._others_beside(numbers) * self._least_of_others[..., None] if self._blocks.others else room
 
-    @cached_property
-    def _held_ends(self) -> list[tuple[int, ...]]:
-        """Kinds of the ends of the model that each rank holds."""
-        return [tuple(end.kind for end in self._ends if end.rank == rank) for rank in range(self._of.pp)]
+    @property
+    def _least_of_others(self) -> Array:
+        """What a block of another kind keeps at least, states and activations of its modes, [layouts, ranks]."""
+        others, is_highest = self._blocks.others, float(self._has_one_stage)
+        static = self._of.static_bytes[:, others] + is_highest * self._of.highest_bytes[:, others]
+        kept = self._held_of_modes[:, :, others, PLACE[Holding.KEPT]].min(axis=1) * self._of.reserve[:, None]
+        flying = self._flying[:, 0, : self._of.pp, None] * is_highest
+        return (static[:, None] + kept[:, None] * flying).min(axis=2)
 
     @cached_property
     def _passing(self) -> PassingBytes:
         if self._whole is not None:
             return self._whole._passing.of_some(self._of, self._whole._of.with_two_moments)
         return PassingBytes(self._of, self._held_of_modes)
-
-    @staticmethod
-    def _prices(kept: Array, extra_s: Array) -> Array:
-        """Seconds a byte at which one mode becomes as good as another in some stage of a rank.
-
-        [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes, ranks
-        or 1].
-        """
-        unlike = {kept[..., place].tobytes(): place for place in range(kept.shape[3])}  # many stages keep the same
-        kept = kept[..., list(unlike.values())]
-        found = [np.zeros((*kept.shape[::2], 1))]
-        for a, b in permutations(range(extra_s.shape[1]), 2):
-            more = (extra_s[:, b] - extra_s[:, a])[..., None]
-            if (more > 0).any():
-                saved = kept[:, a] - kept[:, b]
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    found.append(np.where((saved > 0) & (more > 0), more / saved, 0.0))
-        return np.concatenate(found, axis=2)
 
     @cached_property
     def _extra_s_of_modes(self) -> Array:

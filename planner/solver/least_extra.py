@@ -27,3 +27,21 @@ def least_extra_s(saved: Array, extra_s: Array, counts: Array, lacking: Array) -
             cheapest = np.min(extra_s - price[:, None] * saved, axis=0)
             found = np.maximum(found, cheapest @ counts + price * lacking)
     return found
+
+
+def prices_of_modes(kept: Array, extra_s: Array) -> Array:
+    """Seconds a byte at which one mode becomes as good as another in some stage of a rank.
+
+    [layouts, ranks, prices]. ``kept``: [layouts, modes, ranks, stages of one]; ``extra_s``: [layouts, modes, ranks or
+    1].
+    """
+    unlike = {kept[..., place].tobytes(): place for place in range(kept.shape[3])}  # many stages keep the same
+    kept = kept[..., list(unlike.values())]
+    found = [np.zeros((*kept.shape[::2], 1))]
+    for a, b in permutations(range(extra_s.shape[1]), 2):
+        more = (extra_s[:, b] - extra_s[:, a])[..., None]
+        if (more > 0).any():
+            saved = kept[:, a] - kept[:, b]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found.append(np.where((saved > 0) & (more > 0), more / saved, 0.0))
+    return np.concatenate(found, axis=2)

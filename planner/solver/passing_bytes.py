@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -47,17 +48,20 @@ class PassingBytes:
         units, rules = self._of.table.units, self._of.schedule.rules
         pairs = list(zip(units.kinds, units.is_block, strict=True))
         between = [kind for kind, is_block in pairs[1:-1] if not is_block]
-        block = next(kind for kind, is_block in pairs if is_block)
+        blocks = sorted({kind for kind, is_block in pairs if is_block})
         has_one, is_last_stage = self._of.virtual_stages == 1, rules.runs_in_rounds and not rules.splits_backward
         of_ends = [] if is_last_stage else ends
-        any_kind = range(len(units.counts)) if has_one else sorted({block, *between, *of_ends})
-        first = ends[:1] if units.kinds[0] in ends[:1] else (block, *between, *(ends if has_one else ()))
+        any_kind = range(len(units.counts)) if has_one else sorted({*blocks, *between, *of_ends})
+        first = ends[:1] if units.kinds[0] in ends[:1] else (*blocks, *between, *(ends if has_one else ()))
         few = np.minimum.reduce([self._least(each, first=first) for each in any_kind])
-        of_any = np.minimum.reduce([self._least(each, first=first) for each in sorted({block, *between, *ends})])
+        of_any = np.minimum.reduce([self._least(each, first=first) for each in sorted({*blocks, *between, *ends})])
         if units.kinds[-1] in ends and (has_one or is_last_stage):
             few = np.maximum(few, self._least(units.kinds[-1], first=first))
         few = np.where(self._of.at_lowest, np.minimum(few, of_any), few)
-        return few, np.maximum(few, self._least(block, block, first=first)) if has_one and not between else few
+        two = {(one[0], other[0]) for one, other in pairwise(pairs) if one[1] and other[1]}
+        if between or not has_one or not two:
+            return few, few
+        return few, np.maximum(few, np.minimum.reduce([self._least(*each, first=first) for each in sorted(two)]))
 
     def of_each_kind(self) -> Array:
         """What comes and goes at least while a unit of each kind is at work, and what it kept; [layouts, kinds]."""

@@ -284,13 +284,15 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
     By the bounds it ends at the least of those visited before: nothing raises that, so no other layout matters for what
-    is proved.
+    is proved. Estimates are corrected in two ways by turns: one finds what the other has wait.
     """
-    for index in _nearest(lower.estimate_s[order], order, best, walk, walk.excess.factor):
-        if walk.has_seen(MOST_VISITS):
-            break
-        if walk.is_open(index):
+    factors = walk.excess.factor, walk.excess.factor_by_schedule
+    orders = [_nearest(lower.estimate_s[order], order, best, walk, each) for each in factors]
+    while orders and not walk.has_seen(MOST_VISITS):
+        index = next((each for each in orders[0] if walk.is_open(each)), None)
+        if index is not None:
             yield index
+        orders = [*orders[1:], *orders[:1]] if index is not None else orders[1:]
     known_s, enough_s = walk.known_s_of(order), walk.least_visited_s
     worth = known_s < min(enough_s, np.inf if best.time_s is None else best.time_s * (1 - TOLERANCE))
     for index in _nearest(known_s[worth], order[worth], best, walk, until_enough=True):

@@ -145,8 +145,11 @@ class AlikeLayouts(AlikeMemory):
         if self.schedule.rules.forwards_first:
             return np.maximum(best, total + (m - 1) * most + 2 * send * (p - 1))
         shortest = least_of_each(self.work_s) + receive
-        whole = np.where(m > p, total + (m - p) * most + (p - 1) * shortest + 2 * send * (p - 1), m * most)
-        best = np.maximum(best, whole)
+        whole = total + (m - p) * most + 2 * send * (p - 1)
+        # Line (4) is least for the first rank or for the last.
+        of_ends = [(whole + total + (rank - 1) * most) / (1 + rank / m) for rank in (0, p - 1)]
+        whole = np.maximum(whole + (p - 1) * shortest, np.minimum(*of_ends))
+        best = np.maximum(best, np.where(m > p, whole, m * most))
         for rank in sorted({p // 4, p // 2, 3 * p // 4} - {0}):
             best = np.maximum(best, self._rounds_s(total, send, rank))
         return best
