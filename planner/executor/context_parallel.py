@@ -43,7 +43,7 @@ from planner.executor.stand_ins import stood_in
 from planner.executor.tensor_parallel import redistribute
 from planner.models.causal_masks import NUM_SHARDS
 from planner.models.inputs import call_model
-from planner.models.loss import IGNORED, Reduction, TrainingLoss
+from planner.models.loss import IGNORED, Reduction, TrainingLoss, tokens_of
 from planner.plan.schema import Plan
 
 Function = Callable[..., object]
@@ -70,7 +70,7 @@ class Context:
 
     def shard(self, batch: Inputs) -> Inputs:
         """This rank's positions of tensors (batch, sequence, ...); labels that are not there are the next tokens."""
-        tokens = next(iter(batch.values()))
+        tokens = tokens_of(batch)
         if "labels" not in batch:
             last = torch.full_like(tokens[:, :1], IGNORED)
             batch = {**batch, "labels": torch.cat((tokens[:, 1:], last), dim=1)}

@@ -104,7 +104,7 @@ def next_token_loss(output: object, batch: Batch) -> torch.Tensor:
 def num_targets(batch: Batch) -> torch.Tensor:
     """How many positions of ``batch`` the default loss counts: a scalar."""
     labels = batch.get("labels") if isinstance(batch, dict) else None
-    return ((_tokens(batch)[:, 1:] if labels is None else labels) != IGNORED).sum()
+    return ((tokens_of(batch)[:, 1:] if labels is None else labels) != IGNORED).sum()
 
 
 def _next_token_sum(output: object, batch: Batch) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor
         )
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if labels is None:
-        logits, labels = logits[:, :-1], _tokens(batch)[:, 1:]
+        logits, labels = logits[:, :-1], tokens_of(batch)[:, 1:]
     flat = logits.flatten(0, -2).float()
     if len(flat) != labels.numel():
         raise ModelError(
@@ -137,7 +137,8 @@ def _cross_entropy(output: object, batch: Batch, reduction: str) -> torch.Tensor
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-def _tokens(batch: Batch) -> torch.Tensor:
+def tokens_of(batch: Batch) -> torch.Tensor:
+    """What the next tokens are read from: ``input_ids``, or the first tensor where none has that name."""
     named = {name.rpartition(".")[2]: tensor for name, tensor in batch.items()} if isinstance(batch, dict) else {}
     return named["input_ids"] if "input_ids" in named else _first(batch)
 

@@ -182,6 +182,14 @@ def test_a_shard_has_both_ends_and_the_labels_behind_its_borders() -> None:
     assert second["labels"][1].tolist() == [*range(120, 128)]
 
 
+def test_labels_are_the_next_tokens_whatever_comes_before_the_tokens() -> None:
+    tokens = torch.arange(100, 100 + SEQ_LEN).expand(2, SEQ_LEN)
+    positions = torch.arange(SEQ_LEN).remainder(5).expand(2, SEQ_LEN)
+    for batch in ({"position_ids": positions, "input_ids": tokens}, {"0.mask": positions, "0.input_ids": tokens}):
+        found = context_of(0).shard(batch)
+        assert found["labels"][0].tolist() == [101, 102, 103, 104, 113, 114, 115, -100]
+
+
 @pytest.mark.parametrize(
     ("call", "is_positions"),
     [
