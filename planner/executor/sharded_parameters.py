@@ -80,10 +80,23 @@ class ShardedParameters(DataParallel):
         micro-batches are still under way then; without one, a stale order would make it gather a unit too many.
         """
         self._watch()
+        if last:
+            self._keep_zeros()
         self._fsdp.set_requires_gradient_sync(last or self._zero_stage >= 2)
         self._fsdp.set_requires_all_reduce(last)  # over the replicas, of what is already reduced over the shards
         self._fsdp.set_reshard_after_backward(last or self._zero_stage == 3)
         self._fsdp.set_is_last_backward(last or not self._is_pipelined)
+
+    def _keep_zeros(self) -> None:
+        """Gives zeros to what has no gradient yet, where a unit's other gradients are kept until the last backward.
+
+        FSDP keeps them in float32, and would take what is new, and zeros, in the compute dtype: it reduces one dtype.
+        """
+        for group in self._groups():
+            kept = [p.unsharded_accumulated_grad for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
+            for each in group.fsdp_params if kept else ():
+                if each.unsharded_accumulated_grad is None and each._unsharded_param.requires_grad:
+                    each.unsharded_accumulated_grad = torch.zeros_like(each._unsharded_param, dtype=kept[0].dtype)
 
     def finish_weights(self, *, last: bool) -> None:
         """Does what FSDP's hooks do at the end of a backward pass.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from costmodels.vocabulary.choices import Precision
 from planner.executor.data_parallel import ShardingUnits
 from planner.executor.mesh import build_mesh
 from planner.executor.sharded_parameters import ShardedParameters
@@ -57,3 +59,37 @@ def test_a_parameter_without_numbers_is_left_whole() -> None:
     assert module.none.grad.shape == (0, 4)
     assert module.shift.grad is not None
     assert float(module.shift.grad) == 8 / 2
+
+
+class Experts(nn.Module):
+    """Some of which no sample reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *reached: int) -> torch.Tensor:
+        return torch.stack([self.experts[index](x) for index in reached]).sum()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_experts_that_the_last_micro_batch_reaches_first_or_none_does(zero_stage: int) -> None:
+    """In bfloat16 the step ended in an error of torch: FSDP reduce-scatter expects uniform gradient dtype."""
+    module, x = Experts(), torch.ones(2, 4)
+    plan = read_plan(EXAMPLE)
+    training = plan.training.model_copy(update={"precision": Precision.BF16})
+    layout = {"mesh": MeshSection(dp_shard=1), "zero_stage": zero_stage, "num_devices": 1, "training": training}
+    plan = plan.model_copy(update=layout)
+    with fake_world(1):
+        data = ShardedParameters(module, ShardingUnits((), frozenset()), build_mesh(plan, "cpu"), plan)
+        for reached in ((0,), (0, 1)):
+            value = module(x, *reached)
+            data.prepare_backward(last=len(reached) == 2)
+            value.backward()
+        data.finish_step()
+        gradients = [expert.weight.grad for expert in module.experts]
+        assert data.unreached == {module.experts[2].weight}
+    for gradient, times in zip(gradients, (2, 1, 0), strict=True):
+        assert isinstance(gradient, DTensor)
+        assert gradient.dtype is torch.float32
+        torch.testing.assert_close(gradient.to_local(), torch.full((4, 4), 2.0 * times))
