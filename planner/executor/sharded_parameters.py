@@ -103,8 +103,10 @@ class ShardedParameters(DataParallel):
 
         torch's own pipelines do it so, once a step (``perform_reduce_grad`` in torch/distributed/pipelining/stage.py).
         """
+        for each in self._watched:  # whose gradient FSDP may have set aside in float32 already
+            if each._unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None:
+                self._reached.add(each)
         self.prepare_backward(last=last)
-        self._reached |= {each for each in self._watched if each._unsharded_param.grad is not None}
         for group in self._groups():
             group.post_backward()
         if last:

@@ -1,5 +1,8 @@
 """ZeRO by FSDP: what parameters it is given."""
 
+# pyright: reportPrivateUsage=false
+# FSDP has no public name for what its hooks do.
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,7 +17,7 @@ from planner.executor.data_parallel import ShardingUnits
 from planner.executor.mesh import build_mesh
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.plan.plan_file import read_plan
-from planner.plan.schema import MeshSection
+from planner.plan.schema import MeshSection, Plan
 from tests.fake_world import fake_world
 
 EXAMPLE = Path("examples/plans/gpt-tiny-pp2-dp2.json")
@@ -72,14 +75,19 @@ class Experts(nn.Module):
         return torch.stack([self.experts[index](x) for index in reached]).sum()
 
 
+def in_bfloat16(zero_stage: int) -> Plan:
+    """For one rank."""
+    plan = read_plan(EXAMPLE)
+    training = plan.training.model_copy(update={"precision": Precision.BF16})
+    layout = {"mesh": MeshSection(dp_shard=1), "zero_stage": zero_stage, "num_devices": 1, "training": training}
+    return plan.model_copy(update=layout)
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_experts_that_the_last_micro_batch_reaches_first_or_none_does(zero_stage: int) -> None:
     """In bfloat16 the step ended in an error of torch: FSDP reduce-scatter expects uniform gradient dtype."""
     module, x = Experts(), torch.ones(2, 4)
-    plan = read_plan(EXAMPLE)
-    training = plan.training.model_copy(update={"precision": Precision.BF16})
-    layout = {"mesh": MeshSection(dp_shard=1), "zero_stage": zero_stage, "num_devices": 1, "training": training}
-    plan = plan.model_copy(update=layout)
+    plan = in_bfloat16(zero_stage)
     with fake_world(1):
         data = ShardedParameters(module, ShardingUnits((), frozenset()), build_mesh(plan, "cpu"), plan)
         for reached in ((0,), (0, 1)):
@@ -93,3 +101,23 @@ def test_experts_that_the_last_micro_batch_reaches_first_or_none_does(zero_stage
         assert isinstance(gradient, DTensor)
         assert gradient.dtype is torch.float32
         torch.testing.assert_close(gradient.to_local(), torch.full((4, 4), 2.0 * times))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_gradients_that_fsdp_set_aside_are_kept_after_a_split_backward_pass(zero_stage: int) -> None:
+    """In bfloat16 they were taken for none, and whole blocks were not trained under ZBV."""
+    module, x, plan = nn.Linear(4, 4, bias=False), torch.ones(2, 4), in_bfloat16(zero_stage)
+    with fake_world(1):
+        data = ShardedParameters(module, ShardingUnits((), frozenset()), build_mesh(plan, "cpu"), plan)
+        for last in (False, True):
+            value = module(x).sum()
+            data.prepare_backward(last=False)
+            (gradient,) = torch.autograd.grad(value, [module.weight])  # which no hook on the weight sees
+            module.weight.grad = gradient
+            for group in data._groups():  # as a hook of FSDP's on the block's inputs does
+                group.post_backward()
+            data.finish_weights(last=last)
+        data.finish_step()
+        assert data.unreached == frozenset()
+        assert isinstance(module.weight.grad, DTensor)
+        torch.testing.assert_close(module.weight.grad.to_local(), torch.full((4, 4), 4.0))
