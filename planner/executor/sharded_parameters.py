@@ -113,7 +113,8 @@ class ShardedParameters(DataParallel):
             self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish_step(self) -> None:
-        """FSDP's last hook has waited."""
+        """FSDP's last hook has waited. Of a stage that is frozen as a whole none ran: its copies are freed here."""
+        self.finish_forward()
         every = {each.sharded_param: each for group in self._groups() for each in group.fsdp_params}
         self.unreached = frozenset(parameter for parameter, each in every.items() if each not in self._reached)
         self._reached.clear()

@@ -121,3 +121,15 @@ def test_gradients_that_fsdp_set_aside_are_kept_after_a_split_backward_pass(zero
         assert data.unreached == frozenset()
         assert isinstance(module.weight.grad, DTensor)
         torch.testing.assert_close(module.weight.grad.to_local(), torch.full((4, 4), 4.0))
+
+
+def test_a_frozen_stage_keeps_no_copy_in_the_compute_dtype_after_a_step() -> None:
+    """Without a backward pass nobody freed it, and parameters() gave numbers rounded to bfloat16."""
+    module, plan = nn.Linear(4, 4).requires_grad_(False), in_bfloat16(1)
+    with fake_world(1):
+        data = ShardedParameters(module, ShardingUnits((), frozenset()), build_mesh(plan, "cpu"), plan)
+        data.prepare_backward(last=False)
+        module(torch.ones(2, 4))
+        data.finish_step()
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
