@@ -312,6 +312,15 @@ LEARNING_CASES = {
         "llama", _PP2_DP2, 1, _ZBV, 2, optimizer=Optimizer.ADAMW, precision=Precision.BF16, micro_batch_size=2
     ),
 }
+# One step in bf16 beside one process in float32.
+HALF_PRECISION_CASES = {
+    name: Case("gpt", mesh, stage, schedule, stages, micro_batch_size=2, precision=Precision.BF16)
+    for name, mesh, stage, schedule, stages in (
+        ("bf16-pp2-dp2-zbv-zero1", _PP2_DP2, 1, _ZBV, 2),
+        ("bf16-pp2-dp2-zero0", MeshSection(pp=2, dp_replicate=2), 0, ScheduleName.ONE_F_ONE_B, 1),
+        ("bf16-dp4-zero1", _DP4, 1, ScheduleName.ONE_F_ONE_B, 1),
+    )
+}
 COUNTED_CASES = {
     "count-zero0": Case("llama", MeshSection(dp_replicate=4)),
     **{f"count-zero{stage}": Case("llama", _DP4, stage) for stage in (1, 2, 3)},

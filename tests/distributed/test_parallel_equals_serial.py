@@ -7,7 +7,14 @@ from math import log
 import pytest
 
 from costmodels.vocabulary.choices import Precision
-from tests.distributed.cases import CASES, LEARNING_CASES, NUM_LEARNING_STEPS, STARVED_CASES, TWICE_CASES
+from tests.distributed.cases import (
+    CASES,
+    HALF_PRECISION_CASES,
+    LEARNING_CASES,
+    NUM_LEARNING_STEPS,
+    STARVED_CASES,
+    TWICE_CASES,
+)
 from tests.distributed.conftest import Outcome
 from tests.distributed.toy_models import VOCAB
 
@@ -46,6 +53,18 @@ def test_blocks_are_compiled_whole_where_they_are_to_be(name: str, outcomes: dic
     """One graph for all blocks, which are of one class."""
     assert outcomes[name]["num_graphs"] == int(CASES[name].is_compiled)
     assert outcomes[name]["graph_breaks"] == {}
+
+
+@pytest.mark.parametrize("name", HALF_PRECISION_CASES)
+def test_step_in_half_precision_is_near_a_single_process(name: str, outcomes: dict[str, Outcome]) -> None:
+    """A schedule that splits backward passes left the last layer as it was: FSDP had set its gradients aside."""
+    outcome = outcomes[name]
+    assert outcome["missing"] == []
+    parameters = outcome["parameters"]
+    assert isinstance(parameters, dict)
+    largest = max(found["update_size"] for found in parameters.values())
+    for fqn, found in parameters.items():
+        assert found["error"] <= 0.03 * found["update_size"] + 1e-3 * largest, (fqn, found)
 
 
 def test_loss_falls_on_real_text(outcomes: dict[str, Outcome]) -> None:

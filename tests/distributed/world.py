@@ -55,6 +55,7 @@ from tests.distributed.cases import (
     EXAMPLE,
     FROZEN_CASES,
     GLOBAL_BATCH_SIZE,
+    HALF_PRECISION_CASES,
     JOURNEYS,
     LEARNING_CASES,
     MEASUREMENTS,
@@ -110,6 +111,7 @@ def main(out: Path, plans: Path, names: list[str]) -> None:
         for name in names or [
             *CASES,
             *LEARNING_CASES,
+            *HALF_PRECISION_CASES,
             *COUNTED_CASES,
             *TWICE_CASES,
             *FROZEN_CASES,
@@ -170,6 +172,7 @@ def _guarded(name: str, plan: Plan | None = None) -> dict[str, object]:
 def _outcomes_of() -> tuple[tuple[Mapping[str, Any], Callable[[Any], dict[str, object]]], ...]:
     """Cases of which another outcome is wanted than that of a step, and what finds it."""
     return (
+        (HALF_PRECISION_CASES, _run),
         (DROPOUT_CASES, _masks),
         (JOURNEYS, _travel),
         (COUNTED_CASES, _count),
