@@ -12,7 +12,15 @@ from rich.text import Text
 
 from costmodels.vocabulary.choices import ContextMethod, Offload
 from costmodels.vocabulary.terms import Term
-from planner.plan.schema import Candidate, MeshSection, PipelineSection, Plan, PredictionSection, RunSection
+from planner.plan.schema import (
+    Candidate,
+    MeshSection,
+    PipelineSection,
+    Plan,
+    PredictionSection,
+    RunSection,
+    SearchSection,
+)
 
 GIB, MIB = 2**30, 2**20
 _TAGS = ("fitted", "measured")
@@ -351,25 +359,27 @@ def layout_line(row: Candidate) -> str:
     return ", ".join(parts)
 
 
+def proof_words(search: SearchSection) -> str:
+    """What the search says of the plan against every other layout."""
+    limit = f"none can be faster than {seconds(search.bound_step_time_s)} (gap {search.gap:.1%})"
+    if search.preferred_within > 0 and search.error_between_layouts is not None and search.runners_up:
+        return (
+            f"of {search.num_candidates:,} layouts {search.runners_up[0].label} is fastest within the cost model, "
+            f"by at most {search.preferred_within:.1%}. This one is simpler and is taken: so small a difference does "
+            "not tell which is faster. Between layouts, predictions are off by "
+            f"{search.error_between_layouts:.1%} on published runs (--prefer fastest takes the other)"
+        ) + ("" if search.status == "OPTIMAL" else f"; {limit}")
+    if search.status == "OPTIMAL":
+        return f"none of {search.num_candidates:,} layouts is faster within the cost model"
+    return f"best of those tried among {search.num_candidates:,} layouts; {limit}"
+
+
 def _proof(plan: Plan) -> Text:
     search = plan.search
     assert search is not None
     text = Text()
     text.append(search.status, style="bold green" if search.status == "OPTIMAL" else "bold yellow")
-    if search.preferred_within > 0 and search.error_between_layouts is not None and search.runners_up:
-        text.append(
-            f": of {search.num_candidates:,} layouts {search.runners_up[0].label} is fastest within the cost model, "
-            f"by {search.gap:.1%}. This one is simpler and is taken: so small a difference does not tell which is "
-            f"faster. Between layouts, predictions are off by {search.error_between_layouts:.1%} on published runs "
-            "(--prefer fastest takes the other)"
-        )
-    elif search.status == "OPTIMAL":
-        text.append(f": none of {search.num_candidates:,} layouts is faster within the cost model")
-    else:
-        text.append(
-            f": best of those tried among {search.num_candidates:,} layouts; none can be faster than "
-            f"{seconds(search.bound_step_time_s)} (gap {search.gap:.1%})"
-        )
+    text.append(f": {proof_words(search)}")
     text.append(f" (searched in {seconds(search.elapsed_s)})")
     text.append(_room(plan))
     for case in search.cases:

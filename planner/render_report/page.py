@@ -27,6 +27,7 @@ from planner.render import (
     layout_line,
     plan_rows,
     probability,
+    proof_words,
     seconds,
     size,
 )
@@ -124,12 +125,7 @@ def _status(plan: Plan) -> str:
     search = plan.search
     if search is None:
         return "This plan was priced, not searched for."
-    if search.status == "OPTIMAL":
-        return f"OPTIMAL: none of {search.num_candidates:,} layouts is faster within the cost model."
-    return (
-        f"{search.status}: best of those tried among {search.num_candidates:,} layouts; none can be faster than "
-        f"{seconds(search.bound_step_time_s)} (gap {search.gap:.1%})."
-    )
+    return f"{search.status}: {proof_words(search)}."
 
 
 def _runners_up(found: Explanation) -> list[tuple[str, str, str, str, str]]:

@@ -223,3 +223,18 @@ def test_text_can_be_read_in_both_themes() -> None:
                 assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
         for mark in ("bar", "mark"):
             assert contrast(theme[mark], theme["panel"]) >= 3, mark
+
+
+def test_a_faster_runner_up_is_not_denied() -> None:
+    plan = report().explanation.plan
+    assert plan.search is not None
+    assert plan.search.runners_up
+    preferred = plan.search.model_copy(update={"status": "OPTIMAL", "preferred_within": 0.001})
+    explanation = replace(report().explanation, plan=plan.model_copy(update={"search": preferred}))
+    text = page(replace(report(), explanation=explanation))
+    assert "#2 is fastest within the cost model, by at most 0.1%" in text
+    assert "layouts is faster within the cost model" not in text
+    assert "none can be faster than" not in text
+    open_search = preferred.model_copy(update={"status": "FEASIBLE"})
+    explanation = replace(explanation, plan=plan.model_copy(update={"search": open_search}))
+    assert "none can be faster than" in page(replace(report(), explanation=explanation))

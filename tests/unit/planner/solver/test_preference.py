@@ -94,7 +94,7 @@ def test_the_choice_is_explained() -> None:
     preferred = plan.search.model_copy(update={"preferred_within": MOST_TIE, "runners_up": (close, *others)})
     console.print(show_plan(plan.model_copy(update={"search": preferred})))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "#2 is fastest within the cost model, by " in text
+    assert "#2 is fastest within the cost model, by at most 0.1%" in text
     assert "This one is simpler" in text
 
 
