@@ -70,14 +70,13 @@ class Excess:
         unlike devices each errs by itself.
         """
         kinds = self._visited.get(self._schedule_of(index), set())
-        if self._kind_of(index) in kinds or len(kinds) < ENOUGH_KINDS:
+        if self._listed[index].groups or self._kind_of(index) in kinds or len(kinds) < ENOUGH_KINDS:
             return self.factor(index)
         return max(1.0, min(self._least[kind] for kind in kinds) - LENIENCE)
 
     def _schedule_of(self, index: int) -> tuple[object, ...]:
         layout = self._listed[index]
-        own = self._kind_of(index) if layout.groups else ()
-        return layout.schedule, layout.mesh.pp > 1, *own
+        return layout.schedule, layout.mesh.pp > 1
 
     def _kind_of(self, index: int) -> tuple[object, ...]:
         layout = self._listed[index]
