@@ -1,4 +1,4 @@
-"""Lower bounds of the time of layouts that are alike. The lines (1) to (3) and the symbols are of ``solver.bounds``."""
+"""Lower bounds of the time of layouts that are alike. The lines (1) to (4) and the symbols are of ``solver.bounds``."""
 
 from __future__ import annotations
 
