@@ -10,7 +10,7 @@ layout's own bound remains.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
 
@@ -52,6 +52,7 @@ class Cut:
 
     best: Evaluated | None
     bound_s: float
+    nothing_fits: bool = False  # no cut that was tried, however long it takes
 
 
 def best_cut(
@@ -67,11 +68,12 @@ def best_cut(
     if only is not None:
         priced = pricer.price(only)
         if priced is None:
-            return Cut(None, np.inf)
+            return Cut(None, np.inf, nothing_fits=True)
         return Cut(priced, max(bound_s, pricer.bound_s(priced)))
     if layout.schedule.rules.has_one_stage:
         return _proved(pricer, solver, cutoff_s, bound_s)
-    return _best_of_all(pricer, improved(pricer, cutoff_s, like), cutoff_s, bound_s)
+    found = improved(pricer, cutoff_s, like)
+    return replace(_best_of_all(pricer, found, cutoff_s, bound_s), nothing_fits=found is None)
 
 
 class Pricer:

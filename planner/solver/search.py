@@ -45,9 +45,9 @@ HEAD = 2_000
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
 # Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
-# counts by a share, as long as it has few stages, and so does one of like devices of which nothing fits.
-MOST_VISITS, MOST_OPEN_VISITS = 24, 8
-HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT = 64, 1 / 8, 64
+# counts by a share, as long as it has few stages; so does one of like devices that finds nothing, or cannot fit.
+MOST_VISITS, MOST_OPEN_VISITS = 30, 8
+HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT, SHARE_OF_UNFIT = 64, 1 / 8, 64, 1 / 16
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
 # Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
@@ -176,7 +176,7 @@ class _Walk:
         self.excess = Excess(listed)
         self._estimate_s = lower.estimate_s
         self._visited: set[int] = set()
-        self._counted_visits = 0.0
+        self.counted_visits = 0.0
         self._refined: set[int] = set()
 
     @property
@@ -209,7 +209,7 @@ class _Walk:
 
     def has_seen(self, number: int) -> bool:
         """Whether so many layouts were visited, and one of them fits: where none does, all are."""
-        return self._counted_visits >= number and self._best.time_s is not None
+        return self.counted_visits >= number and self._best.time_s is not None
 
     def known_s(self, index: int) -> float:
         """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
@@ -257,12 +257,14 @@ class _Walk:
         bound_s = float(self._open_s[index])
         layout, pricer = self._listed[index], self._pricer(index)
         cut = best_cut(pricer, self._solver, self._best.time_s, bound_s, self._best.like(layout))
-        self._counted_visits += _share_of_visit(pricer, cut)
+        self.counted_visits += _share_of_visit(pricer, cut)
         self._pricers.drop(layout)
         self._open_s[index] = cut.bound_s
         self._best.keep(cut.best)
         taken_s = self._best.time_s if cut.best is None else cut.best.step_time_s
-        if taken_s is not None:
+        if cut.nothing_fits:
+            self.excess.learn_that_nothing_fits(index)
+        elif taken_s is not None:
             self.excess.learn(index, taken_s / float(self._estimate_s[index]))
 
     def _pricer(self, index: int) -> Pricer:
@@ -277,6 +279,8 @@ def _share_of_visit(pricer: Pricer, cut: Cut) -> float:
     """What a visit counts by that was made; over unlike devices one that finds nothing takes as long as others."""
     share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
     finds_nothing = cut.best is None and not pricer.evaluator.layout.groups
+    if finds_nothing and cut.nothing_fits:
+        return SHARE_OF_UNFIT
     return share if pricer.num_cuts <= HAS_FEW_CUTS or finds_nothing else 1.0
 
 
@@ -284,15 +288,20 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
     By the bounds it ends at the least of those visited before: nothing raises that, so no other layout matters for what
-    is proved. Estimates are corrected in two ways by turns: one finds what the other has wait.
+    is proved. Estimates are corrected in three ways: each finds what others have wait, and has as many of the visits.
     """
-    factors = walk.excess.factor, walk.excess.factor_by_schedule
+    factors = walk.excess.factor, walk.excess.factor_by_pipeline, walk.excess.factor_by_schedule
     orders = [_nearest(lower.estimate_s[order], order, best, walk, each) for each in factors]
+    counted = [0.0] * len(orders)
     while orders and not walk.has_seen(MOST_VISITS):
-        index = next((each for each in orders[0] if walk.is_open(each)), None)
-        if index is not None:
-            yield index
-        orders = [*orders[1:], *orders[:1]] if index is not None else orders[1:]
+        turn = counted.index(min(counted))
+        index = next((each for each in orders[turn] if walk.is_open(each)), None)
+        if index is None:
+            del orders[turn], counted[turn]
+            continue
+        counted[turn] -= walk.counted_visits
+        yield index
+        counted[turn] += walk.counted_visits
     known_s, enough_s = walk.known_s_of(order), walk.least_visited_s
     worth = known_s < min(enough_s, np.inf if best.time_s is None else best.time_s * (1 - TOLERANCE))
     for index in _nearest(known_s[worth], order[worth], best, walk, until_enough=True):

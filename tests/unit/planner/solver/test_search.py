@@ -98,22 +98,48 @@ def test_layouts_of_a_kind_that_was_found_slow_are_put_off() -> None:
     assert excess.factor(0) == 1.0
 
 
-def test_kinds_that_were_not_visited_are_like_the_best_of_their_schedule() -> None:
+def test_kinds_that_were_not_visited_are_like_the_best_of_their_pipeline_or_schedule() -> None:
     listed = Columns.of(Layout, problem_of("llama-tiny", 8, **TINY).space.layouts)
     excess, kinds = Excess(listed), dict[object, int]()
     for index in range(len(listed)):
         layout = listed[index]
-        if layout.mesh.pp > 1 and layout.schedule is ScheduleName.INTERLEAVED_1F1B:
+        if _pipeline(layout) == (ScheduleName.INTERLEAVED_1F1B, 2, 2):
             kinds.setdefault((*kind_of(layout), layout.virtual_stages), index)
     *visited, other = list(kinds.values())[: ENOUGH_KINDS + 1]
     for index, ratio in zip(visited, (1.6, 1.3, 1.4), strict=True):
-        assert excess.factor_by_schedule(other) == 1.0
+        assert excess.factor_by_schedule(other) == excess.factor_by_pipeline(other) == 1.0
         excess.learn(index, ratio)
     assert excess.factor(other) == 1.0
-    assert excess.factor_by_schedule(other) == pytest.approx(1.3 - LENIENCE)
-    assert excess.factor_by_schedule(visited[0]) == pytest.approx(1.6 - LENIENCE)
+    for factor in (excess.factor_by_schedule, excess.factor_by_pipeline):
+        assert factor(other) == pytest.approx(1.3 - LENIENCE)
+        assert factor(visited[0]) == pytest.approx(1.6 - LENIENCE)
+    finer = next(
+        index for index in range(len(listed)) if _pipeline(listed[index]) == (ScheduleName.INTERLEAVED_1F1B, 2, 3)
+    )
+    assert excess.factor_by_pipeline(finer) == 1.0
+    assert excess.factor_by_schedule(finer) == pytest.approx(1.3 - LENIENCE)
     one = next(index for index in range(len(listed)) if listed[index].schedule is ScheduleName.ONE_F_ONE_B)
     assert excess.factor_by_schedule(one) == 1.0
+
+
+def _pipeline(layout: Layout) -> tuple[ScheduleName, int, int]:
+    return layout.schedule, layout.mesh.pp, layout.virtual_stages
+
+
+def test_where_nothing_fits_nothing_does_that_divides_its_states_over_fewer_ranks() -> None:
+    listed = Columns.of(Layout, problem_of("llama-tiny", 8, **TINY).space.layouts)
+    excess, places = Excess(listed), {listed[index]: index for index in range(len(listed))}
+
+    def over(layout: Layout, shards: int) -> Layout:
+        mesh = layout.mesh
+        return layout._replace(mesh=replace(mesh, dp_shard=shards, dp_replicate=mesh.dp // shards))
+
+    tried = next(each for each in places if each.mesh.dp == 8 and over(each, 2) in places and over(each, 8) in places)
+    tried = over(tried, 4)
+    excess.learn_that_nothing_fits(places[tried])
+    for factor in (excess.factor, excess.factor_by_pipeline, excess.factor_by_schedule):
+        assert {factor(places[over(tried, shards)]) for shards in (2, 4)} == {float("inf")}
+        assert factor(places[over(tried, 8)]) == 1.0
 
 
 def test_pins_find_nothing_faster() -> None:
