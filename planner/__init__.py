@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from planner.api.fit import Fit
     from planner.executor.in_script import LossFunction, Module
     from planner.executor.parallelize import ParallelModel
+    from planner.layout.deadline import Deadline
     from planner.layout.layout import Pins
     from planner.model_file import ExampleInputs
     from planner.plan.schema import Plan
@@ -50,18 +51,23 @@ def search(
     ``loss_fn(output, batch)`` are then what a model file calls so: a function (batch_size, seq_len), or one micro-batch
     (a tensor, a tuple or a dict by name, whose tensors begin with the number of samples); by default token ids and
     next-token cross entropy. ``model.source`` of its plan is ``module:`` and the name of its class: it is trained with
-    ``planner.parallelize``, and ``planner run`` refuses it. ``warnings`` of its plan name what would be refused there,
-    among it a ``loss_fn`` that cannot be computed in the parts of the plan's batch.
+    ``planner.parallelize``, and ``planner run`` refuses it.
+
+    ``warnings`` of the plan name what would be refused there, among it a loss, of a module or of a model file, that
+    cannot be computed in the parts of the plan's batch.
 
     ``gpus`` may be left out where ``hardware`` counts them. ``options`` are fields of ``planner.request.Request``, such
     as ``seq_len``, ``global_batch_size`` and ``precision``, and pins of ``planner.layout.layout.Pins``, such as ``tp``
     and ``zero``. Raises ``planner.errors.InputError``, ``InfeasibleError`` and ``TimeLimitError``.
     """
     from planner.api import find_plan
+    from planner.layout.deadline import Deadline
 
     request = _request(_model(model, example_inputs, loss_fn), gpus, hardware, options)
-    plan = find_plan(request).plan
-    return plan if loss_fn is None else _with_loss_note(plan, request)
+    deadline = Deadline.answering_within(request.time_limit_s)
+    plan = find_plan(request, None, deadline).plan
+    has_default_loss = request.held is not None and loss_fn is None
+    return plan if has_default_loss else _with_loss_note(plan, request, deadline)
 
 
 def fit(
@@ -238,14 +244,17 @@ def _model(model: object, example_inputs: object, loss_fn: object) -> object:
     return model
 
 
-def _with_loss_note(plan: Plan, request: Request) -> Plan:
-    """``plan`` of our executor with a warning where it could not train with the loss of the module that is held."""
-    from planner.executor.loss_note import held_loss_note
+def _with_loss_note(plan: Plan, request: Request, deadline: Deadline) -> Plan:
+    """``plan`` of our executor with a warning where it could not train with the loss of the module or the file."""
+    from planner.executor.loss_note import LIMIT_S, held_loss_note, loss_note
     from planner.request import DEFAULT_FRAMEWORK
 
-    if request.held is None or request.framework != DEFAULT_FRAMEWORK:
+    if request.framework != DEFAULT_FRAMEWORK:
         return plan
-    note = held_loss_note(request.held, plan)
+    if request.held is None:
+        note = loss_note(plan, min(LIMIT_S, deadline.left_s) if deadline.is_limited else LIMIT_S)
+    else:
+        note = held_loss_note(request.held, plan)
     return plan if note is None else plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 

@@ -5,10 +5,13 @@ No torch here but in that process: whoever only asks does not wait for it.
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import json
 import os
 import signal
-from multiprocessing.connection import Connection
+import subprocess
+import sys
+import tempfile
 
 from planner.errors import PlannerError
 from planner.model_file import LoadedModel, ModelKind, resolve_model
@@ -16,24 +19,36 @@ from planner.plan.plan_file import plan_json
 from planner.plan.schema import Plan
 
 LIMIT_S = 60.0  # far longer than a loss takes that is tried on 256 tokens
+STDERR = 2
+# Not by multiprocessing, whose child runs the caller's script once more: one that plans without asking for __main__.
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from planner.executor.loss_note import answer; answer(int(sys.argv[2]))"
+)
 
 
 def loss_note(plan: Plan, limit_s: float = LIMIT_S) -> str | None:
     """Why `planner run` would refuse the loss of a file of the user's; None where it does not, or time is up."""
     if _is_undivided(plan) or not _may_have_a_loss(plan.model.source):
         return None
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_find_out, args=(plan_json(plan), sender), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        return receiver.recv() if receiver.poll(limit_s) else None
-    except EOFError:  # the user's code ended its process
-        return None
-    finally:
-        child.kill()
-        child.join()
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as found:
+        asked.write(plan_json(plan).encode())
+        asked.seek(0)
+        command = [sys.executable, "-P", "-c", PROGRAM, json.dumps([str(each) for each in sys.path])]
+        child = subprocess.Popen(
+            [*command, str(found.fileno())],
+            stdin=asked, stdout=STDERR, start_new_session=True, pass_fds=(found.fileno(),),
+        )  # fmt: skip
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        found.seek(0)
+        return found.read().decode() or None  # nothing too where the user's code ended its process
 
 
 def num_parts_of(plan: Plan) -> int:
@@ -57,18 +72,19 @@ def _may_have_a_loss(source: str) -> bool:
         return False
 
 
-def _find_out(plan_text: str, sender: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever began this process ends it
-    os.dup2(2, 1)  # what the user's code prints is talk
+def answer(file: int) -> None:
+    """What the child does: reads the plan from standard input and writes why it is refused, if it is, to ``file``."""
+    plan = Plan.model_validate_json(sys.stdin.buffer.read())
     from planner.executor.build import loaded_model
 
-    plan, problem = Plan.model_validate_json(plan_text), None
     try:
         whole = f"--dp 1 --cp 1 --pp 1 --micro-batch {plan.training.global_batch_size}"
         problem = _refused(loaded_model(plan), plan, ("planner run", whole))
     except PlannerError as error:
         problem = f"planner run refuses this plan: {error.message}; {error.hint}"
-    sender.send(problem)
+    with os.fdopen(file, "w", encoding="utf-8") as found:
+        found.write(problem or "")
+    os._exit(0)  # threads and exit handlers of the user's are not waited for
 
 
 def held_loss_note(loaded: LoadedModel, plan: Plan) -> str | None:

@@ -1,5 +1,7 @@
 """Whoever plans is told of a loss that `planner run` cannot compute in parts."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,19 @@ def test_a_module_that_is_held_is_told_too(dp: int, is_told: bool) -> None:
     assert len(told) == is_told
     assert all("in 2 parts" in each and "pin dp=1, cp=1, pp=1, micro_batch=8" in each for each in told)
     assert not planner.search(module, dp, hardware="cpu-gloo", loss_fn=mean, **options).warnings
+
+
+def test_whoever_searches_for_a_file_in_python_is_told(tmp_path: Path) -> None:
+    """Only the command said it. The script is a plain one, which asks for no ``__main__``: nothing runs it twice."""
+    (tmp_path / "model.py").write_text(CODE + CONTRASTIVE)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import planner\nprint('begun')\n"
+        "options = dict(hardware='cpu-gloo', seq_len=16, global_batch_size=8, dp=2)\n"
+        "print(*planner.search('model.py', 2, **options).warnings)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("begun\nplanner run refuses this plan: a step computes the loss in 2 parts")
+    assert done.stdout.count("\n") == 2
+    assert "talk" in done.stderr  # what the file prints
+    assert "Traceback" not in done.stderr
