@@ -38,7 +38,7 @@ def quiet() -> Generator[None]:
     What goes wrong is in the exception; the model's own warnings show when it runs.
     """
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)  # which are those of what is raised
     try:
         with warnings.catch_warnings(), _silent():
             warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """What users write in their models: traced, or refused with the operator and the line."""
 
+import logging.handlers
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,19 @@ def test_an_input_that_forward_does_not_take_is_named(tmp_path: Path) -> None:
 def test_refused_with_the_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"aten\.\S+ failed at model\.py:25 `return x \+ self.a\(x\).view\(3, -1\)`"):
         trace("", "return x + self.a(x).view(3, -1)", tmp_path)
+
+
+def test_only_the_error_tells_of_unlike_shapes(tmp_path: Path) -> None:
+    """torch logged the traceback of the failed operator besides, at each way of tracing that was tried."""
+    listener = logging.handlers.BufferingHandler(100)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(listener)
+    try:
+        with pytest.raises(ModelError, match=r"aten\.mm\.default failed at model\.py:25 .* same reduction dim"):
+            trace("", "return self.a(x[..., :7])", tmp_path)
+    finally:
+        log.removeHandler(listener)
+    assert not listener.buffer
 
 
 @pytest.mark.parametrize("name", TRACED)
