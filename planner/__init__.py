@@ -40,7 +40,7 @@ def search(
     model: Model,
     gpus: int | None = None,
     *,
-    hardware: str | None = None,
+    hardware: str | Path | None = None,
     example_inputs: ExampleInputs | None = None,
     loss_fn: LossFunction | None = None,
     **options: object,
@@ -56,14 +56,16 @@ def search(
     ``warnings`` of the plan name what would be refused there, among it a loss, of a module or of a model file, that
     cannot be computed in the parts of the plan's batch.
 
-    ``gpus`` may be left out where ``hardware`` counts them. ``options`` are fields of ``planner.request.Request``, such
-    as ``seq_len``, ``global_batch_size`` and ``precision``, and pins of ``planner.layout.layout.Pins``, such as ``tp``
-    and ``zero``. Raises ``planner.errors.InputError``, ``InfeasibleError`` and ``TimeLimitError``.
+    ``gpus`` may be left out where ``hardware``, a name or the path of a profile, counts them. ``options`` are fields of
+    ``planner.request.Request``, such as ``seq_len``, ``global_batch_size`` and ``precision``, and pins of
+    ``planner.layout.layout.Pins``, such as ``tp`` and ``zero``. Raises ``planner.errors.InputError``,
+    ``InfeasibleError`` and ``TimeLimitError``.
     """
     from planner.api import find_plan
+    from planner.api.asked import request_of
     from planner.layout.deadline import Deadline
 
-    request = _request(_model(model, example_inputs, loss_fn), gpus, hardware, options)
+    request = request_of(_model(model, example_inputs, loss_fn), gpus, hardware, options)
     deadline = Deadline.answering_within(request.time_limit_s)
     plan = find_plan(request, None, deadline).plan
     has_default_loss = request.held is not None and loss_fn is None
@@ -74,22 +76,23 @@ def fit(
     model: Model,
     gpus: int | None = None,
     *,
-    hardware: str | None = None,
+    hardware: str | Path | None = None,
     example_inputs: ExampleInputs | None = None,
     loss_fn: LossFunction | None = None,
     **options: object,
 ) -> Fit:
     """Whether ``model`` fits, and what else would. Arguments as of ``search``; without ``gpus`` on one node."""
+    from planner.api.asked import request_of
     from planner.api.fit import find_fit
 
-    return find_fit(_request(_model(model, example_inputs, loss_fn), gpus, hardware, options))
+    return find_fit(request_of(_model(model, example_inputs, loss_fn), gpus, hardware, options))
 
 
 def compare(
     model: Model,
     gpus: int | None = None,
     *,
-    hardware: str | None = None,
+    hardware: str | Path | None = None,
     mine: str | Path | None = None,
     example_inputs: ExampleInputs | None = None,
     loss_fn: LossFunction | None = None,
@@ -102,11 +105,12 @@ def compare(
     """
     from dataclasses import replace
 
+    from planner.api.asked import request_of
     from planner.api.compare import Config
     from planner.api.compare import compare as compared
 
     own = None if mine is None else _own(mine)
-    request = _request(_model(model, example_inputs, loss_fn), gpus, hardware, options)
+    request = request_of(_model(model, example_inputs, loss_fn), gpus, hardware, options)
     if isinstance(own, Config):
         own = replace(own, **{name: getattr(request, name) for name in ("precision", "optimizer") if name in options})
     return compared(request, own)
@@ -115,7 +119,7 @@ def compare(
 def explain(
     plan: Plan | str | Path,
     *,
-    hardware: str | None = None,
+    hardware: str | Path | None = None,
     why_not: str | None = None,
     tokens: int | None = None,
     searches: str = "memory",
@@ -128,19 +132,19 @@ def explain(
     takes up to ``time_limit_s`` seconds. Raises ``planner.errors.InputError``.
     """
     from costmodels.vocabulary.choices import Searches
+    from planner.api.asked import checked, pins_of, place
     from planner.api.explain import Wishes
     from planner.api.explain import explain as explained
-    from planner.errors import InputError
     from planner.plan.schema import Plan
 
-    try:
-        which = Searches(searches)
-    except ValueError:
-        words = ", ".join(each.value for each in Searches)
-        raise InputError(f"searches must be one of {words}, got {searches!r}", hint="choose one of these") from None
-    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    pins = None if why_not is None else _pins(why_not)
-    return explained(loaded, hardware, Wishes(pins, tokens, which, time_limit_s))
+    wishes = Wishes(
+        None if why_not is None else pins_of(why_not),
+        checked("tokens", tokens, int | None),
+        checked("searches", searches, Searches),
+        checked("time_limit_s", time_limit_s, float | None),
+    )
+    _, profile = place(None, hardware)
+    return explained(plan if isinstance(plan, Plan) else load_plan(plan), profile, wishes)
 
 
 def parallelize(
@@ -177,14 +181,20 @@ def parallelize(
 
 
 def estimate(
-    plan: Plan | str | Path, *, hardware: str | None = None, gpus: int | None = None, framework: str | None = None
+    plan: Plan | str | Path,
+    *,
+    hardware: str | Path | None = None,
+    gpus: int | None = None,
+    framework: str | None = None,
 ) -> Plan:
     """``plan``, or the plan in a file, priced again: on other hardware, or with another data-parallel degree."""
     from planner.api import price_plan
+    from planner.api.asked import checked, place
     from planner.plan.schema import Plan
 
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    return price_plan(loaded, hardware, gpus, framework).plan
+    num_devices, profile = place(gpus, hardware)
+    return price_plan(loaded, profile, num_devices, checked("framework", framework, str | None)).plan
 
 
 def load_plan(
@@ -258,84 +268,30 @@ def _with_loss_note(plan: Plan, request: Request, deadline: Deadline) -> Plan:
     return plan if note is None else plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
-def _request(model: object, gpus: int | None, hardware: str | None, options: dict[str, object]) -> Request:
-    """InputError where a name among ``options`` is neither a field of a request nor a pin, or a word is none of its."""
-    from dataclasses import fields
-    from os import PathLike, fspath
-
-    from planner.errors import InputError
-    from planner.layout.layout import Pins
-    from planner.model_file import LoadedModel
-    from planner.request import Request
-
-    held = model if isinstance(model, LoadedModel) else None
-    name = held.source.name if held else model
-    if not isinstance(name, str | PathLike):
-        raise InputError(
-            f"model must be a name or a path, or an nn.Module, got {type(model).__name__}",
-            hint="`planner models` lists names; a path is that of a model.py, a config.json or a graph.json",
-        )
-    pins = {each.name for each in fields(Pins)}
-    known = {each.name for each in fields(Request)} - {"model", "num_devices", "hardware", "pins", "planned", "held"}
-    unknown = sorted(options.keys() - pins - known)
-    if unknown:
-        raise InputError(
-            f"unknown option {', '.join(unknown)}", hint=f"the options are {', '.join(sorted(pins | known))}"
-        )
-    options = {name: _word(name, value) for name, value in options.items()}
-    chosen = Pins(**{name: options[name] for name in options.keys() & pins})  # pyright: ignore[reportArgumentType]
-    others = {name: options[name] for name in options.keys() & known}
-    return Request(fspath(name), gpus, hardware, held=held, pins=chosen, **others)  # pyright: ignore[reportArgumentType]
-
-
-def _own(mine: str | Path) -> Pins | Config:
-    """Pins, or the config in a file."""
+def _own(mine: object) -> Pins | Config:
+    """Pins, or the config in a file; InputError where it is neither."""
+    from os import PathLike
     from pathlib import Path
 
+    from planner.api.asked import pins_of
     from planner.api.compare import Config
     from planner.errors import InputError
     from planner.json_file import read_content
 
+    if not isinstance(mine, str | PathLike) or (isinstance(mine, str) and "=" in mine and not Path(mine).exists()):
+        return pins_of(mine)
     path = Path(mine)
-    if isinstance(mine, str) and "=" in mine and not path.exists():
-        return _pins(mine)
     try:
         return Config(path.name, read_content(path, InputError).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text: {error}", hint="is it damaged, or another kind of file?") from error
 
 
-def _pins(text: str) -> Pins:
-    """``tp=4,pp=2``; InputError where that fixes no choices."""
-    from planner.errors import InputError
-    from planner.layout.layout import Pins
+def __getattr__(name: str) -> object:
+    if name == "errors":  # not imported before somebody asks for them
+        from importlib import import_module
 
-    try:
-        return Pins.parsed(text)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{text!r} fixes no choice of a plan: {error}", hint="give choices as tp=4,pp=2") from error
-
-
-def _word(name: str, value: object) -> object:
-    """What a word such as ``bf16`` stands for, where the option takes words; anything else as it is."""
-    from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
-    from costmodels.vocabulary.schedules import ScheduleName
-    from planner.errors import InputError
-
-    kinds = {
-        "precision": Precision, "optimizer": Optimizer, "prefer": Preference, "schedule": ScheduleName,
-        "recompute": Recompute, "offload": Offload, "cp_method": ContextMethod,
-    }  # fmt: skip
-    if name not in kinds or not isinstance(value, str):
-        return value
-    try:
-        return kinds[name](value)
-    except ValueError:
-        words = ", ".join(each.value for each in kinds[name])
-        raise InputError(f"{name} must be one of {words}, got {value!r}", hint="choose one of these") from None
-
-
-def __getattr__(name: str) -> str:
+        return import_module("planner.errors")
     if name == "__version__":
         from importlib.metadata import version
 

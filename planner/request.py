@@ -159,7 +159,7 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
 
 
 def check_sizes(request: Request) -> None:
-    """InputError where a number is larger than any that is computed with."""
+    """InputError where a number is larger than any that is computed with, or there is nothing of what it counts."""
     pins = request.pins
     asked = {
         "--seq-len": (request.seq_len, MOST_SEQ_LEN),
@@ -174,6 +174,10 @@ def check_sizes(request: Request) -> None:
         if value is not None and abs(value) > most:
             shown = f"{value:,}" if abs(value) < 10**30 else "a larger number"
             raise InputError(f"{name} may be {most:,} at most, got {shown}", hint="is there a digit too many?")
+    for name in ("--seq-len", "--top"):
+        value, _ = asked[name]
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}", hint="leave it out for the usual number")
 
 
 def check_memory_risk(risk: float) -> None:

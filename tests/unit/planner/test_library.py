@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -127,6 +127,9 @@ def test_search_and_estimate_are_what_the_commands_print(
     ("call", "said"),
     [
         (lambda: planner.explain("plan.json", searches="some"), "searches must be one of none, memory, all"),
+        (lambda: planner.explain("plan.json", searches="none", tokens="1T"), "tokens must be a valid integer"),  # type: ignore[arg-type]
+        (lambda: planner.explain("plan.json", why_not={"tp": 2}), "fixes no choice of a plan: it is no text"),  # type: ignore[arg-type]
+        (lambda: planner.compare("llama-tiny", 4, mine={"tp": 4}), "fixes no choice"),  # type: ignore[arg-type]
         (lambda: planner.compare("llama-tiny", 4, mine="tpp=4"), "fixes no choice"),
         (lambda: planner.compare("llama-tiny", 4, mine="no-such.yaml"), "no-such.yaml"),
     ],
@@ -134,6 +137,44 @@ def test_search_and_estimate_are_what_the_commands_print(
 def test_wrong_words_are_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": "4"}, "gpus must be a valid integer, got '4'"),
+        ({"gpus": 0}, "number of GPUs must be at least 1, got 0"),
+        ({"hardware": 3}, "hardware must be a valid string, got 3"),
+        ({"tp": "2"}, "tp must be a valid integer, got '2'"),
+        ({"tp": True}, "tp must be a valid integer, got True"),
+        ({"tp": 1.5}, "tp must be a valid integer, got 1.5"),
+        ({"seq_len": -5}, "--seq-len must be at least 1, got -5"),
+        ({"num_runners_up": 0}, "--top must be at least 1, got 0"),
+        ({"num_tokens": "15T"}, "num_tokens must be a valid integer, got '15T'"),
+        ({"memory_risk": float("nan")}, "memory_risk must be a finite number, got nan"),
+        ({"time_limit_s": "5"}, "time_limit_s must be a valid number, got '5'"),
+        ({"precision": 16}, "precision must be one of bf16, .*, got 16"),
+        ({"optimizer": ["adam"]}, "optimizer must be one of adamw, .*, got .'adam'."),
+        ({"schedule": None, "robust": "yes"}, "robust must be a valid boolean, got 'yes'"),
+        ({"framework": None}, "framework must be a valid string, got None"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(options: dict[str, object], said: str, graph: Path) -> None:
+    """They went on until something broke: ``'<' not supported between instances of 'str' and 'int'``."""
+    with pytest.raises(InputError, match=said):
+        planner.search(graph, **{"gpus": 4, "hardware": "dgx-a100-80gb", **options})  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_and_paths_are_taken_as_they_are_written_in_python(graph: Path) -> None:
+    """15e12 tokens are a float, and a profile in a file is a path: both broke."""
+    profile = Path(planner.__file__).parents[1] / "hardware_profiles" / "data" / "dgx-a100-80gb.json"
+    options: dict[str, Any] = {"global_batch_size": 8.0, "num_tokens": 1e9, "tp": 2, "pp": 1, "micro_batch": 1}
+    plan = planner.search(graph, gpus=4, hardware=profile, **options)
+    assert plan.run is not None
+    assert (plan.run.num_tokens, plan.training.global_batch_size) == (10**9, 8)
+    assert planner.estimate(plan, hardware=profile, gpus=8).num_devices == 8
+    with pytest.raises(InputError, match="number of GPUs must be at least 1, got 0"):
+        planner.estimate(plan, gpus=0)
 
 
 PLAIN_SCRIPT = """
@@ -396,7 +437,7 @@ def test_parallelize_needs_ranks(graph: Path) -> None:
 
 def test_the_import_is_light() -> None:
     program = (
-        "import sys, planner; print(planner.__version__); "
+        "import sys, planner; print(planner.__version__); assert planner.errors.InputError.exit_code == 2; "
         "print(sorted({'torch', 'numpy', 'pandas', 'ortools', 'pydantic'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split("\n")
