@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 
 class PlannerError(Exception):
-    """An error with the rule and the values in ``message`` and the way out in ``hint``."""
+    """An error with the rule and the values in ``message`` and the way out in ``hint``, which tracebacks show too."""
 
     exit_code = 1
 
@@ -29,6 +29,8 @@ class PlannerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
 
 
 class InputError(PlannerError):

@@ -177,6 +177,15 @@ def test_numbers_and_paths_are_taken_as_they_are_written_in_python(graph: Path) 
         planner.estimate(plan, gpus=0)
 
 
+def test_a_script_that_ends_with_an_error_shows_the_way_out() -> None:
+    """The hint was in an attribute alone, which no traceback shows."""
+    program = "import planner; planner.search('no-such.py', 2)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error == "planner.errors.ModelError: no such file: no-such.py"
+    assert hint.startswith("hint: check the path")
+
+
 PLAIN_SCRIPT = """
 from safetensors.torch import save_file
 from torch.nn import functional as F
