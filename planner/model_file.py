@@ -99,7 +99,7 @@ def resolve_model(name: str) -> ModelSource:
     if name and os.path.isdir(name):
         if not (path / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json", hint="name a model.py, a config.json or a preset")
-        return ModelSource(name, ModelKind.HUGGINGFACE, path / "config.json")
+        return ModelSource(name, ModelKind.HUGGINGFACE, _existing(path / "config.json"))
     if name.endswith(".json"):
         return ModelSource(name, _kind_of_json(_existing(path)), path)
     if find_preset(name) is not None:
@@ -243,6 +243,9 @@ def _existing(path: Path) -> Path:
         raise ModelError(f"{path} is a folder", hint="name the file in it")
     if not os.path.isfile(path):  # unlike Path's, it answers for any name
         raise ModelError(f"no such file: {path}", hint="check the path; `planner models` lists what needs no file")
+    real = os.path.realpath(path)
+    if real.encode(errors="ignore").decode() != real:
+        raise ModelError(f"the path {real} is not UTF-8, as plans are", hint="rename the file, or the folder it is in")
     return path
 
 

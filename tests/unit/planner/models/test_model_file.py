@@ -1,5 +1,6 @@
 """MODEL in all its forms, and what is said when it is none."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -177,6 +178,18 @@ def test_a_mismatch_of_shapes_names_operator_and_line(tmp_path: Path) -> None:
 def test_what_is_not_there(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["model.py", "model.py:build_model", "config.json", ""])
+def test_a_path_that_no_plan_can_hold_is_refused(name: str, tmp_path: Path) -> None:
+    """It was an internal error, UnicodeEncodeError, wherever it was first written down."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    write(folder, MODEL)
+    write(folder, '{"model_type": "llama"}', "config.json")
+    with pytest.raises(ModelError, match="is not UTF-8") as error:
+        resolve_model(str(folder / name))
+    assert "rename" in error.value.hint
 
 
 def test_a_near_preset_is_suggested() -> None:
