@@ -35,6 +35,8 @@ def check_output(*paths: Path | None, reads: Iterable[str | Path | None] = ()) -
     """
     inputs = {name: file for each in reads if each is not None for name, file in _files_of(str(each))}
     for path in paths:
+        if is_stdout(path) and sys.stdout is None:  # as `>&-` of a shell leaves it
+            raise InputError("cannot write standard output: it is closed", hint="name a file")
         if path is None or is_stdout(path):
             continue
         name = next((name for name, file in inputs.items() if _is_same(path, file)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -118,10 +119,15 @@ def main() -> None:
 
 
 def _unexpected(error: Exception, talk: Console) -> int:
-    """Says that an error is ours, unless Ctrl-C came before it, and gives the exit code."""
+    """Says that an error is ours, unless Ctrl-C came before it or a disk is full, and gives the exit code."""
     if was_interrupted():
         talk.print("interrupted")
         return 130
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "standard output, or another file"
+        talk.print(f"[bold red]error:[/] cannot write {escape(str(where))}: {error.strerror}", soft_wrap=True)
+        talk.print("[bold]hint:[/] make room there, or write elsewhere", soft_wrap=True)
+        return 1
     talk.print(f"[bold red]internal error:[/] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
     talk.print("[bold]hint:[/] this is a defect of planner; run again with --debug and report it", soft_wrap=True)
     return 1

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shlex
 import stat
+import subprocess
+import sys
 import tty
 from pathlib import Path
 
@@ -165,3 +168,20 @@ def test_a_plan_on_standard_output_is_alone_there() -> None:
     result = CliRunner().invoke(app, ["estimate", str(plan), "-o", "-"], standalone_mode=False)
     assert result.exception is None
     assert json.loads(result.stdout)["prediction"]["step_time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        (">/dev/full", 1, "error: cannot write standard output, or another file: No space left on device"),
+        (">&-", 2, "error: cannot write standard output: it is closed"),
+    ],
+)
+def test_a_standard_output_that_takes_nothing_is_no_defect_of_ours(target: str, code: int, said: str) -> None:
+    """Both were internal errors, "a defect of planner"; the closed one of some commands, others lost the plan."""
+    plan = Path(__file__).resolve().parents[3] / "examples" / "plans" / "gpt-tiny-pp2-dp2.json"
+    command = shlex.join([sys.executable, "-m", "planner", "estimate", str(plan), "-o", "-"])
+    done = subprocess.run(f"{command} {target}", shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "internal" not in done.stderr
