@@ -206,7 +206,9 @@ def _measurement(text: str, job: tuple[int, int, int]) -> tuple[Measurement, str
         found = read_log(content, Job(*job), text)
         return Measurement(found.step_time_s, found.peak_memory_bytes, found.memory_kind), found.framework
     if len(numbers) > 2 or not all(0 < number < 1e9 for number in numbers):
-        raise InputError(f"{text!r} is not SECONDS or SECONDS:GIB, each above 0", hint="as in plan.json:12.3:61.5")
+        raise InputError(
+            f"{text!r} is not SECONDS or SECONDS:GIB, each above 0 and below 1e9", hint="as in plan.json:12.3:61.5"
+        )
     return Measurement(numbers[0], numbers[1] * GIB if len(numbers) == 2 else None), None
 
 

@@ -194,7 +194,7 @@ def _offload(zero: dict[str, object]) -> Offload:
 def is_one(name: str, text: str) -> bool:
     """Whether it looks like a config of DeepSpeed."""
     keys = ('"zero_optimization"', '"train_micro_batch_size_per_gpu"', '"train_batch_size"')
-    return name.endswith(".json") and any(key in text for key in keys)
+    return name.endswith(".json") and text.lstrip().startswith("{") and any(key in text for key in keys)
 
 
 TARGETS = (

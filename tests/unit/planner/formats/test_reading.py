@@ -45,6 +45,32 @@ def test_torchtitan_takes_its_global_batch_under_a_pipeline_too() -> None:
         read_config("job.toml", TITAN.format(local=7, whole=32), None)
 
 
+DEEPSPEED = '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}'
+FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n"
+MEGATRON = f"pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --deepspeed <<E\n{DEEPSPEED}\nE\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "format_name"),
+    [
+        (DEEPSPEED, "deepspeed"),
+        (TITAN.format(local=8, whole=32), "torchtitan"),
+        (FSDP, "accelerate"),
+        (MEGATRON, "megatron"),  # whatever other configs stand in it
+    ],
+)
+@pytest.mark.parametrize("name", ["job.cfg", "job", "job.conf.bak"])
+def test_a_config_is_known_by_what_it_holds(name: str, text: str, format_name: str) -> None:
+    """It was known by the ending of its name alone: ds.cfg was refused."""
+    assert read_config(name, text)[0].name == format_name
+
+
+def test_a_script_of_another_launcher_is_no_config() -> None:
+    with pytest.raises(InputError, match="run is no config that is recognised") as error:
+        read_config("run", f"#!/bin/sh\ncat > c.yaml <<E\n{FSDP}E\naccelerate launch --config_file c.yaml a.py\n")
+    assert "planner import --from FORMAT" in error.value.hint
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
