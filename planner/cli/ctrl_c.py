@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -10,6 +11,28 @@ from collections.abc import Callable, Generator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
+
+PATIENCE_S = 0.25  # for a library whose import cannot be broken off
+
+# Whether there is nothing that a process which ends without another word would lose; all of them are asked.
+_idle: list[Callable[[], bool]] = []
+
+
+@contextlib.contextmanager
+def idle_while(is_idle: Callable[[], bool]) -> Generator[None]:
+    """Within it an import may only be broken off by the end of the process where ``is_idle``."""
+    _idle.append(is_idle)
+    try:
+        yield
+    finally:
+        _idle.remove(is_idle)
+
+
+def leave() -> None:
+    """Ends the process where it is, as Ctrl-C does where nothing has begun that would have to be ended properly."""
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
 
 
 class _Raised:
@@ -34,18 +57,28 @@ def was_interrupted() -> bool:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Within it Ctrl-C and the alarm wait for its end."""
+    """Within it Ctrl-C and the alarm wait for its end; Ctrl-C not for long where the process has nothing to lose."""
     if threading.current_thread() is not threading.main_thread():  # no handler runs here
         yield
         return
     waiting: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
     ours = {number: handler for number, handler in before.items() if callable(handler)}
+    ends: list[threading.Timer] = []
+
+    def wait(number: int, _frame: FrameType | None) -> None:
+        waiting.append(number)
+        if number == signal.SIGINT and not ends and all(is_idle() for is_idle in _idle):
+            ends.append(threading.Timer(PATIENCE_S, leave))
+            ends[0].start()
+
     for number in ours:
-        signal.signal(number, lambda number, _frame: waiting.append(number))
+        signal.signal(number, wait)
     try:
         yield
     finally:
+        for end in ends:
+            end.cancel()
         for number, handler in ours.items():
             signal.signal(number, handler)
         for number in dict.fromkeys(waiting):

@@ -35,6 +35,13 @@ class _Commands(TyperGroup):
     ``ctx`` is of typer's own copy of click, whose types have no public name.
     """
 
+    def invoke(self, ctx: Any) -> object:
+        """Runs a command; typer.Abort where Ctrl-C ends it, of which typer itself makes an exit code without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all."""
         return list(COMMANDS)

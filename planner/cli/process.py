@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
-from planner.cli.ctrl_c import interrupt
+from planner.cli.ctrl_c import idle_while, interrupt
 from planner.errors import PlannerError
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.signals import rung_again
@@ -80,6 +80,7 @@ class _Handlers:
     def at_work(self) -> Generator[None]:
         """Within it they handle the signals, and the alarm is set for the deadline of an answer, if there is one."""
         with contextlib.ExitStack() as undone:
+            undone.enter_context(idle_while(lambda: not self._deadline.has_answer))
             before = signal.getsignal(signal.SIGINT)
             if before is not signal.SIG_IGN:
                 undone.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupted))

@@ -135,6 +135,36 @@ def test_ctrl_c_waits_while_a_library_in_c_is_imported(package: str, shown: str,
     assert (done.returncode, done.stdout, done.stderr) == (130, shown, "")
 
 
+@pytest.mark.parametrize(("is_idle", "shown"), [("True", ""), ("False", "whole\n")])
+def test_ctrl_c_waits_no_longer_than_a_moment_where_nothing_is_lost(is_idle: str, shown: str, tmp_path: Path) -> None:
+    """It waited for all of torch, one to three seconds: now only a search that has a plan does."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1.5)\nprint('whole', flush=True)\n"
+    )
+    program = (
+        "import signal, sys\n"
+        "from planner.cli.ctrl_c import idle_while, import_whole, interrupt\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import_whole('torch')\n"
+        "signal.signal(signal.SIGINT, interrupt)\n"
+        "try:\n"
+        f"    with idle_while(lambda: {is_idle}):\n"
+        "        import torch\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.stderr.write('interrupted\\n')\n"
+        "    sys.exit(130)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, shown, "interrupted\n")
+
+
+def test_every_command_says_that_it_was_interrupted(graph_file: Path) -> None:
+    """fit, check, calibrate and explain ended without a word."""
+    done = run("planner.api.fit", "something_fits", "1", "fit", str(graph_file), "--gpus", "8")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.endswith("interrupted\n")
+
+
 def test_an_error_that_python_made_of_ctrl_c_is_told_as_such() -> None:
     """An exception in ``__set_name__`` is raised as a RuntimeError (Python 3.11)."""
     program = (
