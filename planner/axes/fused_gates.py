@@ -61,7 +61,7 @@ def _halves(product: Node, graph: ModelGraph, users: Mapping[int, Sequence[int]]
 
 def _transposed_parameter(product: Node, graph: ModelGraph) -> Node | None:
     """The transposition of the parameter (experts, out, in) that ``product`` takes; None where it takes another."""
-    operand = product.operands[1]
+    operand = product.operands[1] if len(product.operands) > 1 else None
     if not isinstance(operand, int):
         return None
     node = graph.nodes[operand]

@@ -67,6 +67,8 @@ def _inconsistencies(graph: ModelGraph) -> list[str]:
     placed = sorted(node for unit in graph.units for node in unit.nodes)
     if placed != list(range(count)):
         problems.append("units do not hold each node exactly once")
+    beyond = [unit.name for unit in graph.units if any(node >= count for node in unit.boundary)]
+    problems += [f"unit {name}: boundary names no node" for name in beyond]
     owned = sorted(fqn for unit in graph.units for fqn in unit.parameters)
     if owned != sorted(p.fqn for p in graph.parameters):
         problems.append("units do not hold each parameter exactly once")
@@ -82,6 +84,8 @@ def _wrong_in(node: Node, graph: ModelGraph) -> list[str]:
             problems.append(f"node {node.id}: operand {operand} does not come before it")
     if node.op_class in WITHOUT_FLOPS and (node.flops or node.backward_flops):
         problems.append(f"node {node.id}: an operator of class {node.op_class.value} counts no FLOPs")
+    if node.weight_gradient_flops > node.backward_flops:
+        problems.append(f"node {node.id}: weight_gradient_flops are a part of backward_flops, and more than these")
     count = len(graph.nodes)
     if not 0 <= node.storage < count or any(not 0 <= s < count for s in node.saves):
         problems.append(f"node {node.id}: storage or saves name no node")

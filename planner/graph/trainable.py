@@ -30,9 +30,10 @@ def changing_buffers(graph: ModelGraph) -> tuple[str, ...]:
 def check_positions(graph: ModelGraph) -> None:
     """InputError where sequences are longer than a table of positions: the forward pass would look beyond its end."""
     for node in graph.nodes:
-        if not operator_of(node.op).has(Trait.LOOKS_UP) or not isinstance(node.operands[0], str):
+        looked_in, at = node.operands[:2] if len(node.operands) >= 2 else (None, None)
+        if not operator_of(node.op).has(Trait.LOOKS_UP) or not isinstance(looked_in, str):
             continue
-        table, last = graph.parameter_of.get(node.operands[0]), _last_position(graph, node.operands[1])
+        table, last = graph.parameter_of.get(looked_in), _last_position(graph, at)
         if table is not None and last is not None and last >= table.shape[0]:
             longest = table.shape[0] - (last + 1 - graph.seq_len)
             raise InputError(

@@ -9,6 +9,7 @@ import pytest
 
 from planner.errors import InputError, ModelError
 from planner.graph.graph_file import read_graph, write_graph
+from planner.graph.trainable import check_positions
 from tests.unit.planner.graph.traced import ROOT, graph_of
 
 
@@ -87,6 +88,27 @@ def test_products_of_an_operator_that_is_none_are_refused(file: Path, key: str, 
     change(file, nodes=content["nodes"], **{total: sum(node.get(key, 0) for node in content["nodes"])})
     with pytest.raises(ModelError, match=f"{node['id']}: an operator of class {op_class} counts no FLOPs"):
         read_graph(file)
+
+
+def test_more_gradients_of_weights_than_of_all_are_refused(file: Path) -> None:
+    """A search divided by a backward pass of nothing."""
+    nodes = json.loads(file.read_text())["nodes"]
+    change(file, nodes=[{**nodes[0], "weight_gradient_flops": 2**31}, *nodes[1:]])
+    with pytest.raises(ModelError, match="node 0: weight_gradient_flops are a part of backward_flops"):
+        read_graph(file)
+
+
+def test_a_unit_that_sends_what_is_not_there_is_refused(file: Path) -> None:
+    units = json.loads(file.read_text())["units"]
+    change(file, units=[{**units[0], "boundary": [28000]}, *units[1:]])
+    with pytest.raises(ModelError, match=f"unit {units[0]['name']}: boundary names no node"):
+        read_graph(file)
+
+
+def test_operators_without_operands_are_planned_for(file: Path) -> None:
+    """What looks something up has no table then; it was an internal error."""
+    change(file, nodes=[{**node, "operands": []} for node in json.loads(file.read_text())["nodes"]])
+    check_positions(read_graph(file))
 
 
 @pytest.mark.parametrize(
