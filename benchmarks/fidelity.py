@@ -22,11 +22,13 @@ from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import Row, Summary, document, price_rows, summarise
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile
+from planner.errors import PlannerError
 from planner.formats.run_table import Run, read_out_of_memory, read_runs
+from planner.output_file import check_output, write_text
 
 
 def main() -> int:
-    """Exit code 0; 2 where the file is missing or is no table of runs."""
+    """Exit code 0; 2 where a file is missing, is no table of runs, or cannot be written."""
     options = _parser().parse_args()
     runs_file = options.runs or shipped(RUNS)
     if runs_file is None:
@@ -35,6 +37,7 @@ def main() -> int:
     failed_file = options.oom or (shipped(OUT_OF_MEMORY) if options.runs is None else None)
     comparison: Comparison | None = None
     try:
+        check_output(options.json, reads=[runs_file, failed_file])
         pricer = RunPricer(profiles=dict(map(named_profile, options.profile)))
         runs = list(read_runs(runs_file))
         if options.anchors:
@@ -44,7 +47,7 @@ def main() -> int:
             pricer = found.calibrated(pricer)
         rows = price_rows(runs, pricer)
         failed = [] if failed_file is None else price_rows(read_out_of_memory(failed_file), pricer)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, PlannerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     summary = summarise(rows, failed)
@@ -64,7 +67,7 @@ def main() -> int:
         written = {**document(rows, failed, summary), "pairs": [asdict(pair) for pair in pairs]}
         if comparison is not None:
             written["anchors"] = comparison.document(priced, rows)
-        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(written, indent=1) + "\n")
     return 0
 
 

@@ -478,6 +478,16 @@ def test_the_program_writes_the_keys_of_the_interface(tmp_path: Path) -> None:
     assert "skipped: schedule" in done.stdout
 
 
+def test_a_result_that_cannot_be_written_is_refused_before_runs_are_priced(tmp_path: Path) -> None:
+    """All runs were priced and printed first; then came a traceback."""
+    runs, out = write(tmp_path / "runs.csv", {}), tmp_path / "absent" / "out.json"
+    command = [sys.executable, "-m", "benchmarks.fidelity", "--runs", str(runs), "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: cannot write {out}: ")
+    assert "Traceback" not in done.stderr
+
+
 def test_blanks_that_have_a_default_are_filled_and_named(tmp_path: Path) -> None:
     blank = dict.fromkeys(("vocab", "tp", "pp", "cp", "dp", "micro_batch"), "")
     gated, plain = read_runs(
