@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from costmodels.vocabulary.terms import Counted, MemoryTerm
@@ -29,16 +31,32 @@ def check(
 ) -> int:
     """Run every pipeline rank's own code at full size on tensors without values: exit code 0 runnable, 1 not."""
     plan = read_plan(plan_file, trust=trust)
-    from planner.executor import check as executor_check
-
-    rows: list[dict[str, Any]] = [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in
-            enumerate(executor_check.check(plan))]  # fmt: skip
-    names = [rank_name(plan, index, "pipeline rank") for index in range(len(rows))]
-    told = zip(names, rows, strict=True)
-    problems = [f"{name}: {row['problem']}" for name, row in told if row["problem"] is not None]
+    rows = _checked(plan)
     if as_json:
+        problems = _problems_of(plan, rows)
         typer.echo(json.dumps({"runnable": not problems, "ranks": rows}))
         return 1 if problems else 0
+    return _show(plan, rows, data_console())
+
+
+def check_found(plan: Plan) -> int:
+    """Checks a plan that was just found, and says on stderr what came of it: the exit code."""
+    return _show(plan, _checked(plan), talk_console())
+
+
+def _checked(plan: Plan) -> list[dict[str, Any]]:
+    from planner.executor import check as executor_check
+
+    rows = enumerate(executor_check.check(plan))
+    return [{**row, "predicted_bytes": allocated_bytes(plan, index)} for index, row in rows]
+
+
+def _problems_of(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
+    found = ((rank_name(plan, index, "pipeline rank"), row["problem"]) for index, row in enumerate(rows))
+    return [f"{name}: {problem}" for name, problem in found if problem is not None]
+
+
+def _show(plan: Plan, rows: list[dict[str, Any]], console: Console) -> int:
     table = Table(title="Memory that tensors take at the peak of a step", title_justify="left")
     for name in (kind_of_rows(plan), "predicted", "counted", "counted / predicted", "checked in"):
         table.add_column(name, justify="right")
@@ -47,11 +65,12 @@ def check(
         cells = ["" if value is None else size(value) for value in (predicted, counted)]
         ratio = "" if not predicted or counted is None else f"{counted / predicted:.3f}"
         table.add_row(rank_name(plan, index, "").strip(), *cells, ratio, seconds(row["elapsed_s"]))
-    data_console().print(table)
+    console.print(table)
     for note in dict.fromkeys(note for row in rows for note in row["notes"]):
-        talk_console().print(f"[yellow]note:[/] {note}", soft_wrap=True)
+        talk_console().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    problems = _problems_of(plan, rows)
     said = "\n".join(problems) if problems else f"runnable: all {len(rows)} {kind_of_rows(plan)}s took a step"
-    data_console().print(said, soft_wrap=True)
+    console.print(said, soft_wrap=True, markup=False)
     return 1 if problems else 0
 
 

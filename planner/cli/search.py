@@ -16,11 +16,12 @@ from rich.spinner import Spinner
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
+from planner.cli.check import check_found
 from planner.cli.front import Shown, range_progress, show_range
 from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, TokenCount, gpu_range
 from planner.cli.process import interruptible, process_began_s, uncollected
 from planner.cli.terminal import data_console, talk_console
-from planner.errors import TimeLimitError
+from planner.errors import InputError, TimeLimitError
 from planner.layout.deadline import Deadline, OutOfTimeError
 from planner.output_file import check_output, is_stdout
 from planner.plan.plan_file import plan_json, write_plan
@@ -147,6 +148,12 @@ def search(  # over 6 arguments: one for each option of the command line
             rich_help_panel=_PINS,
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Run every pipeline rank's own code at full size, as `planner check`, afterwards."
+        ),
+    ] = False,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help=WRITES_PLAN)] = None,
 ) -> int:
@@ -168,6 +175,11 @@ def search(  # over 6 arguments: one for each option of the command line
         num_tokens=tokens,
     )  # fmt: skip
     check_output(output, reads=[model, hardware])
+    if check and (framework or not (gpus is None or gpus.is_one)):
+        raise InputError(
+            "--check runs one plan by planner's own executor, not those of --framework NAME or --gpus A..B",
+            hint="leave --check out, or search for one number of GPUs without --framework",
+        )
     import_module("planner.api.front")  # a part of the start-up, for which no limit counts
     deadline = Deadline.answering_within(time_limit, began_s=process_began_s())
     try:
@@ -177,14 +189,16 @@ def search(  # over 6 arguments: one for each option of the command line
             answer = _find(request, deadline, by_cost=objective is Objective.COST)
             notes = answer.notes if framework else (*answer.notes, _others(request))
             show_answer(answer.plan, notes, as_json=as_json, output=output)
-        if framework is None and not (answer.interrupted or deadline.is_cut):
+        if answer.interrupted or deadline.is_cut:
+            return 130
+        if framework is None:
             _say_of_loss(answer.plan, deadline)
+        return check_found(answer.plan) if check else 0
     except KeyboardInterrupt:  # there was no plan yet
         talk_console().print("interrupted")
         return 130
     except OutOfTimeError:  # nor is there one now
         raise TimeLimitError from None
-    return 130 if answer.interrupted or deadline.is_cut else 0
 
 
 def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Path | None) -> None:

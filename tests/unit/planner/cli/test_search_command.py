@@ -59,6 +59,39 @@ def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
     assert (plan.search.status == "OPTIMAL") == (plan.search.gap <= 1e-3)
 
 
+def test_check_runs_what_was_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface names it among the options of a search; there was none."""
+    row: dict[str, object] = {
+        "allocated_bytes": 2**20,
+        "problem": None,
+        "elapsed_s": 1.0,
+        "notes": ("x[i] is assumed",),
+    }
+    checked: list[Plan] = []
+
+    def check(plan: Plan) -> list[dict[str, object]]:
+        checked.append(plan)
+        return [row] * plan.mesh.pp
+
+    monkeypatch.setattr("planner.executor.check.check", check)
+    code, out, err = run(*TINY, "--pp", "2", "--check", "--json")
+    assert (code, checked) == (0, [Plan.model_validate_json(out)])
+    assert "runnable: all 2 pipeline ranks took a step" in err
+    assert "note: x[i] is assumed" in err
+    row["problem"] = "no [/kernel]"
+    code, out, err = run(*TINY, "--pp", "2", "--check", "--json")
+    assert code == 1
+    assert Plan.model_validate_json(out) == checked[1]
+    assert "pipeline rank 1: no [/kernel]" in err
+
+
+@pytest.mark.parametrize("option", [("--framework", "fsdp"), ("--gpus", "2..4")])
+def test_check_is_of_one_plan_of_our_executor(run: Run, option: tuple[str, str]) -> None:
+    code, out, err = run(*TINY, *option, "--check")
+    assert (code, out) == (2, "")
+    assert "--check runs one plan by planner's own executor" in err
+
+
 LOSS = """
 import torch
 from torch import nn
