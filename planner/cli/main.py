@@ -109,8 +109,9 @@ def main() -> None:
             talk.print(f"[bold]hint:[/] {escape(error.hint)}", soft_wrap=True)
         code = error.exit_code
     except TyperException as error:  # the command line itself is wrong
-        talk.print(f"[bold red]error:[/] {escape(error.format_message())}", soft_wrap=True)
-        talk.print("[bold]hint:[/] `planner --help`, or `planner COMMAND --help`", soft_wrap=True)
+        if said := error.format_message():  # without a command it is the help, which is there already
+            talk.print(f"[bold red]error:[/] {escape(said)}", soft_wrap=True)
+            talk.print("[bold]hint:[/] `planner --help`, or `planner COMMAND --help`", soft_wrap=True)
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         talk.print("interrupted")

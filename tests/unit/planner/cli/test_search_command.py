@@ -46,6 +46,13 @@ def test_search_shows_a_table_and_talks_on_stderr(run: Run) -> None:
     assert "note" not in out
 
 
+def test_without_a_command_there_is_the_help_and_no_empty_error(run: Run) -> None:
+    code, out, err = run()
+    assert code == 2
+    assert "Usage: planner" in out
+    assert err == ""
+
+
 def test_json_is_a_plan_and_nothing_else(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     code, out, err = run(*TINY, "--prefer", "fastest", "--json", "-o", file)
