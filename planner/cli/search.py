@@ -16,7 +16,6 @@ from rich.spinner import Spinner
 
 from costmodels.vocabulary.choices import ContextMethod, Offload, Optimizer, Precision, Preference, Recompute
 from costmodels.vocabulary.schedules import ScheduleName
-from planner.cli.check import check_found
 from planner.cli.front import Shown, range_progress, show_range
 from planner.cli.options import WRITES_PLAN, AsJson, Framework, GpuRange, Hardware, TokenCount, gpu_range
 from planner.cli.process import interruptible, process_began_s, uncollected
@@ -193,7 +192,7 @@ def search(  # over 6 arguments: one for each option of the command line
             return 130
         if framework is None:
             _say_of_loss(answer.plan, deadline)
-        return check_found(answer.plan) if check else 0
+        return _check(answer.plan) if check else 0
     except KeyboardInterrupt:  # there was no plan yet
         talk_console().print("interrupted")
         return 130
@@ -222,6 +221,13 @@ def _say_of_loss(plan: Plan, deadline: Deadline) -> None:
     note = loss_note(plan, min(LIMIT_S, deadline.left_s) if deadline.is_limited else LIMIT_S)
     if note is not None:
         talk_console().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _check(plan: Plan) -> int:
+    """What `planner check` says of the plan, on stderr; its exit code."""
+    from planner.cli.check import check_found  # no search needs it that is not asked
+
+    return check_found(plan)
 
 
 def _others(request: Request) -> str:
