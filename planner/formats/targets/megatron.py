@@ -16,7 +16,7 @@ from planner.formats import megatron_core
 from planner.formats.documents import MAX_LAYERS, MAX_NUMBER, commented, sgd_of
 from planner.formats.launch import RENDEZVOUS, spread
 from planner.formats.megatron_arguments import SIZES, Arguments, arguments
-from planner.formats.settings import Job, Settings
+from planner.formats.settings import Job, Layout, Settings
 from planner.formats.target import Read, Target, Written
 from planner.models.config import FamilyConfig, MlpType
 
@@ -54,10 +54,18 @@ def write(job: Job) -> Written:
         "#!/usr/bin/env bash\n"
         + commented([f"{VERSION}, written by planner export from {job.plan_path}", *notes])
         + "set -euo pipefail\n"
+        + _environment(layout)
         + f"MEGATRON_ARGUMENTS=(\n{lines})\n"
         + f'torchrun {spread(job)} {RENDEZVOUS} pretrain_gpt.py "${{MEGATRON_ARGUMENTS[@]}}" "$@"\n'
     )
     return Written(text, tuple(notes))
+
+
+def _environment(layout: Layout) -> str:
+    """What validate_args asks of the environment: kernels in one queue under tp or cp, and not for Megatron-FSDP."""
+    if layout.tp * layout.cp == 1 or layout.zero_stage > 1:
+        return ""
+    return 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"\n'
 
 
 def _layout_arguments(job: Job) -> list[tuple[str, ...]]:

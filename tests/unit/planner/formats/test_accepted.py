@@ -1,6 +1,8 @@
 """What is exported is accepted by parsers written again from each target's source, and says what the plan says."""
 
 import json
+import os
+import subprocess
 import tomllib
 from dataclasses import replace
 from typing import Any
@@ -42,6 +44,17 @@ def test_megatron(wanted: Wanted) -> None:
         assert given["sgd_momentum"] == (0.9 if layout.optimizer is Optimizer.SGD_MOMENTUM else 0)
     assert given["optimizer_cpu_offload"] is (layout.offload is Offload.CPU)
     assert (given["recompute_granularity"] is None) is (layout.recompute is Recompute.NONE)
+
+
+@pytest.mark.parametrize("wanted", ACCEPTED["megatron"])
+def test_megatron_has_the_environment_that_its_arguments_ask_for(wanted: Wanted) -> None:
+    """validate_args ends a run of tp or cp without CUDA_DEVICE_MAX_CONNECTIONS=1, and one of Megatron-FSDP with it."""
+    of = job(wanted)
+    shown = 'torchrun() { printf %s "${CUDA_DEVICE_MAX_CONNECTIONS-}"; }; '
+    without = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    ran = subprocess.run(["bash", "-c", shown + text_of("megatron", of)], env=without, capture_output=True, check=True)
+    asks = of.layout.tp * of.layout.cp > 1 and of.layout.zero_stage <= 1
+    assert ran.stdout.decode() == ("1" if asks else "")
 
 
 @pytest.mark.parametrize("wanted", ACCEPTED["nemo"])
