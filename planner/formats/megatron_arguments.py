@@ -34,7 +34,8 @@ _LISTS = ("cp-comm-type", "recompute-modules", "rampup-batch-size")
 _SWITCHES = (
     "sequence-parallel use-distributed-optimizer use-megatron-fsdp overlap-grad-reduce "
     "overlap-param-gather tp-comm-overlap bf16 fp16 swiglu squared-relu untie-embeddings-and-output-weights "
-    "group-query-attention optimizer-cpu-offload recompute-activations disable-bias-linear qk-layernorm "
+    "group-query-attention optimizer-cpu-offload use-precision-aware-optimizer recompute-activations "
+    "disable-bias-linear qk-layernorm "
     "multi-latent-attention use-rotary-position-embeddings grad-reduce-in-bf16"
 )
 # What changes a step and has no price: an import says no rather than pricing something else.

@@ -47,12 +47,7 @@ def limits(job: Asked) -> Iterator[Refusal]:
         )
     if layout.ep > 1 and layout.tp > 1 and not layout.sequence_parallel:
         yield Refusal("experts under tensor parallelism need sequence parallelism", "search with --sequence-parallel")
-    if layout.offload is not Offload.NONE and layout.zero_stage > 1:
-        yield Refusal(
-            f"its optimizer offload goes with the distributed optimizer, not with Megatron-FSDP (ZeRO "
-            f"{layout.zero_stage})",
-            "search with --zero 1",
-        )
+    yield from _offload_limits(layout)
     if isinstance(layout.recompute, tuple) and recomputed_a_stage(layout) is None:
         yield Refusal(
             "of each stage it recomputes the same number of blocks, fully (recompute_method block); the plan's stages "
@@ -62,6 +57,24 @@ def limits(job: Asked) -> Iterator[Refusal]:
     shape = job.shape
     if shape is not None and shape.mlp not in MLPS:
         yield Refusal(f"it has no {shape.mlp.value} feed-forward network", "use a model with gelu or swiglu")
+
+
+def _offload_limits(layout: Layout) -> Iterator[Refusal]:
+    """Its offload is of the distributed optimizer (arguments.py), and of Adam alone (optimizer_config.py)."""
+    if layout.offload is Offload.NONE:
+        return
+    if layout.zero_stage > 1:
+        yield Refusal(
+            f"its optimizer offload goes with the distributed optimizer, not with Megatron-FSDP (ZeRO "
+            f"{layout.zero_stage})",
+            "search with --zero 1",
+        )
+    if layout.zero_stage == 0 and layout.dp * layout.cp > 1:
+        yield Refusal("its optimizer offload goes with the distributed optimizer (ZeRO 1), the plan has ZeRO 0",
+                      "search with --zero 1")  # fmt: skip
+    if layout.optimizer is not Optimizer.ADAMW:
+        yield Refusal(f"its optimizer offload is for Adam alone, the plan has {layout.optimizer}",
+                      "search with --optimizer adamw, or --offload none")  # fmt: skip
 
 
 def layout_text(layout: Layout) -> str | None:
@@ -164,13 +177,27 @@ def recomputation(layout: Layout) -> dict[str, object]:
 def data_parallelism(layout: Layout) -> dict[str, object]:
     """Fields of DistributedDataParallelConfig: what is sharded over data-parallel ranks, and what overlaps."""
     found: dict[str, object] = {"overlap_grad_reduce": layout.dp * layout.cp > 1}
+    if uses_distributed_optimizer(layout):
+        found["use_distributed_optimizer"] = True
     if layout.zero_stage > 0:
-        found |= {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        found["overlap_param_gather"] = True
     if layout.zero_stage > 1:
         found |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": FSDP_STRATEGIES[layout.zero_stage]}
     if layout.zero_stage > 0 and layout.dp_replicate > 1:
         found["num_distributed_optimizer_instances"] = layout.dp_replicate
     return found
+
+
+def uses_distributed_optimizer(layout: Layout) -> bool:
+    """Whether it is asked for: where there is something to shard, and where states leave the GPU."""
+    return layout.zero_stage > 0 or layout.offload is not Offload.NONE
+
+
+def offload(layout: Layout) -> dict[str, object]:
+    """Fields of OptimizerConfig that keep all states in host memory: its own share of them is none."""
+    if layout.offload is Offload.NONE:
+        return {}
+    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 
 
 def optimizer(layout: Layout) -> dict[str, object]:

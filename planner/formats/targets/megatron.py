@@ -81,9 +81,8 @@ def _layout_arguments(job: Job) -> list[tuple[str, ...]]:
         found.append(("--tp-comm-overlap",))
     if layout.zero_stage > 1:
         found.append(("--ckpt-format", "fsdp_dtensor"))  # arguments.py asks for it with Megatron-FSDP
-    if layout.offload is Offload.CPU:
-        found.append(("--optimizer-cpu-offload",))
     found += [
+        *_flags(megatron_core.offload(layout)),
         ("--micro-batch-size", str(layout.micro_batch_size)),
         ("--global-batch-size", str(layout.global_batch_size)),
         ("--seq-length", str(layout.seq_len)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from costmodels.vocabulary.choices import Offload, Precision
+from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.software import named
 from planner.formats import megatron_core
 from planner.formats.documents import commented, yaml_text
@@ -53,8 +53,8 @@ def write(job: Job) -> Written:
         "ddp": megatron_core.data_parallelism(layout),
         "optimizer": {
             **megatron_core.optimizer(layout),
-            "use_distributed_optimizer": layout.zero_stage > 0,
-            **({"optimizer_cpu_offload": True} if layout.offload is Offload.CPU else {}),
+            "use_distributed_optimizer": megatron_core.uses_distributed_optimizer(layout),
+            **megatron_core.offload(layout),
         },
         "dataset": {"seq_length": layout.seq_len},
     }

@@ -26,6 +26,7 @@ _MEGATRON_TAKES = [
     Wanted("deepseek-v3", pp=4, dp_shard=8, ep=8, zero=1, stage_blocks=(15, 15, 16, 15)),
     Wanted(pp=4, dp_replicate=2, dp_shard=2, zero=1, recompute=FIRST_TWO, optimizer=Optimizer.SGD),
     Wanted(dp_shard=8, zero=1, offload=Offload.CPU, precision=Precision.FP8, microbatches=3),
+    Wanted(tp=8, sequence_parallel=True, offload=Offload.CPU),
     Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=8, etp=1, zero=1, sequence_parallel=True),
     Wanted(dp_shard=4, zero=1, optimizer=Optimizer.SGD_MOMENTUM),
 ]
@@ -38,6 +39,8 @@ _MEGATRON_REFUSES = [
     (Wanted(dp_shard=8, zero=1, optimizer=Optimizer.ADAM), "optimiser adam "),
     (Wanted(dp_shard=8, zero=3, offload=Offload.NVME), "offload of optimiser states nvme"),
     (Wanted(dp_shard=8, zero=3, offload=Offload.CPU), "not with Megatron-FSDP"),
+    (Wanted(dp_replicate=8, offload=Offload.CPU), "the plan has ZeRO 0"),
+    (Wanted(dp_shard=8, zero=1, offload=Offload.CPU, optimizer=Optimizer.SGD), "for Adam alone"),
     (Wanted(pp=2, dp_shard=4, zero=3), "not run under a pipeline"),
     (Wanted("mixtral-8x7b", dp_shard=4, tp=2, ep=4, zero=1), "need sequence parallelism"),
     (Wanted(pp=4, dp_shard=2, zero=1, recompute=MIXED), "same number of blocks"),

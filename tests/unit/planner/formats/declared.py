@@ -37,7 +37,8 @@ MEGATRON: dict[str, str | list[str]] = {
     "--cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],
     "--seq-length": NUMBER, "--optimizer": ["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
     "--sgd-momentum": FLOAT,  # of OptimizerConfig, 0.9 where it is not given
-    "--optimizer-cpu-offload": SWITCH, "--group-query-attention": SWITCH, "--max-position-embeddings": NUMBER,
+    "--optimizer-cpu-offload": SWITCH, "--use-precision-aware-optimizer": SWITCH, "--optimizer-offload-fraction": FLOAT,
+    "--group-query-attention": SWITCH, "--max-position-embeddings": NUMBER,
     "--position-embedding-type": ["learned_absolute", "rope", "yarn", "mrope", "relative", "none"],
     "--rotary-base": NUMBER, "--swiglu": SWITCH, "--squared-relu": SWITCH, "--num-experts": NUMBER,
     "--untie-embeddings-and-output-weights": SWITCH, "--moe-layer-freq": WORD, "--q-lora-rank": NUMBER,
@@ -91,6 +92,11 @@ def check_megatron(given: dict[str, Any]) -> None:
         assert given["overlap_grad_reduce"]
     if given["use_megatron_fsdp"]:
         assert given["ckpt_format"] == "fsdp_dtensor"
+    if given["optimizer_cpu_offload"]:
+        assert given["use_precision_aware_optimizer"]
+    if given["use_precision_aware_optimizer"]:  # core/optimizer/optimizer_config.py
+        assert given["optimizer"] == "adam"
+        assert given["use_distributed_optimizer"]
     if given["expert_model_parallel_size"] > 1:
         assert given["num_experts"] % given["expert_model_parallel_size"] == 0
         assert given["tensor_model_parallel_size"] == 1 or given["sequence_parallel"]
@@ -123,7 +129,8 @@ NEMO: dict[str, set[str]] = {
         "overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "use_megatron_fsdp",
         "data_parallel_sharding_strategy", "num_distributed_optimizer_instances",
     },
-    "optimizer": {"optimizer", "sgd_momentum", "use_distributed_optimizer", "optimizer_cpu_offload"},
+    "optimizer": {"optimizer", "sgd_momentum", "use_distributed_optimizer", "optimizer_cpu_offload",
+                  "optimizer_offload_fraction", "use_precision_aware_optimizer"},
     "dataset": {"seq_length"},
     "dist": {"use_megatron_fsdp"},
     "checkpoint": {"ckpt_format"},

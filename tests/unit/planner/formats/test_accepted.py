@@ -68,6 +68,11 @@ def test_nemo(wanted: Wanted) -> None:
     assert model["tensor_model_parallel_size"] == of.layout.tp
     if optimizer["optimizer"] == "sgd":
         assert optimizer["sgd_momentum"] == (0.9 if of.layout.optimizer is Optimizer.SGD_MOMENTUM else 0)
+    if of.layout.offload is Offload.CPU:  # of OptimizerConfig, which leaves all states where they are by itself
+        assert optimizer["optimizer_offload_fraction"] == 1.0
+        assert optimizer["use_precision_aware_optimizer"]
+        assert optimizer["use_distributed_optimizer"]
+        assert document["ddp"]["use_distributed_optimizer"]
     stages = model.get("pipeline_model_parallel_layout")
     if stages is not None:
         counted = [stage.count("t") for stage in declared.megatron_stages(stages)]
