@@ -13,6 +13,11 @@ from planner.formats.target import Abilities, Read, Refusal, Target, Written
 
 VERSION = "DeepSpeed v0.19.5"
 OPTIMIZERS = {Optimizer.ADAMW: "AdamW", Optimizer.ADAM: "Adam", Optimizer.SGD: "SGD", Optimizer.SGD_MOMENTUM: "SGD"}
+# Its Adam decouples weight decay, as AdamW does, where nothing else is said (runtime/config.py, ADAM_W_MODE_DEFAULT).
+PARAMS: dict[Optimizer, dict[str, object]] = {
+    Optimizer.ADAM: {"adam_w_mode": False},
+    Optimizer.SGD_MOMENTUM: {"momentum": MOMENTUM},
+}
 OPTIMIZER_WORDS = {optimizer: name.lower() for optimizer, name in OPTIMIZERS.items()}  # which it lower-cases
 DEVICES = {Offload.NONE: "none", Offload.CPU: "cpu", Offload.NVME: "nvme"}  # runtime/zero/offload_config.py
 # A pass over all gradients in place of a scatter; whole buckets in place of one buffer: what false makes of them.
@@ -80,6 +85,8 @@ def write(job: Job) -> Written:
         "bf16": {"enabled": layout.precision is Precision.BF16},
         "fp16": {"enabled": layout.precision is Precision.FP16},
     }
+    if layout.zero_stage > 0 and layout.optimizer in (Optimizer.SGD, Optimizer.SGD_MOMENTUM):
+        document["zero_allow_untested_optimizer"] = True  # runtime/engine.py ends without it
     if layout.tp > 1:
         document["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.cp > 1:
@@ -95,8 +102,8 @@ def write(job: Job) -> Written:
 
 
 def _optimizer(name: Optimizer) -> dict[str, object]:
-    params = {"params": {"momentum": MOMENTUM}} if name is Optimizer.SGD_MOMENTUM else {}
-    return {"type": OPTIMIZERS[name], **params}
+    params = PARAMS.get(name)
+    return {"type": OPTIMIZERS[name], **({} if params is None else {"params": params})}
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -110,6 +117,7 @@ def read(text: str) -> Read:
     if stage not in (0, 1, 2, 3):
         raise InputError(f"zero_optimization.stage must be 0 to 3, not {stage}", hint="correct the file")
     _check_priced(zero, document)
+    flag(document, "zero_allow_untested_optimizer")  # read: it lets a run begin and changes nothing of it
     cp = number(document, "sequence_parallel_size", 1) or 1
     mics = number(zero, "mics_shard_size", -1)
     sharded = None if mics in (None, -1) else mics
@@ -144,9 +152,12 @@ def read(text: str) -> Read:
 
 
 def _optimizer_of(given: Document) -> Optimizer:
-    """torch.optim.SGD has no momentum where ``params`` say none."""
+    """Adam is AdamW unless ``params`` say otherwise; torch.optim.SGD has no momentum where they say none."""
     found = choice("optimizer.type", str(given.get("type", "AdamW")).lower(), OPTIMIZER_WORDS)
-    momentum = section(given, "params").get("momentum", 0)
+    params = section(given, "params")
+    if found is Optimizer.ADAM and flag(params, "adam_w_mode", True):
+        return Optimizer.ADAMW
+    momentum = params.get("momentum", 0)
     return sgd_of("optimizer.params.momentum", momentum) if found is Optimizer.SGD and momentum != "auto" else found
 
 

@@ -113,7 +113,12 @@ def test_deepspeed(wanted: Wanted) -> None:
     assert document["train_batch_size"] == product  # _batch_assertion
     assert document["zero_optimization"]["stage"] == of.layout.zero_stage
     has_momentum = of.layout.optimizer is Optimizer.SGD_MOMENTUM
-    assert document["optimizer"].get("params", {}).get("momentum", 0) == (0.9 if has_momentum else 0)
+    params = document["optimizer"].get("params", {})
+    assert params.get("momentum", 0) == (0.9 if has_momentum else 0)
+    is_adam = of.layout.optimizer is Optimizer.ADAM  # whose decay is AdamW's where nothing is said: runtime/engine.py
+    assert params.get("adam_w_mode", True) is not is_adam
+    if of.layout.zero_stage > 0 and document["optimizer"]["type"] == "SGD":  # _do_optimizer_sanity_check
+        assert document["zero_allow_untested_optimizer"]
 
 
 @pytest.mark.parametrize("wanted", ACCEPTED["accelerate"])

@@ -328,3 +328,21 @@ def test_accelerate_refuses_a_parallelism_config_without_fsdp2(kind: str) -> Non
     text = f"{kind}\nnum_processes: 8\nparallelism_config: {{parallelism_config_tp_size: 4}}"
     with pytest.raises(InputError, match="goes with distributed_type FSDP and fsdp_version 2 alone"):
         read_config("a.yaml", text, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "meant"),
+    [
+        ({"type": "Adam"}, Optimizer.ADAMW),
+        ({"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": True}}, Optimizer.ADAMW),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, Optimizer.ADAM),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, Optimizer.ADAMW),
+    ],
+)
+def test_deepspeed_means_adamw_by_adam_unless_it_is_told(optimizer: dict[str, object], meant: Optimizer) -> None:
+    """runtime/engine.py, effective_adam_w_mode: Adam was read as torch's, and exported as what trains AdamW."""
+    document = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": optimizer}
+    text = json.dumps({**document, "zero_allow_untested_optimizer": True})
+    read = read_config("ds.json", text, None)[1]
+    assert read.settings.optimizer is meant
+    assert "zero_allow_untested_optimizer" not in " ".join(read.notes)
