@@ -96,7 +96,8 @@ def write(job: Job) -> Written:
     assert shape is not None  # limits
     notes = (
         "data_stages, tokenizer, learning rate, train_steps and checkpoints are examples: set them",
-        f"start it by torchrun on {job.num_nodes} nodes of {job.devices_on_node} GPUs: run_train.py --config-file FILE",
+        f"start it on {job.num_nodes} nodes of {job.devices_on_node} GPUs: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ... "
+        "run_train.py --config-file FILE",
     )
     document = {
         "general": {"project": "planner", "run": "planner", "seed": 42},
