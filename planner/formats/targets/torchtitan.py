@@ -26,6 +26,8 @@ FLAVORS = {
     "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
     "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
 }
+NO_PIPELINE = ("qwen3",)  # whose TrainSpec has no pipelining_fn
+NO_CONTEXT = ("deepseek_v3",)  # whose flavors attend by flex attention, which context parallelism does not take
 FP8 = "quantize.linear.float8"
 # fsdp_reshard_after_forward. Under a pipeline gradients are reduced behind the last micro-batch, and parameters that
 # are never given back are gathered once a step: that divides what ZeRO 1 divides (planner.frameworks.as_run).
@@ -70,6 +72,11 @@ def limits(job: Asked) -> Iterator[Refusal]:
         yield Refusal(f"tp * 2 cp = {divisor} must divide the {layout.seq_len} tokens", "search with another --seq-len")
     if layout.precision is Precision.FP32 and layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
         yield Refusal("its replicas without sharding run under autocast", "search with --precision bf16 or --zero 3")
+    name, _ = FLAVORS.get(job.preset or "", (None, None))
+    if layout.pp > 1 and name in NO_PIPELINE:
+        yield Refusal(f"its {name} cannot be pipelined, the plan has pp = {layout.pp}", "search with --pp 1")
+    if layout.cp > 1 and name in NO_CONTEXT:
+        yield Refusal(f"its {name} takes no context parallelism, the plan has cp = {layout.cp}", "search with --cp 1")
     if layout.virtual_stages > 2 and layout.schedule.rules.is_v:
         yield Refusal(f"{layout.schedule} has two stages a rank", "search with --virtual-stages 2")
 

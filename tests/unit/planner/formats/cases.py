@@ -84,6 +84,7 @@ ACCEPTED: dict[str, list[Wanted]] = {
         Wanted(pp=4, dp_shard=4, zero=1, **ZBV),
         Wanted(dp_shard=4, cp=2, tp=2, zero=3, sequence_parallel=True, cp_method=RING),
         Wanted("qwen3-30b-a3b", dp_shard=8, tp=2, ep=8, zero=3, sequence_parallel=True, precision=Precision.FP32),
+        Wanted("deepseek-v3", pp=4, dp_shard=8, ep=8, zero=1, **DUAL),
     ],
     "deepspeed": [
         Wanted(dp_replicate=8),
@@ -138,6 +139,8 @@ REFUSED: dict[str, list[tuple[Wanted, str]]] = {
         (Wanted(dp_shard=8, zero=3, offload=Offload.CPU), "offload of optimiser states cpu"),
         (Wanted(dp_shard=8, zero=1), "ZeRO 2 or 3"),
         (Wanted(pp=2, dp_shard=4, zero=2), "ZeRO 1 or 3"),
+        (Wanted("qwen3-8b", pp=2, dp_shard=4, zero=1), "its qwen3 cannot be pipelined"),
+        (Wanted("deepseek-v3", dp_shard=8, cp=2, zero=3), "takes no context parallelism"),
         (Wanted(dp_shard=4, cp=2, zero=3, cp_method=ALL_TO_ALL), "context parallelism all-to-all"),
         (Wanted(dp_shard=4, tp=2, zero=3), "always with sequence parallelism"),
         (Wanted(dp_shard=8, zero=3, recompute=MIXED), "recomputes all blocks alike"),
