@@ -233,9 +233,9 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
     if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return
     length = min(LONGEST_PROBE, context.seq_len - 1)
-    with torch.random.fork_rng(devices=()), torch.no_grad(), _own_cores():
+    with torch.random.fork_rng(devices=()), torch.no_grad(), own_cores():
         torch.manual_seed(0)
-        copied = _moved(module)
+        copied = moved_copy(module)
         tokens = {key: torch.randint(NUM_PROBE_TOKENS, (2, length)) for key in inputs}
         shuffled = torch.randperm(length)
         watched, compared = _Watched(context.length, length), Compared(tokens)
@@ -258,7 +258,7 @@ def check_model(module: nn.Module, inputs: Inputs, loss: TrainingLoss, context: 
 
 
 @contextlib.contextmanager
-def _own_cores() -> Generator[None]:
+def own_cores() -> Generator[None]:
     """Torch computes on this rank's share of the cores meanwhile: torchrun lets each rank have one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -268,7 +268,8 @@ def _own_cores() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _moved(module: nn.Module) -> nn.Module:
+def moved_copy(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` on the CPU, in which what starts at zero shows too. Draws from torch's current seed."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return stood_in(module).train()
     copied = twin(module, torch.float32, CPU).train()

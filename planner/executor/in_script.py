@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import InputError, ModelError, PlanError
+from planner.executor.given_batches import GivenBatches, plain_inputs
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
@@ -104,8 +106,11 @@ def _split(model: Module, *, plan: Plan, loss_fn: LossFunction | None, inputs: o
         loss = recognised(taken_by_loss(nest, TrainingLoss(loss_fn)), model, makes, plan.training.seq_len)
     example = makes(plan.pipeline.micro_batch_size, plan.training.seq_len)
     example = for_forward(example, model)
+    plain = plain_inputs(model, example) if plan.mesh.cp > 1 and nest is None else frozenset[str]()
+    given = GivenBatches(plain)
+    example = {key: value for key, value in example.items() if key not in plain}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return parallelize(model, example, loss, plan, build_mesh(plan, device))
+    return replace(parallelize(model, example, loss, plan, build_mesh(plan, device)), given=given)
 
 
 def _check_dtypes(model: Module, plan: Plan) -> None:

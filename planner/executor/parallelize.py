@@ -22,6 +22,7 @@ from planner.executor.data_parallel import DataParallel, ShardingUnits, drop_unr
 from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
+from planner.executor.given_batches import ANY_BATCH, GivenBatches
 from planner.executor.glue import DIFFERENTIATES
 from planner.executor.gradient_hooks import check_later_hooks
 from planner.executor.gradients import norm_of_all, scale_down
@@ -65,7 +66,7 @@ from planner.executor.tensor_parallel import (
     torch_placement,
 )
 from planner.executor.whole_parameters import WholeParameters
-from planner.models.inputs import LABELS, by_name, call_model
+from planner.models.inputs import LABELS, call_model
 from planner.models.loss import Reduction, TrainingLoss
 from planner.plan.schema import Plan
 
@@ -88,6 +89,7 @@ class ParallelModel:
     experts: Experts | None  # where they divide experts
     replicas: tuple[dist.ProcessGroup, ...]  # of the ranks that hold this rank's stages, one for each axis
     evaluates: bool  # what is between the modules of a pipeline is known for evaluation too
+    given: GivenBatches = ANY_BATCH  # what is asked of the batches of a script
 
     @property
     def input_name(self) -> str:
@@ -169,7 +171,7 @@ class ParallelModel:
 
     def _scaled(self, batch: object) -> Tensors:
         """This rank's batch by name, with the scales of its losses. Collective."""
-        named = by_name(batch)
+        named = self.given.named(batch)
         check_share(named, self.sample_shapes, self.plan, self.loss.mesh)
         named = named if self.context is None else self.context.shard(named)
         return {**named, SCALE_KEY: self.loss.scales(named)}
@@ -292,8 +294,7 @@ def _check(
     check_beside(training_loss, plan)
     check_reduction(training_loss, num_parts)
     check_trainable(module, inputs, plan)
-    note = statistics_note(module, num_parts, plan.pipeline.micro_batch_size)
-    if note is not None:
+    if (note := statistics_note(module, num_parts, plan.pipeline.micro_batch_size)) is not None:
         say(f"warning: {note}")
     if context is not None:
         check_whole_sequences(inputs)
