@@ -1,7 +1,8 @@
 """Batches as a script of one's own gives them, in the customs of transformers where these are not the planner's.
 
 Its collators add a mask that hides nothing, and positions that count from 0. A model that comes to the same without
-these is run without them under context parallelism, where each rank sees a part of a sequence.
+these is run without them under context parallelism, where each rank sees a part of a sequence. Its causal models shift
+labels themselves; the planner's loss takes the next tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from planner.executor.context_parallel import LONGEST_PROBE, NUM_PROBE_TOKENS, m
 from planner.executor.integers import is_integer
 from planner.executor.stage_trace import tensors_in
 from planner.models.inputs import LABELS, by_name, call_model
+from planner.models.loss import IGNORED, tokens_of
 
 Tensors = Mapping[str, torch.Tensor]
 MASK, POSITIONS = "attention_mask", "position_ids"
@@ -29,9 +31,10 @@ class GivenBatches:
     """What is asked of each batch before it is run. ``plain``: inputs that the model was split without."""
 
     plain: frozenset[str] = frozenset()
+    shifts_labels: bool = False  # the model does, and the loss that is used does not
 
     def named(self, given: object) -> dict[str, torch.Tensor]:
-        """A batch by name; InputError where ``plain`` says something after all."""
+        """A batch by name; InputError where ``plain`` says something after all, or labels are not the next tokens."""
         batch = by_name(given)
         strange = [name for name in sorted(self.plain) if name in batch and not _is_plain(name, batch[name])]
         if strange:
@@ -40,6 +43,8 @@ class GivenBatches:
                 "does neither, for ranks of context parallelism run it without",
                 hint="fill sequences up with tokens and give these the label -100, or plan with cp = 1",
             )
+        if self.shifts_labels:
+            _check_next_tokens(batch)
         return batch
 
 
@@ -65,6 +70,22 @@ def plain_inputs(module: nn.Module, example: Tensors) -> frozenset[str]:
         except Exception:  # whatever the user's code raises without them
             return frozenset()
     return frozenset(names) if _are_equal(*pair) else frozenset()
+
+
+def _check_next_tokens(batch: Tensors) -> None:
+    labels, tokens = batch.get(LABELS), tokens_of(dict(batch))
+    if labels is None or labels.shape != tokens.shape or labels.ndim != 2:
+        return
+    counted = labels != IGNORED
+    are_own = (labels == tokens) | ~counted
+    are_not_next = counted[:, :-1] & (labels[:, :-1] != tokens[:, 1:])
+    if bool(are_own.all() & are_not_next.any()):
+        raise InputError(
+            "the labels are the tokens of their own positions, as transformers' models take them, which shift them; "
+            "the planner's loss takes the next tokens, so the model would learn to copy",
+            hint="shift them, labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100), or leave labels out "
+            "where every next token counts",
+        )
 
 
 def _is_plain(name: str, value: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from planner.executor.recording import UnrecordableError
 from planner.executor.start import say_whole, split_by_parts
 from planner.executor.weights import load_weights
 from planner.models.held import nest_of
-from planner.models.huggingface import for_training
+from planner.models.huggingface import for_training, shifts_labels
 from planner.models.inputs import by_name, for_forward, taken_by_loss
 from planner.models.loss import NEXT_TOKEN, Batch, TrainingLoss
 from planner.plan.schema import Plan
@@ -107,7 +107,7 @@ def _split(model: Module, *, plan: Plan, loss_fn: LossFunction | None, inputs: o
     example = makes(plan.pipeline.micro_batch_size, plan.training.seq_len)
     example = for_forward(example, model)
     plain = plain_inputs(model, example) if plan.mesh.cp > 1 and nest is None else frozenset[str]()
-    given = GivenBatches(plain)
+    given = GivenBatches(plain, shifts_labels=loss_fn is None and shifts_labels(model))
     example = {key: value for key, value in example.items() if key not in plain}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return replace(parallelize(model, example, loss, plan, build_mesh(plan, device)), given=given)

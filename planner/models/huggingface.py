@@ -50,6 +50,18 @@ def for_training(module: nn.Module) -> nn.Module:
     return without_plain_masks(module)
 
 
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether ``module`` is a causal model of transformers, to which labels are the tokens of their own positions."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if any(getattr(getattr(each, "config", None), "is_encoder_decoder", False) for each in module.modules()):
+        return False
+    names = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(type(each).__name__ in names for each in module.modules())
+
+
 @dataclass(frozen=True)
 class HuggingFaceModel:
     """A config and the class of ``transformers`` that it names."""

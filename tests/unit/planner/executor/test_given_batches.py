@@ -15,6 +15,7 @@ import planner
 from planner.errors import InputError
 from planner.executor.given_batches import GivenBatches, plain_inputs
 from planner.executor.recorded_build import recorded_model
+from planner.models.huggingface import shifts_labels
 
 SEQ_LEN, VOCAB = 16, 32
 TOKENS = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
@@ -89,6 +90,30 @@ def test_what_a_model_was_split_without_has_to_say_nothing_in_each_batch() -> No
         asked.named({**batch, "position_ids": COUNTED.remainder(8)})
 
 
+def test_labels_as_transformers_takes_them_are_refused() -> None:
+    """They were trained on as if they were the next tokens: the model learned to copy, and its loss fell quickly."""
+    asked = GivenBatches(shifts_labels=True)
+    behind = nn.functional.pad(TOKENS[:, 1:], (0, 1), value=-100)
+    for labels in (TOKENS, torch.where(COUNTED < 5, -100, TOKENS)):
+        with pytest.raises(InputError, match="the labels are the tokens of their own positions"):
+            asked.named({"input_ids": TOKENS, "labels": labels})
+        assert GivenBatches().named({"input_ids": TOKENS, "labels": labels})
+    same = torch.zeros_like(TOKENS)  # of which each is the next one, too
+    for tokens, labels in ((TOKENS, behind), (same, same), (TOKENS, torch.full_like(TOKENS, -100))):
+        asked.named({"input_ids": tokens, "labels": labels})
+    asked.named({"input_ids": TOKENS})
+
+
+def test_causal_models_of_transformers_shift_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=1))
+        gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))
+        bert = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1))
+    assert all(map(shifts_labels, (gpt2, nn.Sequential(llama()))))  # such as one with adapters
+    assert not any(map(shifts_labels, (t5, bert, nn.Linear(2, 2))))
+
+
 SCRIPT = """
 import sys, gc, torch, torch.distributed as dist, planner
 from torch.nn import functional as F
@@ -108,7 +133,7 @@ torch.testing.assert_close(loss / 2, expected.detach())
 for name, p in part.roots[0].named_parameters():
     torch.testing.assert_close(p.grad, one.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 try:
-    part.forward_backward({**whole, "attention_mask": 1 - ONES})
+    part.forward_backward({**whole, "labels": TOKENS})
 except planner.errors.InputError as error:
     print(error.message)
 dist.barrier()
@@ -140,4 +165,4 @@ def test_a_batch_with_a_mask_of_ones_is_shared_out_as_one_process_takes_it(tmp_p
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("attention_mask hides or moves positions") == 2
+    assert done.stdout.count("the labels are the tokens of their own positions") == 2
