@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from costmodels.vocabulary.shown import shown
 from planner.errors import InputError, ModelError, PlannerError
 from planner.executor.checkpoint_storage import ManifestReader, ManifestWriter
 from planner.executor.parallelize import ParallelModel
+from planner.executor.ranks import say
 from planner.plan.manifest import (
     DamagedError,
     Manifest,
@@ -129,7 +130,11 @@ class Checkpointer:
         _forget_unused(model, optimizer, found.manifest)
         state = state_of(model, optimizer)
         _agree(_mismatch(state, found.manifest), found.folder, self._group)
-        _agree(_unused(state, found.manifest, self._group), found.folder, self._group)
+        frozen = _frozen_since(model, found.manifest, self._group)
+        if frozen:
+            say(f"warning: what the optimiser kept of parameters that are frozen now is left behind: {frozen[0]}"
+                + (f" and {len(frozen) - 1} more" if frozen[1:] else ""))  # fmt: skip
+        _agree(_unused(state, found.manifest, frozen, self._group), found.folder, self._group)
         try:
             dcp.load(
                 state,
@@ -291,14 +296,28 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def _parameter_of(name: str) -> str | None:
+    """The parameter that the optimiser kept the tensor ``name`` of; None where it did not."""
+    return name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else None
+
+
 def _forget_unused(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     """Leaves those parameters without states that had none: the run has not given them a gradient yet."""
-    stateful = {name.removeprefix("optimizer.").rpartition(".")[0] for name in manifest.tensors
-                if name.startswith("optimizer.")}  # fmt: skip
+    stateful = {_parameter_of(name) for name in manifest.tensors}
     for root in model.roots:
         for fqn, parameter in root.named_parameters(remove_duplicate=False):
             if fqn not in stateful:
                 optimizer.state.pop(parameter, None)
+
+
+def _frozen_since(model: ParallelModel, manifest: Manifest, group: dist.ProcessGroup) -> list[str]:
+    """Parameters of which the checkpoint has optimiser states, and which any rank trains no more. Collective."""
+    stateful = {_parameter_of(name) for name in manifest.tensors}
+    named = [pair for root in model.roots for pair in root.named_parameters(remove_duplicate=False)]
+    mine = [fqn for fqn, parameter in named if fqn in stateful and not parameter.requires_grad]
+    every: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(every, mine, group=group)
+    return sorted({fqn for names in every for fqn in names})
 
 
 def _mismatch(state: State, manifest: Manifest) -> str | None:
@@ -312,9 +331,9 @@ def _mismatch(state: State, manifest: Manifest) -> str | None:
     return None
 
 
-def _unused(state: State, manifest: Manifest, group: dist.ProcessGroup) -> str | None:
-    """The first tensor of the checkpoint that no rank has: it belongs to another model."""
-    names = sorted(manifest.tensors)
+def _unused(state: State, manifest: Manifest, frozen: Sequence[str], group: dist.ProcessGroup) -> str | None:
+    """The first tensor of the checkpoint that no rank has, and is not of what is ``frozen``: it is another model's."""
+    names = sorted(name for name in manifest.tensors if _parameter_of(name) not in frozen)
     wanted = torch.tensor([name in state for name in names], dtype=torch.uint8)
     dist.all_reduce(wanted, dist.ReduceOp.MAX, group=group)
     unused = [name for name, count in zip(names, wanted.tolist(), strict=True) if not count]

@@ -249,3 +249,29 @@ def test_what_is_no_tensor_is_refused_before_the_first_step(started: Started) ->
     with pytest.raises(ModelError, match="counting._extra_state"):
         check_kept(model)
     del model.roots[0]._modules["counting"]
+
+
+def test_a_run_goes_on_with_parameters_that_were_frozen_since(
+    started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended: the checkpoint had moments that the model did not have."""
+    model, optimizer = started
+    optimizer.state.clear()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    save(checkpointer, started, 1)
+    checkpointer.close()
+    weight, *others = model.parameters()
+    kept = optimizer.state[others[0]]["exp_avg"].clone()
+    weight.requires_grad_(False)
+    fresh = build_optimizer(model.parameters(), Optimizer.ADAMW, None)
+    found = checkpointer.find()
+    assert found is not None
+    checkpointer.load(found, model, fresh, Optimizer.ADAMW)
+    weight.requires_grad_(True)
+    optimizer.zero_grad()
+    assert weight not in fresh.state
+    assert torch.equal(fresh.state[others[0]]["exp_avg"], kept)
+    assert "kept of parameters that are frozen now is left behind: 0.weight\n" in capsys.readouterr().err
