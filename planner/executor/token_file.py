@@ -14,6 +14,7 @@ from planner.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 NUM_LOOKED_AT = 2**16  # bytes in which tokens of 16 or 32 bits have a zero byte, and text has none
+FEWEST_NUMBERS = 32  # of which every second is 0, that are taken for no chance
 _JSON = re.compile(rb'\s*(\[\s*)?\{\s*"[^"\n]*"\s*:')  # how objects begin, a line each or in one list
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of entries of documents
 # Megatron-Core, megatron/core/datasets/indexed_dataset.py: the codes of DType that are whole numbers.
@@ -79,6 +80,18 @@ def _check_plain(path: Path, dtype: TokenDtype | None) -> None:
         raise InputError(f"{path} is no text, for it holds zero bytes, and nothing says how many bytes a token has",
                          hint="say it by --data-dtype uint16, uint32 or uint8; Megatron-LM's .bin needs its .idx "
                          "beside it")  # fmt: skip
+    if dtype is not None and dtype is not TokenDtype.BYTES:
+        _check_width(path, dtype, np.frombuffer(start[: len(start) // 8 * 8], dtype.value))
+
+
+def _check_width(path: Path, dtype: TokenDtype, numbers: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> None:
+    """InputError where every second of ``numbers`` is zero, as the upper halves of small numbers twice as wide are."""
+    if len(numbers) >= FEWEST_NUMBERS and numbers[::2].any() and not numbers[1::2].any():
+        bits = 16 * numbers.itemsize
+        raise InputError(
+            f"{path} holds numbers of {bits} bits: as {dtype.value} every second token is 0",
+            hint="give --data-dtype uint32" if bits == 32 else "write its tokens as .npy, or as uint32",
+        )
 
 
 def _mapped(path: Path, start: int, dtype: torch.dtype) -> torch.Tensor:

@@ -131,3 +131,15 @@ def test_megatron_s_prefix_is_told_by_its_file(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         map_tokens(megatron(tmp_path, [3, 4]).with_suffix(""))
     assert (error.value.hint or "").endswith("tokens.bin")
+
+
+@pytest.mark.parametrize(("wide", "dtype", "words"), [("uint32", "uint16", "32 bits"), ("int64", "uint32", "64 bits")])
+def test_numbers_that_are_wider_than_said_are_refused(wide: str, dtype: str, words: str, tmp_path: Path) -> None:
+    """Half of all tokens were read as 0, and trained on."""
+    tokens = np.arange(1000) % 300
+    tokens.astype(wide).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(InputError, match=f"holds numbers of {words}: as {dtype} every second token is 0"):
+        map_tokens(tmp_path / "tokens.bin", TokenDtype(dtype))
+    for each in (tokens, np.zeros(1000), np.tile([0, 7], 500)):  # what such tokens may be by themselves
+        each.astype(dtype).tofile(tmp_path / "tokens.bin")
+        assert map_tokens(tmp_path / "tokens.bin", TokenDtype(dtype)).long().tolist() == each.tolist()
