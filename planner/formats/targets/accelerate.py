@@ -17,6 +17,7 @@ PRECISIONS = {Precision.BF16: "bf16", Precision.FP16: "fp16", Precision.FP32: "n
 # torch passes keys and values on by all-to-all, which is a ring; heads are never exchanged.
 ROTATE = {ContextMethod.ALL_GATHER: "allgather", ContextMethod.RING: "alltoall"}
 PREFIX = "parallelism_config_"
+DATA = ("dp_replicate", "dp_shard", "cp")
 NOT_COMPILED = "NO"  # utils/dataclasses.py, DynamoBackend
 ABILITIES = Abilities(
     axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
@@ -48,13 +49,15 @@ def write(job: Job) -> Written:
     notes = (
         f"the training script's own: per-device batch {layout.micro_batch_size}, gradient accumulation "
         f"{layout.num_microbatches}, sequences of {layout.seq_len} tokens, optimizer {layout.optimizer}",
+        *(("load the model split over tp, as from_pretrained(..., tp_plan='auto', tp_size=..., device_mesh="
+           "accelerator.torch_device_mesh) does: accelerate does not split it",) if layout.tp > 1 else ()),
         *(("on every node give its --machine_rank and the first node's --main_process_ip",)
           if job.num_nodes > 1 else ()),
     )  # fmt: skip
     sharded = layout.dp_shard * layout.cp > 1
     document: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if sharded or layout.tp > 1 else "MULTI_GPU" if layout.num_devices > 1 else "NO",
+        "distributed_type": "FSDP" if sharded else "MULTI_GPU" if layout.num_devices > 1 else "NO",
         "mixed_precision": PRECISIONS[layout.precision],
         "num_machines": job.num_nodes,
         "num_processes": layout.num_devices,
@@ -64,11 +67,11 @@ def write(job: Job) -> Written:
         "same_network": True,
         "use_cpu": False,
     }
-    if sharded or layout.tp > 1:
+    if sharded:
         document["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": layout.zero_stage == 3 or not sharded,
+            "fsdp_reshard_after_forward": layout.zero_stage == 3,
             "fsdp_offload_params": False,
             "fsdp_activation_checkpointing": layout.recompute is Recompute.FULL,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
@@ -113,10 +116,11 @@ def read(text: str) -> Read:
     fsdp, parallel = section(document, "fsdp_config"), section(document, "parallelism_config")
     if flag(fsdp, "fsdp_offload_params"):
         raise InputError("offload of parameters (fsdp_offload_params) is not priced", hint="leave it out")
-    if parallel and (kind != "FSDP" or number(fsdp, "fsdp_version", 1) != 2):
+    is_tp_alone = kind == "MULTI_GPU" and all((number(parallel, f"{PREFIX}{axis}_size", 1) or 1) == 1 for axis in DATA)
+    if parallel and not is_tp_alone and (kind != "FSDP" or number(fsdp, "fsdp_version", 1) != 2):
         raise InputError(
-            f"parallelism_config goes with distributed_type FSDP and fsdp_version 2 alone, not with {kind} and version "
-            f"{number(fsdp, 'fsdp_version', 1)}: so says accelerate of --use_parallelism_config (commands/launch.py)",
+            f"parallelism_config goes with distributed_type FSDP and fsdp_version 2 alone, or with MULTI_GPU where it "
+            f"is of tp alone, not with {kind} and version {number(fsdp, 'fsdp_version', 1)}",
             hint="set both, or leave parallelism_config out",
         )
     if (number(parallel, f"{PREFIX}sp_size", 1) or 1) > 1:
@@ -126,7 +130,7 @@ def read(text: str) -> Read:
     strategy = parallel.get(f"{PREFIX}cp_comm_strategy", "allgather")
     replicate, shard, zero = _data(kind, fsdp, parallel, (devices, number(document, "num_machines", 1) or 1))
     made = (replicate or 1) * (shard or 1) * cp * tp
-    if kind == "FSDP" and parallel and devices and made != devices:
+    if kind != "NO" and parallel and devices and made != devices:
         raise InputError(
             f"the degrees of parallelism_config make {made} processes, num_processes is {devices}",
             hint="correct the file: accelerate takes no other product",
@@ -162,7 +166,7 @@ def _data(
     """Replicas, shards and ZeRO stage; ``size``: GPUs and nodes."""
     devices, nodes = size
     if kind != "FSDP":
-        return devices, 1, 0
+        return (1 if parallel else devices), 1, 0
     stage = _zero_stage(fsdp)
     if not parallel:
         if str(fsdp.get("fsdp_sharding_strategy", "")).upper().startswith("HYBRID"):

@@ -133,6 +133,8 @@ def test_accelerate(wanted: Wanted) -> None:
         for size in sizes:
             product *= size
         assert product == document["num_processes"] == of.plan.num_devices
+    if document["distributed_type"] == "FSDP" and parallel is not None:  # whose mesh it looks up: fsdp_dim_names
+        assert parallel["parallelism_config_dp_shard_size"] * parallel["parallelism_config_cp_size"] > 1
     assert document["num_machines"] * 8 >= document["num_processes"]
 
 

@@ -323,9 +323,19 @@ def test_accelerate_makes_a_replica_of_every_node() -> None:
         read_config("a.yaml", ACCELERATE.format(machines=3, more=""), None)
 
 
+def test_accelerate_splits_over_tp_alone_without_fsdp() -> None:
+    """It has no mesh for FSDP2 then, which ends with a KeyError (utils/fsdp_utils.py): nor has its own example."""
+    text = "distributed_type: MULTI_GPU\nnum_processes: {}\nparallelism_config: {{parallelism_config_tp_size: 8}}"
+    found = read_config("a.yaml", text.format(8), None)[1].settings
+    assert (found.tp, found.dp_replicate, found.dp_shard, found.zero_stage) == (8, 1, 1, 0)
+    with pytest.raises(InputError, match="make 8 processes, num_processes is 16"):
+        read_config("a.yaml", text.format(16), None)
+
+
 @pytest.mark.parametrize("kind", ["distributed_type: MULTI_GPU", "distributed_type: FSDP"])
 def test_accelerate_refuses_a_parallelism_config_without_fsdp2(kind: str) -> None:
-    text = f"{kind}\nnum_processes: 8\nparallelism_config: {{parallelism_config_tp_size: 4}}"
+    text = f"{kind}\nnum_processes: 8\nparallelism_config: {{parallelism_config_tp_size: 4, "
+    text += "parallelism_config_dp_shard_size: 2}"
     with pytest.raises(InputError, match="goes with distributed_type FSDP and fsdp_version 2 alone"):
         read_config("a.yaml", text, None)
 
