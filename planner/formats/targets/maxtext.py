@@ -24,12 +24,15 @@ MODEL_NAMES = {
 }
 # Policies of layers/decoders.py; this one keeps the results of products and of attention, as our selective does.
 REMAT = {Recompute.NONE: "none", Recompute.SELECTIVE: "minimal_with_context", Recompute.FULL: "full"}
-STRATEGIES = {ContextMethod.ALL_GATHER: "all_gather", ContextMethod.RING: "ring", ContextMethod.ALL_TO_ALL: "ulysses"}
+STRATEGIES = {ContextMethod.ALL_GATHER: "all_gather", ContextMethod.RING: "ring"}  # "ulysses" is for TPUs alone
+# On GPUs no other kernel of layers/attention_op.py shares sequences, and this one does not pack them then.
+CONTEXT = ("attention=cudnn_flash_te", "packing=false")
 DTYPES = {
     Precision.BF16: ("dtype=bfloat16",),
     Precision.FP32: ("dtype=float32",),
     Precision.FP8: ("dtype=bfloat16", "quantization=fp8"),
 }
+ACCUMULATED_FP8 = ("dtype=bfloat16", "quantization=te_fp8_currentscaling")  # "fp8" is refused there (configs/types.py)
 OPTIMIZERS = {Optimizer.ADAMW: "adamw", Optimizer.SGD: "sgd"}
 ACTIVATIONS = {MlpType.GELU: ["gelu"], MlpType.SWIGLU: ["silu", "linear"]}
 ABILITIES = Abilities(
@@ -130,11 +133,16 @@ def _batches(layout: Layout) -> list[str]:
     ]
 
 
+def _accumulates(layout: Layout) -> bool:
+    """Whether gradients of several passes are added up: a pipeline takes all micro-batches in one."""
+    return layout.pp == 1 and layout.num_microbatches > 1
+
+
 def _rest(layout: Layout) -> list[str]:
     assert isinstance(layout.recompute, Recompute)  # it does not mix them
     found = [
         "hardware=gpu",
-        *DTYPES[layout.precision],
+        *(ACCUMULATED_FP8 if layout.precision is Precision.FP8 and _accumulates(layout) else DTYPES[layout.precision]),
         "weight_dtype=float32",
         f"opt_type={OPTIMIZERS[layout.optimizer]}",
         f"remat_policy={REMAT[layout.recompute]}",
@@ -142,7 +150,7 @@ def _rest(layout: Layout) -> list[str]:
     if layout.zero_stage == 1:
         found.append("shard_optimizer_over_data=true")
     if layout.cp > 1:
-        found.append(f"context_parallel_strategy={STRATEGIES[layout.cp_method]}")
+        found += [f"context_parallel_strategy={STRATEGIES[layout.cp_method]}", *CONTEXT]
     if layout.offload is Offload.CPU:
         found.append("optimizer_memory_host_offload=true")
     return found

@@ -234,9 +234,10 @@ NANOTRON: dict[str, object] = {
 _AXES = ("data", "fsdp", "context", "tensor", "tensor_sequence", "pipeline", "expert")
 MAXTEXT: dict[str, object] = {
     "model_name": str, "decoder_block": ["llama2", "gpt3", "mixtral"], "num_slices": int, "hardware": ["gpu"],
-    "dtype": ["bfloat16", "float32"], "weight_dtype": ["float32"], "quantization": ["fp8"],
+    "dtype": ["bfloat16", "float32"], "weight_dtype": ["float32"], "quantization": ["fp8", "te_fp8_currentscaling"],
     "opt_type": ["adamw", "adam_pax", "sgd", "muon"], "remat_policy": ["none", "minimal_with_context", "full"],
     "context_parallel_strategy": ["all_gather", "ring", "ulysses", "usp"], "max_target_length": int,
+    "attention": ["autoselected", "dot_product", "flash", "cudnn_flash_te"], "packing": bool,
     "per_device_batch_size": float, "gradient_accumulation_steps": int, "num_pipeline_microbatches": int,
     "num_layers_per_pipeline_stage": int, "num_pipeline_repeats": int, "head_dim": int, "vocab_size": int,
     "mlp_activations": list, "logits_via_embedding": bool, "normalization_layer_epsilon": float, "num_experts": int,

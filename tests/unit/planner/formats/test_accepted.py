@@ -169,6 +169,11 @@ def test_maxtext(wanted: Wanted) -> None:
     assert (inside, outside) == (min(8, of.plan.num_devices), given["num_slices"])
     whole = given["per_device_batch_size"] * of.plan.num_devices * given.get("gradient_accumulation_steps", 1)
     assert whole == layout.global_batch_size
+    if given.get("quantization") == "fp8":  # types.py
+        assert given.get("gradient_accumulation_steps", 1) == 1
+    if layout.cp > 1:  # types.py, and cudnn_flash_attention in layers/attention_op.py
+        assert given["context_parallel_strategy"] in ("all_gather", "ring")
+        assert (given["attention"], given["packing"]) == ("cudnn_flash_te", False)
     if layout.pp > 1:
         assert given["num_pipeline_microbatches"] % layout.pp == 0
         assert given["num_layers_per_pipeline_stage"] * layout.pp == layout.num_blocks
