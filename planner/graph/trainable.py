@@ -78,9 +78,11 @@ def unshared_positions(graph: ModelGraph, num_shards: int) -> tuple[str, ...]:
         node.module or "its forward" for node in graph.nodes if op_name(node.op) == "arange" and node.shape == (length,)
     ]
     along = [f"{op_name(node.op)} {_place_of(node)}" for node in graph.nodes if _runs_along(node, graph, num_shards)]
+    tokens = [node for node in graph.nodes if node.op == "input" and node.shape == (graph.batch_size, graph.seq_len)]
+    left_out = " (planner.parallelize leaves out a batch's attention_mask where it is all ones)" if tokens[2:] else ""
     found = {
         "attention is {}, not scaled_dot_product_attention": other,
-        "attention in {} is given a mask of its own": masked,
+        f"attention in {{}} is given a mask of its own{left_out}": masked,
         "{} drops weights of attention": dropping,
         "{} takes the first positions of a table by a slice, not by torch.arange": tables,
         f"{{}} counts {length} of something else with torch.arange, as many as a rank has positions": counted,

@@ -156,6 +156,7 @@ def test_a_batch_with_a_mask_of_ones_is_shared_out_as_one_process_takes_it(tmp_p
         cp=2,
         zero=0,
     )
+    assert any("leaves out a batch's attention_mask where it is all ones" in warning for warning in plan.warnings)
     (tmp_path / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
