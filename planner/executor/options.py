@@ -72,11 +72,35 @@ class Optimization:
         if self.clip_norm == 0:
             raise InputError("--clip-norm 0 leaves nothing of any gradient: nothing would be learned",
                              hint="leave it out, and nothing is clipped")  # fmt: skip
+        self._check_used()
         end = self.schedule_steps or steps
         if self.schedule is not LearningRate.CONSTANT and self.warmup_steps >= end:
             raise InputError(
                 f"the learning rate grows for {self.warmup_steps} steps, but its schedule ends after {end}",
                 hint="lower --warmup, or raise --steps or --schedule-steps",
+            )
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > end:
+            raise InputError(
+                f"the learning rate falls for {self.decay_steps} steps behind a warm-up of {self.warmup_steps}, but "
+                f"its schedule ends after {end}",
+                hint="lower --decay-steps or --warmup, or raise --steps or --schedule-steps",
+            )
+
+    def _check_used(self) -> None:
+        """InputError where an option is of another schedule: the rate would not go as it was meant."""
+        if self.decay_steps is not None and self.schedule is not LearningRate.WSD:
+            raise InputError(
+                f"--decay-steps is of --lr-schedule wsd, and the schedule is {self.schedule.value}",
+                hint="leave it out, or choose --lr-schedule wsd",
+            )
+        if self.schedule is not LearningRate.CONSTANT:
+            return
+        given = {"--schedule-steps": self.schedule_steps is not None, "--final-lr-share": self.final_share > 0}
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise InputError(
+                f"{' and '.join(unused)} would change nothing: the learning rate is constant",
+                hint="choose --lr-schedule linear, cosine or wsd, or leave out what is for these",
             )
 
 

@@ -63,6 +63,27 @@ def test_a_warm_up_longer_than_the_schedule_is_refused() -> None:
         options.check(20)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"final_share": 0.1}, "--final-lr-share would change nothing: the learning rate is constant"),
+        ({"schedule_steps": 9, "final_share": 0.1}, "--schedule-steps and --final-lr-share would change nothing"),
+        ({"schedule": LearningRate.COSINE, "decay_steps": 5}, "--decay-steps is of --lr-schedule wsd"),
+        ({"decay_steps": 5}, "--decay-steps is of --lr-schedule wsd"),
+        (
+            {"schedule": LearningRate.WSD, "decay_steps": 16, "warmup_steps": 5},
+            "falls for 16 steps behind a warm-up of 5",
+        ),
+    ],
+)
+def test_options_of_another_schedule_are_refused(options: dict[str, object], words: str) -> None:
+    """They were taken, and the rate stayed as it was."""
+    with pytest.raises(InputError, match=words):
+        Optimization(**options).check(20)  # pyright: ignore[reportArgumentType]
+    Optimization(schedule=LearningRate.WSD, decay_steps=15, warmup_steps=5, final_share=0.1).check(20)
+    Optimization(warmup_steps=30).check(20)  # which the next run goes on with
+
+
 def test_gradients_clipped_to_nothing_are_refused() -> None:
     """--clip-norm 0 was taken, as if for no clipping, and the parameters only decayed."""
     Optimization(clip_norm=1e-3).check(20)
