@@ -174,6 +174,14 @@ def recomputation(layout: Layout) -> dict[str, object]:
     }
 
 
+def needs_one_queue(layout: Layout) -> bool:
+    """Whether kernels are to start in the order they are given: CUDA_DEVICE_MAX_CONNECTIONS=1, before Blackwell.
+
+    Communication of tp and cp is to begin before the products that hide it; Megatron-FSDP refuses it.
+    """
+    return layout.tp * layout.cp > 1 and layout.zero_stage <= 1
+
+
 def data_parallelism(layout: Layout) -> dict[str, object]:
     """Fields of DistributedDataParallelConfig: what is sharded over data-parallel ranks, and what overlaps."""
     found: dict[str, object] = {"overlap_grad_reduce": layout.dp * layout.cp > 1}

@@ -62,8 +62,8 @@ def write(job: Job) -> Written:
 
 
 def _environment(layout: Layout) -> str:
-    """What validate_args asks of the environment: kernels in one queue under tp or cp, and not for Megatron-FSDP."""
-    if layout.tp * layout.cp == 1 or layout.zero_stage > 1:
+    """What validate_args asks of the environment."""
+    if not megatron_core.needs_one_queue(layout):
         return ""
     return 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"\n'
 

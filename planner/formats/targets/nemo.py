@@ -31,6 +31,9 @@ def write(job: Job) -> Written:
     else:
         notes.append("the recipe must be of a model of the same family: sizes are overridden, its operators are not")
     notes += megatron_core.notes(layout)
+    if megatron_core.needs_one_queue(layout):
+        notes.append("on GPUs before Blackwell start it with CUDA_DEVICE_MAX_CONNECTIONS=1: communication of tp and cp "
+                     "waits behind the products that are to hide it else")  # fmt: skip
     software = named(job.plan.framework)
     overlaps = software.overlaps_tensors or software.name.lower() in OVERLAPPING
     if layout.tp > 1 and layout.sequence_parallel and overlaps:

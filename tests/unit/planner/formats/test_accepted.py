@@ -249,6 +249,15 @@ def test_nemo_says_what_the_price_takes_for_granted(framework: str, is_said: boo
     assert any("collectives of tensor parallelism beside the products" in note for note in notes) is is_said
 
 
+@pytest.mark.parametrize("wanted", ACCEPTED["nemo"])
+def test_nemo_says_what_environment_its_layout_asks_for(wanted: Wanted) -> None:
+    """docs/performance-guide.md of Megatron Bridge; Megatron-FSDP refuses to run with it (training/config.py)."""
+    of = job(wanted)
+    notes = exported(target_called("nemo"), of).notes
+    asks = of.layout.tp * of.layout.cp > 1 and of.layout.zero_stage <= 1
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in notes) is asks
+
+
 def test_whose_rule_splits_operators_is_said() -> None:
     notes = exported(target_called("nemo"), job(Wanted(tp=8, sequence_parallel=True))).notes
     assert any("placements are not written" in note for note in notes)
