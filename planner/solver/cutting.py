@@ -41,6 +41,8 @@ MOST_ROUNDS = 24
 AT_ONCE = 48
 # Of no more cuts than these every one is looked at.
 FEW_CUTS = 1000
+# A visit whose cuts must be priced one after the other takes as long as so many, or longer.
+ONE_BY_ONE = 10.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Pricer:
         if not ManyCuts.can_price(self.evaluator):
             return np.ones(len(cuts), dtype=bool)
         return self._many.may_take_less(cuts, limit_s)
+
+    @property
+    def num_turns(self) -> float:
+        """As how many visits one counts that prices many cuts."""
+        return 1.0 if ManyCuts.can_price(self.evaluator) else ONE_BY_ONE
 
     @property
     def num_cuts(self) -> int:

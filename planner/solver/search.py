@@ -281,7 +281,7 @@ def _share_of_visit(pricer: Pricer, cut: Cut) -> float:
     finds_nothing = cut.best is None and not pricer.evaluator.layout.groups
     if finds_nothing and cut.nothing_fits:
         return SHARE_OF_UNFIT
-    return share if pricer.num_cuts <= HAS_FEW_CUTS or finds_nothing else 1.0
+    return share if pricer.num_cuts <= HAS_FEW_CUTS or finds_nothing else pricer.num_turns
 
 
 def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:

@@ -16,7 +16,7 @@ from planner.layout.layout import Layout, Pins
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.request import target_of
-from planner.solver.cutting import TOLERANCE, Pricer, best_cut, probe
+from planner.solver.cutting import ONE_BY_ONE, TOLERANCE, Pricer, best_cut, probe
 from planner.solver.exhaustive import ExhaustiveSolver
 from planner.solver.kinds import ENOUGH_KINDS, LENIENCE, Excess, kind_of
 from planner.solver.search import Wanted, search
@@ -298,6 +298,17 @@ def test_what_is_known_is_the_answer_where_there_is_no_time_for_the_bounds() -> 
     assert 0 < outcome.bound_s <= fastest.step_time_s
     with pytest.raises(OutOfTimeError):
         search(problem.table, layouts, problem.solver, deadline=late)
+
+
+def test_cuts_that_are_priced_one_after_the_other_take_more_visits() -> None:
+    """DeepSeek-V3 within dualpipe took 14 s a visit, and all visits: minutes where there had been one."""
+    graph, cluster, turns = graph_of("moe-tiny", 64), cluster_of(A100, 8), dict[str, set[float]]()
+    for framework in ("dualpipe", "planner"):
+        target = target_of(graph, cluster, Precision.BF16, framework, [])
+        pins = Pins(schedule=ScheduleName.DUAL_PIPE_V, pp=2, ep=2)
+        problem = Problem.build(target, training_of(32, 64), pins)
+        turns[framework] = {Pricer(problem.table, layout).num_turns for layout in problem.space.layouts}
+    assert turns == {"dualpipe": {ONE_BY_ONE}, "planner": {1.0}}
 
 
 def test_layouts_that_fit_in_no_way_take_few_visits_of_others() -> None:
