@@ -26,32 +26,22 @@ from planner.layout.layout import Layout
 from planner.solver.base import StageSolver
 from planner.solver.best import Best
 from planner.solver.bounds import Bounds, bounds, in_slices
-from planner.solver.closely import Closely
-from planner.solver.cutting import TOLERANCE, Cut, Pricer, Pricers, best_cut, probe
+from planner.solver.cutting import TOLERANCE, Pricer, Pricers, probe
 from planner.solver.glance import RecomputeKey, rough_bound_s, times_filled
-from planner.solver.kinds import Excess, kind_of, matter_of, unlike
+from planner.solver.kinds import kind_of, unlike
 from planner.solver.smallest import scarcity, smallest
+from planner.solver.walk import HEAD, NUM_PROBES, Walk
 from planner.table.cost_table import CostTable
 
-# Layouts that are cut nearly evenly and priced first, so that the search starts with a good step time to beat.
-NUM_PROBES = 4
-# And so many others at the end, so that there is something to show beside the best.
-NUM_OTHERS = 5
 # Of typical layouts so many are priced; where none of these fits, up to so many.
 NUM_TYPICAL, MOST_TYPICAL = 8, 32
-# Of layouts with equal estimates the simpler comes first, among so many at the head: more than are ever visited.
-HEAD = 2_000
 # The outcome names the layouts whose bound is above the best step time by no more than this share.
 NEAR = 0.01
 # Layouts that are visited at most: by their estimates, and then those whose bound alone says that they may be better.
-# Numbers rather than times, so that the answer is the same on a busy machine. A layout that can be cut in so few ways
-# counts by a share, as long as it has few stages; so does one of like devices that finds nothing, or cannot fit.
+# Numbers rather than times, so that the answer is the same on a busy machine.
 MOST_VISITS, MOST_OPEN_VISITS = 30, 8
-HAS_FEW_CUTS, SHARE_OF_VISIT, STAGES_OF_VISIT, SHARE_OF_UNFIT = 64, 1 / 8, 64, 1 / 16
 # And where no proof is wanted, of any.
 MOST_LIKELY_VISITS = 6
-# Layouts that are bounded more closely, some tenths of a millisecond each, to prove how near the best is.
-MOST_CLOSE = 2000
 # Alike ones among so many that are next, together: they share most of the work.
 CLOSE_AHEAD = 512
 # Of more than twice as many layouts, those that are likely to be fast are bounded first, and unlike ones are probed.
@@ -121,7 +111,7 @@ def search(
             return Outcome(best.best, best.ranking(), float(rough_s.min()), False, False, len(layouts), 0, (), None)
         raise
     order, interrupted = _in_order(table, listed, lower), False
-    walk = _Walk(pricers, listed, lower, solver, best)
+    walk = Walk(pricers, listed, lower, solver, best)
 
     def is_over() -> bool:
         return deadline.is_over() or (wanted.any_will_do and best.best is not None)
@@ -131,7 +121,7 @@ def search(
         for index in _visits(order, lower, best, walk) if wanted.proof else _likely_visits(order, best, walk):
             if is_over():
                 break
-            walk.visit(index)
+            walk.visit(index, order)
             if progress is not None:
                 progress(walk.num_visited, float(lower.step_time_s[index]), best.time_s)
         if wanted.cutoff_s is None and wanted.proof and not wanted.any_will_do:
@@ -164,127 +154,7 @@ def _was_interrupted(error: KeyboardInterrupt | OutOfTimeError, best: Best, want
     return True
 
 
-class _Walk:
-    """What is known of the layouts so far."""
-
-    def __init__(
-        self, pricers: Pricers, listed: Columns[Layout], lower: Bounds, solver: StageSolver, best: Best
-    ) -> None:
-        self._pricers, self._listed, self._solver, self._best = pricers, listed, solver, best
-        self._open_s = lower.step_time_s.copy()  # what each layout takes at least, as far as that is known now
-        self._closely = Closely(pricers.table, listed)
-        self.excess = Excess(listed)
-        self._estimate_s = lower.estimate_s
-        self._visited: set[int] = set()
-        self.counted_visits = 0.0
-        self._refined: set[int] = set()
-
-    @property
-    def num_visited(self) -> int:
-        """Layouts that were cut."""
-        return len(self._visited)
-
-    def probe(self, order: Positions, is_over: Callable[[], bool]) -> None:
-        """Prices the first layouts in ``order`` that are unlike each other, nearly evenly cut."""
-        for index in unlike(self._listed, order, NUM_PROBES):
-            if is_over():
-                return
-            self._best.keep(probe(self._pricer(index), self._solver, self._best.time_s))
-
-    def probe_others(self, order: Positions, lower: Bounds, is_over: Callable[[], bool]) -> None:
-        """Prices the likeliest layouts that differ in what matters from those known: a plan is shown beside others."""
-        if self._best.best is None:
-            return
-        known = set(map(matter_of, self._best.found))
-        most = len(known) + NUM_OTHERS
-        guess_s = np.maximum(lower.estimate_s[order], self._open_s[order])
-        for index in order[np.argsort(guess_s, kind="stable")[:HEAD]].tolist():
-            matter = matter_of(self._listed[index])
-            if matter in known:
-                continue
-            if is_over() or len(known) >= most:
-                return
-            known.add(matter)
-            self._best.keep(probe(self._pricer(index), self._solver))
-
-    def has_seen(self, number: int) -> bool:
-        """Whether so many layouts were visited, and one of them fits: where none does, all are."""
-        return self.counted_visits >= number and self._best.time_s is not None
-
-    def known_s(self, index: int) -> float:
-        """What the layout takes at least, as far as that is known; infinite where nothing better is left of it."""
-        return float(self._open_s[index])
-
-    @property
-    def least_visited_s(self) -> float:
-        """The same of all layouts that were visited; infinite where none was."""
-        return min((float(self._open_s[index]) for index in self._visited), default=np.inf)
-
-    def known_s_of(self, indices: Positions) -> Array:
-        """The same of many."""
-        return self._open_s[indices]
-
-    def is_open(self, index: int) -> bool:
-        """Whether a visit may still find something better."""
-        if index in self._visited or self._best.beats(float(self._open_s[index])):
-            return False
-        if index not in self._refined:
-            self._open_s[index] = max(self._open_s[index], self._closely_s(index))
-            self._refined.add(index)
-        return not self._best.beats(float(self._open_s[index]))
-
-    def _closely_s(self, index: int) -> float:
-        best_s = self._best.time_s
-
-        def is_wanted(other: int) -> bool:
-            return other not in self._refined and not self._best.beats(float(self._open_s[other]))
-
-        most = len(self._listed) if best_s is None else MOST_CLOSE - self._closely.num_asked
-        return self._closely.bound_s(index, np.inf if best_s is None else best_s, is_wanted, most)
-
-    def look_ahead(self, indices: Positions) -> None:
-        """``is_open`` is likely to be asked of these layouts next."""
-        self._closely.look_ahead(indices)
-
-    @property
-    def looked_enough(self) -> bool:
-        """Whether so many layouts were bounded closely that others wait; not as long as none is known that fits."""
-        return self._closely.num_asked >= MOST_CLOSE and self._best.time_s is not None
-
-    def visit(self, index: int) -> None:
-        """Cuts one layout; its bound rises to what was proved of it."""
-        self._visited.add(index)
-        bound_s = float(self._open_s[index])
-        layout, pricer = self._listed[index], self._pricer(index)
-        cut = best_cut(pricer, self._solver, self._best.time_s, bound_s, self._best.like(layout))
-        self.counted_visits += _share_of_visit(pricer, cut)
-        self._pricers.drop(layout)
-        self._open_s[index] = cut.bound_s
-        self._best.keep(cut.best)
-        taken_s = self._best.time_s if cut.best is None else cut.best.step_time_s
-        if cut.nothing_fits:
-            self.excess.learn_that_nothing_fits(index)
-        elif taken_s is not None:
-            self.excess.learn(index, taken_s / float(self._estimate_s[index]))
-
-    def _pricer(self, index: int) -> Pricer:
-        return self._pricers.of(self._listed[index])
-
-    def bound_s(self, order: Positions) -> float:
-        """What no layout of ``order`` undercuts by more than the tolerance."""
-        return float(self._open_s[order].min()) if len(order) else float("inf")
-
-
-def _share_of_visit(pricer: Pricer, cut: Cut) -> float:
-    """What a visit counts by that was made; over unlike devices one that finds nothing takes as long as others."""
-    share = min(1.0, max(SHARE_OF_VISIT, pricer.evaluator.num_stages / STAGES_OF_VISIT))
-    finds_nothing = cut.best is None and not pricer.evaluator.layout.groups
-    if finds_nothing and cut.nothing_fits:
-        return SHARE_OF_UNFIT
-    return share if pricer.num_cuts <= HAS_FEW_CUTS or finds_nothing else pricer.num_turns
-
-
-def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterator[int]:
+def _visits(order: Positions, lower: Bounds, best: Best, walk: Walk) -> Iterator[int]:
     """Layouts worth a visit, one after the other: by their estimates, then what stays open by its bound.
 
     By the bounds it ends at the least of those visited before: nothing raises that, so no other layout matters for what
@@ -310,7 +180,7 @@ def _visits(order: Positions, lower: Bounds, best: Best, walk: _Walk) -> Iterato
         yield index
 
 
-def _likely_visits(order: Positions, best: Best, walk: _Walk) -> Iterator[int]:
+def _likely_visits(order: Positions, best: Best, walk: Walk) -> Iterator[int]:
     """The first layouts by their estimates that may be better; more only as long as none is known that fits."""
     for index in order.tolist():
         if walk.has_seen(MOST_LIKELY_VISITS):
@@ -323,7 +193,7 @@ def _nearest(
     guess_s: Array,
     order: Positions,
     best: Best,
-    walk: _Walk,
+    walk: Walk,
     factor: Callable[[int], float] = lambda _: 1.0,
     *,
     until_enough: bool = False,

@@ -59,7 +59,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("planner.api", "graph_of", "1", False),
         ("planner.problem", "build_table", "1", False),  # of the typical layouts
         ("planner.problem", "build_table", "2", True),  # of all
-        ("planner.solver.search", "best_cut", "1", True),
+        ("planner.solver.walk", "best_cut", "1", True),
         ("planner.api", "plan_of", "1", True),
         ("planner.cli.search", "write_plan", "1", True),
         ("planner.cli.search", "plan_json", "1", True),
@@ -83,7 +83,7 @@ def test_ctrl_c_gives_the_best_so_far(
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("planner.solver.search", "best_cut"), ("planner.solver.search", "probe"), ("planner.api.fit", "something_fits")],
+    [("planner.solver.walk", "best_cut"), ("planner.solver.walk", "probe"), ("planner.api.fit", "something_fits")],
 )
 def test_ctrl_c_never_says_that_nothing_fits(module: str, name: str, graph_file: Path) -> None:
     options = ("--gpus", "8", "--hardware", "dgx-a100-80gb", "--global-batch", "16", "--json")

@@ -166,7 +166,7 @@ def test_a_layout_that_was_not_bounded_ahead_is_bounded_in_its_turn(monkeypatch:
     """As the closer bounds ran out, a layout that none was worked out for ended the search with a KeyError."""
     problem = problem_of("llama-tiny", 8, **TINY)
     whole = search(problem.table, problem.space.layouts, problem.solver)
-    monkeypatch.setattr("planner.solver.search.MOST_CLOSE", 3)
+    monkeypatch.setattr("planner.solver.walk.MOST_CLOSE", 3)
     few = search(problem.table, problem.space.layouts, problem.solver)
     assert whole.best is not None
     assert few.best is not None
