@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+import threading
 from collections.abc import Generator
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from planner.graph import tracing
-from tests.forked_trace import ForkedTrace
+from tests.forked_python import ForkedPython, OnRanks
 
 # The same examples on every run and machine, so that a red test stays red; shared cores make deadlines meaningless.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -42,6 +43,9 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
         yield
 
 
+FORKED = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
 @pytest.fixture
 def traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of model files is traced in this process: one of its own spends 2 s of CPU on importing torch.
@@ -61,5 +65,27 @@ def traced_by_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what that code does or reads, where they do not ask how its process is started.
     """
-    names = {"Popen": ForkedTrace, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(tracing, "subprocess", SimpleNamespace(**names))
+    monkeypatch.setattr(tracing, "subprocess", FORKED)
+
+
+@pytest.fixture
+def started_by_fork(monkeypatch: pytest.MonkeyPatch, traced_by_fork: None) -> None:
+    """So are ranks, and the process that looks at a loss."""
+    monkeypatch.setattr("planner.executor.launch.subprocess", FORKED)
+    monkeypatch.setattr("planner.executor.loss_note.subprocess", FORKED)
+
+
+@pytest.fixture
+def on_ranks(started_by_fork: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> OnRanks:
+    """A program's exit code is to be 0 on all ranks."""
+    from planner.executor import launch  # imports torch
+
+    def run(size: int, program: str, *arguments: object) -> tuple[str, str]:
+        monkeypatch.setattr(launch, "RANK_COMMAND", program)
+        try:
+            launch._run_ranks(size, [*map(str, arguments)], (), threading.Event(), 0.0)
+        except launch.RankError as error:
+            pytest.fail(f"{error.message}\n{capfd.readouterr().err[-9000:]}")
+        return capfd.readouterr()
+
+    return run

@@ -15,6 +15,7 @@ from planner.plan.schema import ModulePlacement, Plan
 from planner.request import Request
 from tests.fake_world import fake_world
 
+pytestmark = pytest.mark.usefixtures("traced_here")
 FOUR_LAYERS = """
 import torch
 from torch import nn

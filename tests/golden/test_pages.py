@@ -49,7 +49,7 @@ CAN_BE_BETTER = "planner search small --gpus 64 --tp 8 -o plan.json"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_by_fork: None) -> Path:
     """The repository's examples, as the pages start from them, in a terminal of 100 columns."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)

@@ -48,6 +48,7 @@ def test_an_unknown_model_is_a_model_error(app: typer.Typer) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_check_says_what_was_understood_and_where(app: typer.Typer, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n"
@@ -80,6 +81,7 @@ def test_check_says_that_everything_was_understood(app: typer.Typer) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.usefixtures("traced_by_fork")
 def test_check_says_why_and_how_a_model_was_run(app: typer.Typer) -> None:
     command = ["trace", "tests/fixtures/routed.py", "--check", "--seq-len", "8"]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})

@@ -1,7 +1,6 @@
 """Planner as a library: what stands in ``planner`` itself."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from planner.cli.main import main
 from planner.errors import InputError, PlanError
 from planner.graph.graph_file import write_graph
 from planner.plan.plan_file import write_plan
+from tests.forked_python import OnRanks
 from tests.planning import graph_of
 
 
@@ -387,6 +387,7 @@ BEFORE = """
 import pathlib, sys, torch, torch.distributed as dist, planner
 dist.init_process_group("gloo")
 folder, rank, compared = pathlib.Path(sys.argv[1]), dist.get_rank(), []
+sys.path.insert(0, str(folder))
 """
 # Threads of gloo that outlive the interpreter abort it (pytorch/pytorch#190489): what holds a group is dropped with it.
 AFTER = """
@@ -400,18 +401,17 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.usefixtures("traced_by_fork")
-def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
+def test_parallelize_trains_as_one_process_does(tmp_path: Path, on_ranks: OnRanks) -> None:
     """Two ranks of a script of one's own, against torch in one process: every gradient of a step.
 
     The plan of a file; that of the same module held in Python; data parallelism and a pipeline of a model whose inputs
     are a nest, and of one whose forward takes labels and computes the loss itself.
     """
-    plain, nested, own, script = (tmp_path / f"{name}.py" for name in ("model", "nested", "own", "train"))
+    plain, nested, own = (tmp_path / f"{name}.py" for name in ("model", "nested", "own"))
     plain.write_text(MODEL)
     nested.write_text(NESTED)
     own.write_text(OWN_LOSS)
-    script.write_text(BEFORE + PLAIN_SCRIPT + NESTED_SCRIPT + OWN_LOSS_SCRIPT + AFTER)
+    script = BEFORE + PLAIN_SCRIPT + NESTED_SCRIPT + OWN_LOSS_SCRIPT + AFTER
     names: dict[str, type[nn.Module]] = {}
     exec(MODEL, names)
     common = {"gpus": 2, "hardware": "cpu-gloo", "global_batch_size": 8, "precision": "fp32", "micro_batch": 2}
@@ -427,15 +427,9 @@ def test_parallelize_trains_as_one_process_does(tmp_path: Path) -> None:
     assert plans["nested-pp"].training.seq_len == 1
     for name, plan in plans.items():
         write_plan(plan, tmp_path / f"{name}.json")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-9000:]
-    assert "builds the whole model" not in done.stderr
-    assert sorted(done.stdout.split()) == sorted(f"{name}.json" for name in plans)
+    out, err = on_ranks(2, script, tmp_path)
+    assert "builds the whole model" not in err
+    assert sorted(out.split()) == sorted(f"{name}.json" for name in plans)
 
 
 def test_parallelize_needs_ranks(graph: Path) -> None:

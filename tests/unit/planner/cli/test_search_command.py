@@ -112,6 +112,7 @@ def loss_fn(output, batch):
 """
 
 
+@pytest.mark.usefixtures("started_by_fork")
 def test_a_loss_that_a_run_would_refuse_is_said(run: Run, tmp_path: Path) -> None:
     """One that compares the samples of a batch: the plan was found without a word."""
     file = tmp_path / "model.py"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from planner.errors import InputError
 from planner.executor.given_batches import GivenBatches, plain_inputs
 from planner.executor.recorded_build import recorded_model
 from planner.models.huggingface import shifts_labels
+from tests.forked_python import OnRanks
 
 SEQ_LEN, VOCAB = 16, 32
 TOKENS = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
@@ -143,7 +141,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_batch_with_a_mask_of_ones_is_shared_out_as_one_process_takes_it(tmp_path: Path) -> None:
+def test_a_batch_with_a_mask_of_ones_is_shared_out_as_one_process_takes_it(tmp_path: Path, on_ranks: OnRanks) -> None:
     """Over two ranks of context parallelism, which refused it: "it gives attention a mask of its own"."""
     example = {"input_ids": TOKENS[:1], "attention_mask": ONES[:1], "position_ids": COUNTED[:1].contiguous()}
     plan = planner.search(
@@ -158,12 +156,5 @@ def test_a_batch_with_a_mask_of_ones_is_shared_out_as_one_process_takes_it(tmp_p
     )
     assert any("leaves out a batch's attention_mask where it is all ones" in warning for warning in plan.warnings)
     (tmp_path / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(tmp_path / "train.py"), str(tmp_path / "plan.json")],
-        capture_output=True, text=True, check=False, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(planner.__file__).parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("the labels are the tokens of their own positions") == 2
+    out, _ = on_ranks(2, SCRIPT, tmp_path / "plan.json")
+    assert out.count("the labels are the tokens of their own positions") == 2

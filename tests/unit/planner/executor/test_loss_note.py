@@ -31,6 +31,7 @@ CONTRASTIVE = "    return nn.functional.cross_entropy(one @ other.T, torch.arang
 MEAN = "    return (one - other).square().mean()"
 
 
+@pytest.mark.usefixtures("started_by_fork")
 @pytest.mark.parametrize(
     ("line", "pins", "is_told"),
     [

@@ -34,6 +34,7 @@ def build_model():
     return Model()
 """
 
+pytestmark = pytest.mark.usefixtures("traced_here")
 OWN_LOSS = """
 import torch
 from torch import nn
