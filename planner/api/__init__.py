@@ -356,20 +356,25 @@ def price_plan(
 
 
 def priced_again(plan: Plan, planned: PlannedLayout, found: Evaluated) -> Plan:
-    """``plan`` as it was priced: on another cluster, with another data-parallel degree or as another framework."""
+    """``plan`` as it was priced: on another cluster, with another data-parallel degree or as another framework.
+
+    The run that it tells of is that of the new prices; devices are left idle only where they are those of the plan.
+    """
     target = planned.target
     prediction = to_plan.prediction_section(found, target, planned.training)
-    others = (text for text in plan.warnings if not text.startswith(to_plan.HOST_WARNING))
-    update = {
-        "warnings": (*others, *to_plan.host_warnings(prediction, target.cluster)),
+    is_there = (plan.hardware, plan.num_devices) == (target.cluster.profile.name, target.cluster.num_devices)
+    update: dict[str, object] = {
+        "warnings": to_plan.warnings_again(plan.warnings, found, prediction, target.cluster),
         "hardware": target.cluster.profile.name,
+        "idle_devices": plan.idle_devices if is_there else 0,
         "framework": planned.framework,
         "num_devices": target.cluster.num_devices,
         "mesh": to_plan.mesh_section(found.layout),
         "pipeline": to_plan.pipeline_section(found, target.graph, target.cluster),
         "prediction": prediction,
     }
-    return plan.model_copy(update=update)
+    again = plan.model_copy(update=update)
+    return again if plan.run is None else again.model_copy(update={"run": whole_run(again, plan.run.num_tokens)})
 
 
 def schedule_plan(

@@ -15,6 +15,7 @@ from planner.layout.columns import Columns
 from planner.layout.layout import Layout
 
 MAX_ORDERS = 24  # every order of four groups; of more, the first ones
+ORDER_WARNING = "nodes must be started in the order of the"
 
 
 class _PipelineKey(NamedTuple):
@@ -36,7 +37,7 @@ class UnlikeDevicesAxis(Axis[None]):
         spans = zip(layout.groups, [0, *ends], ends, strict=False)
         order = ", ".join(f"ranks {start} to {end - 1} on {name}" for name, start, end in spans)
         of = "shares of the batch" if layout.shares else "pipeline"
-        return [f"nodes must be started in the order of the {of}: {order}"]
+        return [f"{ORDER_WARNING} {of}: {order}"]
 
 
 UNLIKE_DEVICES = UnlikeDevicesAxis()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 
@@ -23,7 +23,7 @@ from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import Executed
 from planner.axes.placement import UnitPlacement
 from planner.axes.registry import execution_warnings
-from planner.axes.unlike_devices import group_of_ranks
+from planner.axes.unlike_devices import ORDER_WARNING, group_of_ranks
 from planner.evaluation.evaluator import Evaluated
 from planner.evaluation.host import HostMemory
 from planner.graph.blocks import ancestors
@@ -275,6 +275,17 @@ def _start_elements(graph: ModelGraph) -> int:
     whose code cannot be recorded need more, all of them, which nobody knows before.
     """
     return max((parameter.num_elements for parameter in graph.parameters), default=0)
+
+
+def warnings_again(
+    known: Sequence[str], found: Evaluated, prediction: PredictionSection, cluster: ClusterSpec
+) -> tuple[str, ...]:
+    """``known``, a plan's warnings, as they are where it is priced as ``found`` on ``cluster``: those of the nodes are
+    made anew, and where all devices are alike nothing is said of an order of their groups.
+    """
+    of_nodes = (HOST_WARNING,) if found.layout.groups else (HOST_WARNING, ORDER_WARNING)
+    others = (text for text in known if not text.startswith(of_nodes))
+    return (*others, *host_warnings(prediction, cluster))
 
 
 def host_warnings(prediction: PredictionSection, cluster: ClusterSpec) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from planner.api import find_plan
+from planner.api import find_plan, price_plan
 from planner.api.front import counts_between, find_front
 from planner.errors import InputError, NoLayoutError, PinsError
 from planner.graph.graph_file import write_graph
@@ -16,6 +16,7 @@ from tests.planning import graph_of, training_of
 
 Tiny = Callable[..., Request]
 A100 = "dgx-a100-80gb"
+DATA_PARALLEL = Pins(tp=1, pp=1, cp=1, micro_batch=1)
 
 
 def limits(num_devices: int) -> Limits:
@@ -107,6 +108,27 @@ def test_a_whole_run_is_its_steps(tiny: Tiny) -> None:
     assert plan.run.days * 86400 == pytest.approx(plan.run.num_steps * plan.prediction.step_time_s)
     assert plan.run.gpu_hours * 3600 == pytest.approx(plan.run.days * 86400 * plan.num_devices)
     assert plan.run.usd == pytest.approx(plan.run.num_steps * plan.prediction.usd_per_step)
+
+
+@pytest.mark.parametrize(("hardware", "num_devices"), [("dgx-h100-80gb", None), (None, 8)])
+def test_a_run_priced_again_is_that_of_the_new_price(tiny: Tiny, hardware: str | None, num_devices: int | None) -> None:
+    """The days and dollars of other devices were those of the plan's own."""
+    plan = find_plan(tiny(4, pins=DATA_PARALLEL)).plan
+    again = price_plan(plan, hardware, num_devices).plan
+    assert again.prediction is not None
+    assert again.prediction.usd_per_step is not None
+    assert plan.run is not None
+    assert again.run is not None
+    assert again.run.num_steps == plan.run.num_steps
+    assert again.run.days * 86400 == pytest.approx(again.run.num_steps * again.prediction.step_time_s)
+    assert again.run.usd == pytest.approx(again.run.num_steps * again.prediction.usd_per_step)
+
+
+def test_devices_are_left_idle_only_where_they_are_those_of_the_plan(tiny: Tiny) -> None:
+    """A plan for 4 of 8 GPUs, priced on 8, spoke of 8 and of 4 more that were left idle."""
+    plan = find_plan(tiny(4, pins=DATA_PARALLEL)).plan.model_copy(update={"idle_devices": 4})
+    found = [price_plan(plan, *where).plan for where in ((None, None), (None, 8), ("dgx-h100-80gb", None))]
+    assert [each.idle_devices for each in found] == [4, 0, 0]
 
 
 def test_numbers_of_a_range() -> None:

@@ -156,6 +156,10 @@ def test_estimate_knows_the_groups() -> None:
     assert again.pipeline == plan.pipeline
     alike = price_plan(plan, hardware=A100)
     assert any("as if all devices were alike" in note for note in alike.notes)
+    assert [any("nodes must be started in" in text for text in each.warnings) for each in (again, alike.plan)] == [
+        True,
+        False,
+    ]
     assert plan.prediction is not None
     assert alike.plan.prediction is not None
     assert alike.plan.prediction.step_time_s > plan.prediction.step_time_s
