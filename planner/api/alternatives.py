@@ -208,6 +208,7 @@ def _pins_of(candidate: Candidate) -> Pins:
         dp_replicate=mesh.dp_replicate,
         cp=mesh.cp,
         ep=mesh.ep,
+        etp=mesh.etp or mesh.tp,
         zero=candidate.zero_stage,
         micro_batch=None if candidate.micro_batch_sizes else candidate.micro_batch_size,
         schedule=candidate.schedule if mesh.pp > 1 else None,

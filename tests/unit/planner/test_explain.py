@@ -234,6 +234,20 @@ def test_runners_up_are_those_of_the_plan_and_none_is_faster(name: str) -> None:
         assert sum(row.differences_s.values()) == pytest.approx(row.candidate.step_time_s - step_s, abs=1e-12)
 
 
+def test_runners_up_with_whole_experts_are_priced_with_whole_experts() -> None:
+    """They were priced as if experts were split over tp where that could be, which is another step, and else not."""
+    asked = replace(request_of(Pins(tp=2, pp=1, cp=1, etp=1)), model="moe-tiny")
+    plan = find_plan(asked).plan
+    assert plan.search is not None
+    rows = explain(plan, wishes=QUICK).runners_up
+    others = [each for each in plan.search.runners_up if each.mesh.etp == 1]
+    assert len(others) > 2
+    for row, each in zip(rows, others, strict=False):
+        assert row.candidate is not None
+        assert row.differences_s is not None
+        assert row.candidate.step_time_s == pytest.approx(each.step_time_s, rel=1e-9)
+
+
 def test_a_plan_without_a_search_gets_its_runners_up_from_one() -> None:
     plan = find_plan(request_of(Pins(pp=4))).plan.model_copy(update={"search": None})
     rows = explain(plan).runners_up
