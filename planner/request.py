@@ -88,6 +88,7 @@ class Request:
     framework: str = DEFAULT_FRAMEWORK  # within whose rules is searched, and whose recipe prices
     memory_risk: float = DEFAULT_RISK  # that the plan does not fit after all
     may_idle: bool = True  # devices, where fewer are faster or all of them cannot share the work
+    shares_over_all: bool = False  # that all devices cannot share the work is an error, though some may idle
     robust: bool = False  # choose by the worst of a few cases in place of the nominal one
     num_tokens: int | None = None  # of the whole training run, for what it takes
     held: LoadedModel | None = None  # where ``model`` names a module that is held in Python

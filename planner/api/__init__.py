@@ -34,6 +34,7 @@ from planner.pricing.target import PricingTarget
 from planner.problem import Problem, Solved, placement_solver, solved_by
 from planner.report.timeline import StepTimeline, step_timeline
 from planner.request import (
+    DEFAULT_RISK,
     Request,
     alignment_notes,
     check_memory_risk,
@@ -53,7 +54,7 @@ from planner.translate import from_plan, to_plan
 
 # What a run is made to give up first where its devices change: degrees that must divide another number now.
 PINS_IN_THE_WAY = (
-    "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "tp",
+    "dp", "dp_replicate", "micro_batch", "virtual_stages", "schedule", "pp", "cp_method", "cp", "ep", "etp", "tp",
     "sequence_parallel", "zero", "recompute", "offload", "offload_activations",
 )  # fmt: skip
 
@@ -172,7 +173,7 @@ def _solved(question: Question, deadline: Deadline, progress: Progress | None) -
     try:
         return solved_by(deadline, target, training, request.pins, request.memory_risk, progress)
     except NoLayoutError:
-        if not request.may_idle:
+        if not request.may_idle or request.shares_over_all:
             raise
         found = solved_over_fewer(deadline, target, training, request.pins, request.memory_risk)
         if found is None:
@@ -183,15 +184,27 @@ def _solved(question: Question, deadline: Deadline, progress: Progress | None) -
 def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pins = NO_PINS) -> Answer:
     """A plan for the same run on another number of devices: model, global batch, sequences, precision, optimiser kept.
 
-    So are the user's pins and ``fixed``, as far as any layout on ``num_devices`` can have them; what is dropped is said
-    in the notes. InputError and InfeasibleError as of a search.
+    So are memory risk and tokens, and the user's pins and ``fixed``, as far as any layout on ``num_devices`` can have
+    them; what is dropped is said in the notes. Devices stay idle where fewer are faster, and where no layout has all of
+    them. InputError and InfeasibleError as of a search.
     """
     pins = {**({} if plan.search is None else plan.search.pins), **fixed.given()}
+    try:
+        return _replanned(plan, num_devices, hardware, pins, over_all=True)
+    except NoLayoutError:
+        return _replanned(plan, num_devices, hardware, pins, over_all=False)
+
+
+def _replanned(
+    plan: Plan, num_devices: int, hardware: str | None, pins: Mapping[str, int | bool | str], *, over_all: bool
+) -> Answer:
+    """``over_all``: pins that no layout over all devices has are given up; otherwise those that none over fewer has."""
+    kept, dropped, num_tokens = dict(pins), list[str](), None if plan.run is None else plan.run.num_tokens
     in_the_way = [name for name in PINS_IN_THE_WAY if name in pins]
-    dropped: list[str] = []
     while True:
         try:
-            answer = find_plan(same_run(plan, num_devices, hardware, pins))
+            request = same_run(plan, num_devices, hardware, kept)
+            answer = find_plan(replace(request, may_idle=True, shares_over_all=over_all, num_tokens=num_tokens))
             break
         except (HardwareError, ModelError, PlanError):
             raise
@@ -199,13 +212,16 @@ def replan(plan: Plan, num_devices: int, hardware: str | None = None, fixed: Pin
             if not in_the_way:
                 raise
             name = in_the_way.pop(0)
-            dropped.append(f"{name}={pins.pop(name)}")
+            dropped.append(f"{name}={kept.pop(name)}")
     note = f"no layout on {num_devices} GPUs has {', '.join(dropped)}: chosen anew"
     return replace(answer, notes=(*answer.notes, note)) if dropped else answer
 
 
 def same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[str, int | bool | str]) -> Request:
-    """The request whose answer would train what ``plan`` does, with these pins; PlanError where they are none."""
+    """The request whose answer would train what ``plan`` does, at its memory risk, with these pins.
+
+    PlanError where they are none.
+    """
     training = plan.training
     try:
         pins = Pins.of(given)
@@ -222,6 +238,7 @@ def same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[
         optimizer=training.optimizer,
         pins=pins,
         framework=plan.framework,
+        memory_risk=DEFAULT_RISK if plan.search is None else plan.search.memory_risk,
         may_idle=False,
     )
 

@@ -119,7 +119,6 @@ def pinned_question(plan: Plan, hardware: str | None, pins: Pins) -> Question:
     request = replace(
         same_run(plan, plan.num_devices + plan.idle_devices, hardware, {**own, **pins.given()}),
         may_idle=True,
-        memory_risk=DEFAULT_RISK if plan.search is None else plan.search.memory_risk,
     )
     return Question.of(request)
 

@@ -18,7 +18,15 @@ from planner.model_file import LoadedModel
 from planner.request import Request
 
 _EXACT = ConfigDict(strict=True, allow_inf_nan=False)
-_NOT_OPTIONS = {"model", "num_devices", "hardware", "pins", "planned", "held"}  # of a request: they have other names
+_NOT_OPTIONS = {
+    "model",
+    "num_devices",
+    "hardware",
+    "pins",
+    "planned",
+    "held",
+    "shares_over_all",
+}  # of a request: they have other names
 
 
 def request_of(model: object, gpus: object, hardware: object, options: Mapping[str, object]) -> Request:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.api import Question, described, same_run
 from planner.api.runners_up import unlike_runners
 from planner.errors import TimeLimitError
@@ -20,8 +18,6 @@ def other_plans(plan: Plan, number: int, time_limit_s: float) -> list[Plan]:
     """
     search = plan.search
     request = same_run(plan, plan.num_devices, None, {} if search is None else search.pins)
-    if search is not None:
-        request = replace(request, memory_risk=search.memory_risk)
     deadline = Deadline.answering_within(time_limit_s)
     try:
         question = Question.in_time(request)
