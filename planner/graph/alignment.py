@@ -48,7 +48,8 @@ def _of_weights(graph: ModelGraph) -> Iterator[str]:
     least = LEAST_SHARE * sum(parameter.num_elements for parameter in weights)
     for parameter in weights:
         if parameter.num_elements >= least:
-            for side in {size for size in parameter.shape if size % TENSOR_CORE_ELEMENTS}:
+            sides = parameter.shape[-2:]  # what is before them counts matrices, as those of experts
+            for side in {size for size in sides if size % TENSOR_CORE_ELEMENTS}:
                 names.setdefault(side, []).append(parameter.fqn)
     for side, owners in sorted(names.items()):
         more = f" and {len(owners) - MOST_NAMES} more" if len(owners) > MOST_NAMES else ""
