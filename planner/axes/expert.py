@@ -76,12 +76,14 @@ class ExpertAxis(Axis[ExpertKey]):
         pins, limits = asked.pins, asked.limits
         if pins.ep in (None, 1):
             return _own_degree_violations(asked)
-        if limits.num_experts == 1:
+        counts = limits.expert_counts or (limits.num_experts,)
+        if counts == (1,):
             return [f"ep={pins.ep} needs layers of experts (grouped products), and the model has none"]
         found = _own_degree_violations(asked)
         if pins.ep < 1 or limits.num_experts % pins.ep:
-            allowed = listed(divisors(limits.num_experts))
-            found.append(f"ep={pins.ep} does not divide the {limits.num_experts} experts; allowed: {allowed}")
+            allowed, of_layers = listed(divisors(limits.num_experts)), " and the ".join(map(str, counts))
+            of_layers += " experts" if len(counts) == 1 else " experts of the model's layers"
+            found.append(f"ep={pins.ep} does not divide the {of_layers}; allowed: {allowed}")
         tp, may_be_whole = pins.tp or 1, pins.etp != pins.tp and bool(limits.whole_expert_degrees)
         ranks = limits.num_devices // max(1, tp * (pins.pp or 1))
         if pins.dp is not None and pins.cp is not None:
@@ -168,7 +170,9 @@ def _own_degree_violations(asked: Asked) -> list[str]:
     if pins.etp is None or pins.etp == pins.tp:
         return []
     found: list[str] = []
-    if pins.etp != 1 and pins.tp is not None:
+    if pins.etp < 1:
+        found.append(f"etp={pins.etp} must be 1 or the degree of tensor parallelism")
+    elif pins.etp != 1 and pins.tp is not None:
         found.append(f"etp={pins.etp} must be 1 or tp={pins.tp}")
     elif pins.tp is not None and pins.tp not in limits.whole_expert_degrees:
         found.append(f"etp={pins.etp} beside tp={pins.tp} needs layers of experts, and activations split over tp")

@@ -63,9 +63,14 @@ def used_otherwise(graph: ModelGraph) -> dict[str, str]:
     return found
 
 
+def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
+    """How many experts the layers that have any have, each number once, ascending."""
+    return tuple(sorted(set(expert_parameters(graph).values())))
+
+
 def num_experts(graph: ModelGraph) -> int:
     """The greatest number that divides the number of experts of every layer that has any; 1 where none has."""
-    return gcd(*set(expert_parameters(graph).values())) or 1
+    return gcd(*expert_counts(graph)) or 1
 
 
 def expert_work(graph: ModelGraph, unit: Unit) -> ExpertWork | None:

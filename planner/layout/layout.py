@@ -145,6 +145,7 @@ class Limits:
     # Tensor-parallel degrees beside which experts may be whole on a rank.
     whole_expert_degrees: frozenset[int] = frozenset()
     num_experts: int = 1  # what divides it divides the experts of every layer
+    expert_counts: tuple[int, ...] = ()  # numbers of experts of the layers that have any
     offers_pipelines: bool = True  # where they are not pinned, too
     num_heads: int = 1  # what divides it divides the heads of queries, keys and values of every attention
     cp_methods: tuple[ContextMethod, ...] = tuple(ContextMethod)  # that the framework has

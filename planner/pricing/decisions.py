@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from costmodels.recipe import OUR_RECIPE
 from planner.axes.base import divisors
 from planner.axes.pipeline import why_uncut
-from planner.graph.experts import num_experts
+from planner.graph.experts import expert_counts, num_experts
 from planner.graph.model_graph import OpClass
 from planner.graph.node_operators import mixes_positions_outside_attention, num_heads
 from planner.layout.deadline import Deadline
@@ -85,6 +85,7 @@ def limits_of(target: PricingTarget, decisions: Decisions) -> Limits:
         sequence_degrees=frozenset(split.tp for split in splitting if split.sequence_parallel),
         whole_expert_degrees=frozenset(split.tp for split in splitting if split.etp == 1),
         num_experts=num_experts(graph),
+        expert_counts=expert_counts(graph),
         num_heads=num_heads(graph),
         cp_methods=target.cp_methods,
         context_splits=has_attention and not mixes_positions_outside_attention(graph),

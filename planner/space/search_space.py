@@ -59,7 +59,8 @@ def build_space(training: Training, pins: Pins, limits: Limits, deadline: Deadli
         raise NoLayoutError(
             f"no layout satisfies {pins.describe() or 'the rules'} for global batch {training.global_batch_size} "
             f"on {limits.num_devices} GPUs",
-            hint="micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
+            hint=("" if pins.etp is None else "etp must be 1, beside ep > 1, or tp itself; ")
+            + "micro-batch * data-parallel degree must divide the global batch, and of the micro-batches that makes "
             "1F1B needs at least pp, DualPipeV at least twice pp, and the interleaved schedules rounds of equal size; "
             "ZeRO 1 to 3 need dp_shard * cp > 1, and ZeRO 0 leaves dp_shard 1: drop a pin or change --global-batch",
         )

@@ -18,7 +18,7 @@ from costmodels.vocabulary.mesh import Mesh
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import PlanError
 from planner.graph.blocks import ancestors
-from planner.graph.experts import num_experts
+from planner.graph.experts import expert_counts, num_experts
 from planner.graph.model_graph import ModelGraph
 from planner.graph.node_operators import num_heads
 from planner.layout.decided import Decided
@@ -111,7 +111,8 @@ def check_priceable(plan: Plan, graph: ModelGraph) -> None:
     """PlanError that lists what in ``plan`` the cost models have no price for."""
     found: list[str] = []
     if num_experts(graph) % plan.mesh.ep:
-        found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {num_experts(graph)} experts of {graph.source}")
+        counts = " and the ".join(map(str, expert_counts(graph))) or "0"
+        found.append(f"mesh.ep: {plan.mesh.ep} does not divide the {counts} experts of layers of {graph.source}")
     mesh = plan.mesh
     if mesh.shape().etp is not None and not plan.placements.sequence_parallel:
         found.append(f"mesh.etp: {mesh.etp} beside tp {mesh.tp} needs placements.sequence_parallel")
