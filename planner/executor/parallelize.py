@@ -220,6 +220,7 @@ def parallelize(
     """
     if backend is not None:
         check_compilable(plan, backend, mesh.device_type)
+    register_sharding_rules()
     context = context_of(plan, mesh)
     _check(module, inputs, training_loss, (plan, mesh, context))
     shapes = {name: tensor.shape[1:] for name, tensor in inputs.items()}
@@ -227,7 +228,6 @@ def parallelize(
     experts = experts_of(plan, module, mesh)
     surroundings = functools.partial(_within, context, experts)
     chosen = parameter_placements(module, plan.placements.tp)
-    register_sharding_rules()
     mine = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == place_of(mesh).pp_rank]
     programs, ties, evaluates = _programs(module, inputs, plan)
     units = ShardingUnits(plan.placements.sharded_units, _shared_states(module, inputs, plan, programs))

@@ -1,7 +1,7 @@
 """Sharding rules of operators that DTensor ships none for."""
 
 # pyright: reportPrivateUsage=false
-# DTensor has no public way to say that a result is no DTensor, torch none to its shape rule of grouped products.
+# DTensor has no public way to say that a result is no DTensor.
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator
 from typing import cast
 
 import torch
-from torch import _meta_registrations
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.executor.written_operands import written_by
+from planner.models.grouped_shapes import know_grouped_shapes
 from planner.operators.moves import VIEWS
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
@@ -45,7 +45,7 @@ def register_sharding_rules() -> None:
     layers, and backward passes that were forgotten.
     DTensor asks for the shape of a grouped product, which torch knows in bfloat16 alone.
     """
-    _aten_library().impl("_grouped_mm", _grouped_shape, "Meta", allow_override=True)
+    know_grouped_shapes()
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     handlers |= dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _attended)
     for name in names_with(Trait.SIZE_BY_VALUES):
@@ -59,24 +59,6 @@ def register_sharding_rules() -> None:
     DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
     ended = DTensor._op_dispatcher._dispatch_fast_path_python_tail
     DTensor._op_dispatcher._dispatch_fast_path_python_tail = _or_written_to(ended)
-
-
-@functools.cache
-def _aten_library() -> torch.library.Library:
-    """What is registered through it holds for as long as it is there."""
-    return torch.library.Library("aten", "IMPL")
-
-
-def _grouped_shape(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    if rows.dtype is torch.bfloat16:
-        return _meta_registrations.meta_grouped_mm(rows, weights, ends, bias, out_dtype)
-    return _meta_registrations._create_grouped_mm_output_tensor(rows, weights, ends, out_dtype or rows.dtype)
 
 
 def _computed_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

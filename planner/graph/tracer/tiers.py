@@ -34,6 +34,7 @@ from planner.graph.tracer.recording import record_step
 from planner.graph.tracer.stand_ins import Sizes, StandIn, TrainingStep, on_fake_cpu, on_meta, on_valued_cpu
 from planner.model_file import LoadedModel
 from planner.models.causal_masks import unfinished_passes_forgotten
+from planner.models.grouped_shapes import know_grouped_shapes
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32", Precision.FP8: "bfloat16"}
 
@@ -72,6 +73,7 @@ def trace_model(
     Equal blocks are traced once where they provably repeat one another. ModelError says where each
     of ``tiers`` stopped, if none works.
     """
+    know_grouped_shapes()
     sizes = Sizes(batch_size, seq_len, dtype)
     ways: dict[Tier, tuple[Callable[[], Traced], ...]] = {
         "export": (
