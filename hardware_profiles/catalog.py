@@ -76,7 +76,8 @@ def load_profile(name_or_path: str) -> ClusterProfile:
     raise HardwareProfileError(
         f"unknown hardware profile {name_or_path[:200]!r}"
         + (f"; the nearest names are {', '.join(nearest)}" if nearest else ""),
-        hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file",
+        hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file, and a plan "
+        "that was made with one needs it again",
     )
 
 

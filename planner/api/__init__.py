@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planner.api.fewer import Counted, idle_note, over_devices, solved_over_fewer, with_fewer
-from planner.api.money import whole_run
+from planner.api.money import other_price, whole_run
 from planner.api.nothing_fits import no_plan
 from planner.api.robust import most_robust
 from planner.api.runners_up import unlike_runners
@@ -331,6 +331,9 @@ def planned_layout(
     section = plan.training
     layout = from_plan.layout_of(plan, num_devices or plan.num_devices)
     cluster = load_cluster(hardware or plan.hardware, layout.mesh.world_size, notes)
+    if hardware is None:
+        price = cluster.profile.device.usd_per_hour
+        notes.extend(other_price(plan, None if price is None else price.value))
     from_plan.check_shares(plan, cluster)
     if layout.groups and not layout.shares and not from_plan.lies_on(layout, cluster):
         notes.append(f"priced as if all devices were alike: {cluster.profile.name} has not the groups of the plan")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isclose
+
 from planner.errors import InputError
 from planner.plan.schema import Plan, RunSection
 
@@ -25,6 +27,26 @@ def whole_run(plan: Plan, num_tokens: int) -> RunSection:
         days=num_steps * step_s / SECONDS_A_DAY,
         gpu_hours=num_steps * step_s * plan.num_devices / SECONDS_AN_HOUR,
         usd=None if usd is None else num_steps * usd,
+    )
+
+
+def other_price(plan: Plan, now: float | None) -> tuple[str, ...]:
+    """A note where ``plan`` was made at another price than ``now``, in dollars of a device-hour; None: there is none.
+
+    So it is where a profile of the user's has the name of a shipped one.
+    """
+    found = plan.prediction
+    if found is None:
+        return ()
+    then = None
+    if found.usd_per_step is not None:
+        then = found.usd_per_step * SECONDS_AN_HOUR / (found.step_time_s * plan.num_devices)
+    if then == now or (then is not None and now is not None and isclose(then, now, rel_tol=1e-6)):
+        return ()
+    texts = ["without a price" if usd is None else f"at ${usd:.4g} a GPU-hour" for usd in (then, now)]
+    return (
+        f"the plan was made with {plan.hardware} {texts[0]}, and is priced with it {texts[1]}: where that was a "
+        "profile of yours, give it as --hardware FILE",
     )
 
 

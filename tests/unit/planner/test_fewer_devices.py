@@ -131,6 +131,20 @@ def test_devices_are_left_idle_only_where_they_are_those_of_the_plan(tiny: Tiny)
     assert [each.idle_devices for each in found] == [4, 0, 0]
 
 
+@pytest.mark.parametrize(("factor", "was"), [(None, "without a price"), (2.0, "at $5.4 a GPU-hour")])
+def test_another_price_than_the_plan_was_made_at_is_said(tiny: Tiny, factor: float | None, was: str) -> None:
+    """A profile of the user's that has a shipped one's name is not found again: the shipped one's price was told."""
+    plan = find_plan(tiny(4, pins=DATA_PARALLEL)).plan
+    assert plan.prediction is not None
+    assert plan.prediction.usd_per_step is not None
+    usd = None if factor is None else plan.prediction.usd_per_step * factor
+    other = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"usd_per_step": usd})})
+    said = f"the plan was made with {A100} {was}, and is priced with it at $2.7 a GPU-hour"
+    assert [note.partition(":")[0] for note in price_plan(other).notes if "made with" in note] == [said]
+    for each, hardware in ((plan, None), (other, A100)):
+        assert not any("made with" in note for note in price_plan(each, hardware).notes)
+
+
 def test_numbers_of_a_range() -> None:
     assert counts_between(8, 64, 8) == (8, 16, 24, 32, 48, 64)
     assert counts_between(1, 9, 8) == (1, 2, 3, 4, 6, 8, 9)
