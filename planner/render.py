@@ -269,7 +269,7 @@ def _memory(plan: Plan, prediction: PredictionSection) -> Table:
     scale, unit = (GIB, "GiB") if max(prediction.peak_memory_bytes) >= GIB else (MIB, "MiB")
     table.add_column(unit)
     ranks = list(range(len(prediction.peak_memory_bytes)))
-    shown = ranks if len(ranks) <= 4 else [0, 1, ranks[-2], ranks[-1]]
+    shown = ranks if len(ranks) <= 4 else sorted({0, 1, fullest_rank(prediction), ranks[-2], ranks[-1]})
     for rank in shown:
         table.add_column(rank_name(plan, rank), justify="right")
     if prediction.memory_breakdown_bytes:

@@ -1,15 +1,19 @@
 """Fewer devices than there are, where that is faster or cheaper; and several numbers of devices side by side."""
 
 from collections.abc import Callable
+from io import StringIO
 from itertools import pairwise
 
 import pytest
+from rich.console import Console, RenderableType
 
 from planner.api import find_plan, price_plan
 from planner.api.front import counts_between, find_front
 from planner.errors import InputError, NoLayoutError, PinsError
 from planner.graph.graph_file import write_graph
 from planner.layout.layout import NO_PINS, Limits, Pins
+from planner.render import show_plan
+from planner.render_front import show_front
 from planner.request import Request
 from planner.space.device_counts import worthwhile_counts
 from tests.planning import graph_of, training_of
@@ -160,6 +164,36 @@ def test_no_plan_of_a_front_is_beaten_in_everything(tiny: Tiny) -> None:
     chosen = front.chosen.prediction
     assert chosen is not None
     assert chosen.step_time_s == min(seconds for _, seconds in rows)
+
+
+def text_of(shown: RenderableType) -> str:
+    console = Console(width=140, file=StringIO(), record=True)
+    console.print(shown)
+    return console.export_text()
+
+
+def test_a_front_shows_the_whole_run_that_was_asked_about(tiny: Tiny) -> None:
+    """Days and dollars of --tokens were shown of one number of GPUs, and nowhere of a range."""
+    plan = find_plan(tiny(4, pins=DATA_PARALLEL)).plan
+    assert plan.run is not None
+    run = plan.run.model_copy(update={"days": 1234.5, "usd": 6.78e6, "num_tokens": 3 * 10**11})
+    whole, none = (plan.model_copy(update={"run": each}) for each in (run, None))
+    shown, plain = (text_of(show_front([each], each, by_cost=False)) for each in (whole, none))
+    assert all(text in shown for text in ("days", "$ in all", "1,234.5", "6.78 M", "300 B tokens"))
+    assert "days" not in plain
+    assert "$ a step" in plain
+
+
+def test_the_fullest_rank_is_among_those_that_are_shown(tiny: Tiny) -> None:
+    """Of 8 ranks 0, 1, 6 and 7 were shown, and the heading told what rank 5 takes."""
+    plan = find_plan(tiny(4, pins=DATA_PARALLEL)).plan
+    assert plan.prediction is not None
+    ledger = plan.prediction.memory_breakdown_bytes[0]
+    peaks = (2**30,) * 5 + (2**31,) + (2**30,) * 2
+    update = {"peak_memory_bytes": peaks, "memory_breakdown_bytes": (ledger,) * 8, "memory_phases_bytes": ()}
+    shown = text_of(show_plan(plan.model_copy(update={"prediction": plan.prediction.model_copy(update=update)})))
+    columns = next(line for line in shown.splitlines() if "rank 0" in line)
+    assert [int(text.split()[0]) for text in columns.split("rank")[1:]] == [0, 1, 5, 6, 7]
 
 
 @pytest.mark.parametrize("by_cost", [True, False])
