@@ -45,8 +45,9 @@ def _edges(fit: Fit) -> Table:
     }
     if fit.seq_len == 1:
         del rows["longest sequence"]
+    absent = "not looked for" if fit.fits else "none"  # unlike devices, or a model that is known at one length alone
     for name, value in rows.items():
-        table.add_row(name, "none" if value is None else str(value))
+        table.add_row(name, absent if value is None else str(value))
     if not fit.fits:
         table.add_row("smallest change", fit.change)
     return table

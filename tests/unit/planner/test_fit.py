@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hardware_profiles.catalog import load_profile
 from planner.api import Question, find_plan, nothing_fits
@@ -15,6 +17,7 @@ from planner.graph.graph_file import write_graph
 from planner.layout.deadline import Deadline
 from planner.layout.layout import NO_PINS, Pins
 from planner.problem import Problem
+from planner.render_fit import show_fit
 from planner.request import Request
 from tests.planning import graph_of
 
@@ -65,6 +68,16 @@ def test_what_fits_fits_and_its_edges_are_edges(graph: str) -> None:
     assert fit.largest_micro_batch == 64
     assert fit.longest_seq_len == 64  # a graph is known at one length
     assert (fit.reason, fit.change) == ("", "")
+
+
+def test_what_was_not_looked_for_is_not_called_none() -> None:
+    """The fewest of unlike devices were none, beside "fits"."""
+    fits = Fit(True, 16, "both", 64, 16, "dp=16", {}, 1, 2, None, None, 8, "", "", ())
+    shown = [Console(width=120, file=StringIO(), record=True) for _ in range(2)]
+    for console, fit in zip(shown, (fits, replace(fits, fits=False, largest_micro_batch=None)), strict=True):
+        console.print(show_fit(fit, "model"))
+    assert [console.export_text(clear=False).count("not looked for") for console in shown] == [2, 0]
+    assert [console.export_text().count("none") for console in shown] == [0, 3]
 
 
 def test_what_does_not_fit_says_what_binds_and_what_helps(large_graph: str, small_memory: str) -> None:
