@@ -42,7 +42,7 @@ def parity(  # over 6 arguments: one for each option of the command line
         from planner.executor.options import ParityOptions
         from planner.executor.outcome import on_all_ranks
 
-    options = ParityOptions(seed, data, token_dtype(data_dtype), timeout)
+    options = ParityOptions(seed, data, token_dtype(data_dtype, data), timeout)
     outcome = on_all_ranks(plan, lambda: _compared(plan, options))
     if outcome is None:
         return 0

@@ -64,8 +64,8 @@ def run(  # over 6 arguments: one for each option of the command line
         int | None, typer.Option(min=1, help="Evaluate after every so many steps.", rich_help_panel=_DATA)
     ] = None,
     eval_batches: Annotated[
-        int, typer.Option(min=1, help="Global batches of an evaluation.", rich_help_panel=_DATA)
-    ] = 8,
+        int | None, typer.Option(min=1, help="Global batches of an evaluation. Default: 8.", rich_help_panel=_DATA)
+    ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(min=0, help="The highest. Default: 3e-4 for Adam, 0.1 for SGD.", rich_help_panel=_RATE),
@@ -105,7 +105,9 @@ def run(  # over 6 arguments: one for each option of the command line
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Save after every so many steps, too.", rich_help_panel=_CHECKPOINTS)
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.", rich_help_panel=_CHECKPOINTS)] = 3,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Newest checkpoints to keep. Default: 3.", rich_help_panel=_CHECKPOINTS)
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Fail where there is no checkpoint.", rich_help_panel=_CHECKPOINTS)
     ] = False,
@@ -130,9 +132,10 @@ def run(  # over 6 arguments: one for each option of the command line
     profile_step: Annotated[
         int | None, typer.Option(min=1, help="Profile this step with torch.profiler.", rich_help_panel=_TALK)
     ] = None,
-    profile_dir: Annotated[Path, typer.Option(help="Where its traces go, one a rank.", rich_help_panel=_TALK)] = Path(
-        "profile"
-    ),
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where its traces go, one a rank. Default: profile.", rich_help_panel=_TALK),
+    ] = None,
 ) -> int:
     """Trains a plan's model: starts a process a rank on this machine, or joins the torchrun that started this."""
     plan = read_plan(plan_file, trust=trust)
@@ -140,14 +143,24 @@ def run(  # over 6 arguments: one for each option of the command line
         {
             "--resume": resume and "--checkpoint-dir",
             "--checkpoint-every": checkpoint_every and "--checkpoint-dir",
+            "--keep": keep and "--checkpoint-dir",
             "--max-restarts": max_restarts and "--checkpoint-dir",
             "--eval-every": eval_every and "--eval-data",
             "--eval-data": eval_data and "--eval-every",
+            "--eval-batches": eval_batches and "--eval-every",
+            "--profile-dir": profile_dir and "--profile-step",
         },
-        {"--checkpoint-dir": checkpoint_dir, "--eval-data": eval_data, "--eval-every": eval_every},
+        {
+            "--checkpoint-dir": checkpoint_dir,
+            "--eval-data": eval_data,
+            "--eval-every": eval_every,
+            "--profile-step": profile_step,
+        },
     )
     with uncollected():
         from planner.executor.options import (
+            EVAL_BATCHES,
+            KEPT,
             CheckpointOptions,
             DataOptions,
             Decay,
@@ -164,7 +177,9 @@ def run(  # over 6 arguments: one for each option of the command line
         weights=weights,
         is_compiled=compiled,
         offload_dir=offload_dir,
-        data=DataOptions(data, token_dtype(data_dtype), eval_data, eval_every, eval_batches),
+        data=DataOptions(
+            data, token_dtype(data_dtype, data, eval_data), eval_data, eval_every, eval_batches or EVAL_BATCHES
+        ),
         optimization=Optimization(
             learning_rate=learning_rate,
             schedule=LearningRate(one_of(lr_schedule, LearningRate, "--lr-schedule")),
@@ -176,9 +191,9 @@ def run(  # over 6 arguments: one for each option of the command line
             decay=Decay(one_of(decay, Decay, "--decay")),
             clip_norm=clip_norm,
         ),
-        checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep, resume),
+        checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep or KEPT, resume),
         log=LogOptions(log, tensorboard),
-        profile=None if profile_step is None else (profile_step, profile_dir),
+        profile=None if profile_step is None else (profile_step, profile_dir or Path("profile")),
     )
     return _train(plan, options, max_restarts)
 
@@ -243,8 +258,9 @@ def one_of(value: str, choices: type, option: str) -> str:
     return value
 
 
-def token_dtype(value: str | None) -> TokenDtype | None:
-    """What --data-dtype says; InputError where there is no such dtype."""
+def token_dtype(value: str | None, *files: Path | None) -> TokenDtype | None:
+    """What --data-dtype says of ``files``; InputError where there is no such dtype, or no file."""
     from planner.executor.token_file import TokenDtype
 
+    _check_together({"--data-dtype": value and "--data"}, {"--data": next(filter(None, files), None)})
     return None if value is None else TokenDtype(one_of(value, TokenDtype, "--data-dtype"))

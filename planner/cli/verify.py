@@ -62,7 +62,7 @@ def verify(  # over 6 arguments: one for each option of the command
         from planner.executor.options import DataOptions, RunOptions
         from planner.executor.outcome import on_all_ranks
 
-    read = DataOptions(data, token_dtype(data_dtype))
+    read = DataOptions(data, token_dtype(data_dtype, data))
     options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=read, offload_dir=offload_dir)
     options.check_offload(plan.offload)
     found = on_all_ranks(plan, lambda: _measured(plan, options) if top == 1 else _measured_each(plan, top - 1, options))

@@ -15,6 +15,8 @@ from planner.executor.token_file import TokenDtype
 DEFAULT_LEARNING_RATE = {
     Optimizer.ADAMW: 3e-4, Optimizer.ADAM: 3e-4, Optimizer.SGD: 0.1, Optimizer.SGD_MOMENTUM: 0.1
 }  # fmt: skip
+EVAL_BATCHES = 8  # enough for the mean loss to stand still, and a small part of training
+KEPT = 3  # checkpoints: one may be damaged, and the run may have gone wrong before the next
 
 
 class LearningRate(StrEnum):
@@ -112,7 +114,7 @@ class DataOptions:
     dtype: TokenDtype | None = None  # of a file that does not say its own; None: such a file is text
     eval_file: Path | None = None
     eval_every: int | None = None  # steps
-    eval_batches: int = 8  # global batches, each time the same
+    eval_batches: int = EVAL_BATCHES  # global batches, each time the same
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class CheckpointOptions:
 
     folder: Path | None = None
     every: int | None = None
-    keep: int = 3
+    keep: int = KEPT
     must_resume: bool = False  # an error where there is nothing to go on from
 
 

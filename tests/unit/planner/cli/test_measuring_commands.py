@@ -117,3 +117,28 @@ def test_verify_reads_tokens_of_a_dtype_as_run_does(monkeypatch: pytest.MonkeyPa
     arguments = ["verify", str(EXAMPLE), "--top", "2", "--data", str(tmp_path / "tokens.bin"), "--data-dtype", "uint16"]
     assert CliRunner().invoke(app, arguments, standalone_mode=False).return_value == 0
     assert asked == ["uint16"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "needed"),
+    [
+        ("run", ("--eval-batches", "2"), "--eval-every"),
+        ("run", ("--keep", "2"), "--checkpoint-dir"),
+        ("run", ("--profile-dir", "traces"), "--profile-step"),
+        ("run", ("--data-dtype", "uint16"), "--data"),
+        ("verify", ("--data-dtype", "uint16"), "--data"),
+        ("parity", ("--data-dtype", "uint16"), "--data"),
+    ],
+)
+def test_an_option_without_the_one_it_belongs_to_is_refused(
+    command: str, option: tuple[str, str], needed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It did nothing, without a word."""
+    plan = json.loads(EXAMPLE.read_text())
+    plan["prediction"] = {
+        "step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0, "model_flops_per_gpu_per_s": 1.0, "mfu": 0.5,
+        "peak_memory_bytes": [2**21, 2**21], "memory_capacity_bytes": 2**30, "breakdown_s": {"compute": 1.0},
+    }  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(InputError, match=f"{option[0]} does nothing without {needed}"):
+        invoke(monkeypatch, MEASURED, command, str(tmp_path / "plan.json"), *option)
