@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 from planner.errors import InputError
@@ -85,6 +86,34 @@ def write_bytes(path: Path, content: bytes) -> None:
             _replace(target, content)
     except (OSError, ValueError) as error:
         raise _refused(path, error) from error
+
+
+@contextlib.contextmanager
+def put_back_on_error(path: Path) -> Generator[None]:
+    """What ``path`` was before comes back where what is done inside ends in an error, or is interrupted.
+
+    For a file that goes with another: neither is there without the other. InputError where nothing can be set aside.
+    """
+    target, aside = Path(os.path.realpath(path)), None
+    try:
+        if target.is_file():
+            handle, aside = _temporary(target)
+            os.close(handle)
+            shutil.copy2(target, aside)
+    except OSError as error:
+        if aside is not None:
+            os.unlink(aside)
+        raise _refused(path, error) from error
+    try:
+        yield
+    except BaseException:
+        if aside is not None:
+            os.replace(aside, target)
+        elif target.is_file():
+            os.unlink(target)
+        raise
+    if aside is not None:
+        os.unlink(aside)
 
 
 def _replaced(path: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from planner.cli.search import show_answer
 from planner.cli.terminal import data_console, talk_console
 from planner.errors import InputError
 from planner.json_file import read_content
-from planner.output_file import check_output, is_stdout, write_text
+from planner.output_file import check_output, is_stdout, put_back_on_error, write_text
 from planner.render import seconds
 
 if TYPE_CHECKING:
@@ -78,12 +79,14 @@ def import_config(  # over 6 arguments: one for each option of the command line
 
     check_output(output, better, reads=[file, model])
     target, read = read_config(file.name, config_text(file), from_format)
-    source, model_notes = model_of(read, model, output)
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, optimizer, recompute)
-    layout, assumed = completed(read.settings, given, default_seq_len(source))
-    priced = price_run(pinned_run(source, framework or target.software(read), layout), hardware)
-    notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
-    show_answer(priced.plan, notes, as_json=as_json, output=output)
+    beside = None if output is None or is_stdout(output) else model_file_beside(output)
+    with nullcontext() if beside is None else put_back_on_error(beside):
+        source, model_notes = model_of(read, model, output)
+        layout, assumed = completed(read.settings, given, default_seq_len(source))
+        priced = price_run(pinned_run(source, framework or target.software(read), layout), hardware)
+        notes = (f"read as {target.name} ({target.version})", *model_notes, *read.notes, *assumed, *priced.notes)
+        show_answer(priced.plan, notes, as_json=as_json, output=output)
     # With --json, or with the plan on stdout, nothing else is there.
     console = talk_console() if as_json or is_stdout(output) or is_stdout(better) else data_console()
     wrong = findings(priced)
@@ -155,11 +158,16 @@ def model_of(read: Read, named: str | None, output: Path | None) -> tuple[str, t
         raise InputError(
             f"the file's model cannot be built: {listed(violations_of(error))}", hint="name another: --model MODEL"
         ) from error
-    if output is None or is_stdout(output):
+    if output is None or is_stdout(output) or (output.exists() and not output.is_file()):
         raise InputError("the file's model is no preset, so it is written beside the plan", hint="give -o plan.json")
-    path = output.with_suffix(".model.json")
+    path = model_file_beside(output)
     write_text(path, shape.model_dump_json(indent=2, exclude_none=True) + "\n")
     return str(path), (f"the sizes of the model are in {path}",)
+
+
+def model_file_beside(plan_file: Path) -> Path:
+    """Where the config of an imported model goes whose plan is ``plan_file``: neither is there without the other."""
+    return plan_file.with_suffix(".model.json")
 
 
 def default_seq_len(source: str) -> int | None:

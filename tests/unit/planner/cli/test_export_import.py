@@ -1,6 +1,8 @@
 """``planner export`` and ``planner import`` as a user meets them: files, streams, exit codes, plans that come back."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -180,13 +182,16 @@ def test_what_a_config_does_not_say_is_asked_for(run: Run, tmp_path: Path) -> No
     assert "ZeRO" in out
 
 
+NO_PRESET = (
+    "torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 3 --hidden-size 64 --num-attention-heads 4 --swiglu "
+    "--ffn-hidden-size 160 --vocab-size 256 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 --bf16 "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --use-distributed-optimizer"
+)
+
+
 def test_a_model_that_is_no_preset_is_written_beside_the_plan(run: Run, tmp_path: Path) -> None:
     config, plan_file = tmp_path / "train.sh", tmp_path / "plan.json"
-    config.write_text(
-        "torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 3 --hidden-size 64 --num-attention-heads 4 --swiglu "
-        "--ffn-hidden-size 160 --vocab-size 256 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 --bf16 "
-        "--position-embedding-type rope --untie-embeddings-and-output-weights --use-distributed-optimizer"
-    )
+    config.write_text(NO_PRESET)
     code, _, err = run("import", config, *HARDWARE)
     assert (code, "-o plan.json" in err) == (2, True)
     code, _, err = run("import", config, *HARDWARE, "-o", plan_file)
@@ -194,6 +199,26 @@ def test_a_model_that_is_no_preset_is_written_beside_the_plan(run: Run, tmp_path
     assert Path(read_plan(plan_file).model.source) == tmp_path / "plan.model.json"
     code, _, err = run("estimate", plan_file)
     assert code == 0, err
+    code, _, err = run("import", config, *HARDWARE, "-o", "/dev/null")
+    assert (code, "-o plan.json" in err, Path("/dev/null.model.json").exists()) == (2, True, False)
+
+
+def test_a_model_is_not_left_without_its_plan(tmp_path: Path) -> None:
+    """On a full disk the small file was there, and the large one was not; or an old plan had a new model."""
+    config, plan_file = tmp_path / "train.sh", tmp_path / "plan.json"
+    command = f"{sys.executable} -m planner import {config} {' '.join(HARDWARE)} -o {plan_file}"
+    limited = ["bash", "-c", f"ulimit -f 2; {command}"]  # blocks of 1 KiB, of which a plan takes six
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    for before in ({}, {"plan.json": b"{}", "plan.model.json": b"of another run"}):
+        config.write_text(NO_PRESET)
+        for name, content in before.items():
+            (tmp_path / name).write_bytes(content)
+        done = subprocess.run(limited, capture_output=True, text=True, check=False)
+        assert (done.returncode, "File too large" in done.stderr) == (2, True), done.stderr
+        assert files() == {"train.sh": NO_PRESET.encode(), **before}
 
 
 @pytest.mark.parametrize(
