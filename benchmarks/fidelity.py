@@ -22,7 +22,7 @@ from benchmarks.published.pricing import RunPricer
 from benchmarks.published.summary import Row, Summary, document, price_rows, summarise
 from hardware_profiles.catalog import load_profile
 from hardware_profiles.schema import ClusterProfile
-from planner.errors import PlannerError
+from planner.errors import InputError, PlannerError
 from planner.formats.run_table import Run, read_out_of_memory, read_runs
 from planner.output_file import check_output, write_text
 
@@ -67,7 +67,11 @@ def main() -> int:
         written = {**document(rows, failed, summary), "pairs": [asdict(pair) for pair in pairs]}
         if comparison is not None:
             written["anchors"] = comparison.document(priced, rows)
-        write_text(options.json, json.dumps(written, indent=1) + "\n")
+        try:
+            write_text(options.json, json.dumps(written, indent=1) + "\n")
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

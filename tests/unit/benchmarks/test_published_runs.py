@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import fidelity
 from benchmarks.published.frameworks import (
     attention_name_of,
     recipe_called,
@@ -486,6 +487,18 @@ def test_a_result_that_cannot_be_written_is_refused_before_runs_are_priced(tmp_p
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: cannot write {out}: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_disk_that_is_full_in_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback, after everything was printed."""
+    runs = write(tmp_path / "runs.csv", {})
+    monkeypatch.setattr(sys, "argv", ["fidelity", "--runs", str(runs), "--json", "/dev/full"])
+    assert fidelity.main() == 2
+    said = capsys.readouterr()
+    assert "error: cannot write /dev/full: No space left on device" in said.err
+    assert "toy" in said.out
 
 
 def test_blanks_that_have_a_default_are_filled_and_named(tmp_path: Path) -> None:
