@@ -256,15 +256,12 @@ def _model(model: object, example_inputs: object, loss_fn: object) -> object:
 
 def _with_loss_note(plan: Plan, request: Request, deadline: Deadline) -> Plan:
     """``plan`` of our executor with a warning where it could not train with the loss of the module or the file."""
-    from planner.executor.loss_note import LIMIT_S, held_loss_note, loss_note
+    from planner.executor.loss_note import held_loss_note, loss_note
     from planner.request import DEFAULT_FRAMEWORK
 
     if request.framework != DEFAULT_FRAMEWORK:
         return plan
-    if request.held is None:
-        note = loss_note(plan, min(LIMIT_S, deadline.left_s) if deadline.is_limited else LIMIT_S)
-    else:
-        note = held_loss_note(request.held, plan)
+    note = loss_note(plan, deadline.left_s) if request.held is None else held_loss_note(request.held, plan)
     return plan if note is None else plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
@@ -278,7 +275,8 @@ def _own(mine: object) -> Pins | Config:
     from planner.errors import InputError
     from planner.json_file import read_content
 
-    if not isinstance(mine, str | PathLike) or (isinstance(mine, str) and "=" in mine and not Path(mine).exists()):
+    is_text = isinstance(mine, str) and (not mine.strip() or ("=" in mine and not Path(mine).exists()))
+    if is_text or not isinstance(mine, str | PathLike):
         return pins_of(mine)
     path = Path(mine)
     try:

@@ -100,7 +100,7 @@ def own_of(
 
     ``micro_batch`` and ``recompute`` are of a config.
     """
-    is_file = mine is not None and ("=" not in mine or Path(mine).exists())
+    is_file = mine is not None and mine.strip() != "" and ("=" not in mine or Path(mine).exists())
     if not is_file and (micro_batch is not None or recompute is not None):
         raise InputError(
             "--micro-batch and --recompute are of a config that --mine names",

@@ -216,9 +216,9 @@ def show_answer(plan: Plan, notes: tuple[str, ...], *, as_json: bool, output: Pa
 
 def _say_of_loss(plan: Plan, deadline: Deadline) -> None:
     """Said last: to find it out takes some seconds, and the plan is there already."""
-    from planner.executor.loss_note import LIMIT_S, loss_note
+    from planner.executor.loss_note import loss_note
 
-    note = loss_note(plan, min(LIMIT_S, deadline.left_s) if deadline.is_limited else LIMIT_S)
+    note = loss_note(plan, deadline.left_s)
     if note is not None:
         talk_console().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
 

@@ -27,10 +27,14 @@ PROGRAM = (
 )
 
 
-def loss_note(plan: Plan, limit_s: float = LIMIT_S) -> str | None:
-    """Why `planner run` would refuse the loss of a file of the user's; None where it does not, or time is up."""
+def loss_note(plan: Plan, left_s: float = LIMIT_S) -> str | None:
+    """Why `planner run` would refuse the loss of a file of the user's; None where it does not.
+
+    That nobody looked, where ``left_s``, the seconds of whoever asks (infinite: any), or ours are over before.
+    """
     if _is_undivided(plan) or not _may_have_a_loss(plan.model.source):
         return None
+    limit_s = min(LIMIT_S, left_s)
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as found:
         asked.write(plan_json(plan).encode())
         asked.seek(0)
@@ -42,13 +46,20 @@ def loss_note(plan: Plan, limit_s: float = LIMIT_S) -> str | None:
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return None
+            return _not_looked_at(plan, limit_s)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         found.seek(0)
         return found.read().decode() or None  # nothing too where the user's code ended its process
+
+
+def _not_looked_at(plan: Plan, limit_s: float) -> str:
+    return (
+        f"whether the loss of {plan.model.source} can be computed in {num_parts_of(plan)} parts was not found out in "
+        f"the {limit_s:.1f} s that were left: planner run says so at its start, planner check without devices"
+    )
 
 
 def num_parts_of(plan: Plan) -> int:

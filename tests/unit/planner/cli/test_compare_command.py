@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import planner
 from hardware_profiles.catalog import load_profile
 from planner.api import Question, compare
 from planner.cli.options import pins_of
@@ -49,6 +50,14 @@ def test_a_table_of_80_columns_names_every_framework(run: Run) -> None:
     for name in ("megatron-core", "zero-infinity", "llm-foundry", "yours"):
         assert name in out
     assert "PP 2 · TP 2" in out
+
+
+def test_a_set_up_of_no_words_is_no_folder(run: Run) -> None:
+    """It was read as the file "."."""
+    code, _, err = run("compare", *TINY, "--mine", "")
+    assert (code, "fixes no choice of a plan" in err, "tp=4,pp=2" in err) == (2, True, True)
+    with pytest.raises(InputError, match="fixes no choice of a plan"):
+        planner.compare("llama-tiny", 4, mine="")
 
 
 def test_json_has_every_row_and_the_users_own(run: Run) -> None:

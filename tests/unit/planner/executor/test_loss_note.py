@@ -1,5 +1,6 @@
 """Whoever plans is told of a loss that `planner run` cannot compute in parts."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_a_loss_that_cannot_be_computed_in_parts_is_told(line: str, pins: Pins, 
         parts = plan.mesh.shape().dp * plan.pipeline.num_microbatches
         assert f"planner run refuses this plan: a step computes the loss in {parts} parts" in note
         assert "--dp 1 --cp 1 --pp 1 --micro-batch 8" in note
+
+
+def test_a_loss_that_nobody_had_time_for_is_told(tmp_path: Path) -> None:
+    """A short --time-limit cut the look off, which read as if the loss were fine."""
+    file = tmp_path / "model.py"
+    file.write_text(CODE + MEAN)
+    request = Request(str(file), 2, "cpu-gloo", seq_len=16, global_batch_size=8, pins=Pins(dp=2, micro_batch=4))
+    plan = find_plan(request).plan
+    note = loss_note(plan, 0.0)
+    assert note is not None
+    assert "can be computed in 2 parts was not found out in the 0.0 s that were left" in note
+    assert loss_note(plan, math.inf) is None
 
 
 @pytest.mark.parametrize(("dp", "is_told"), [(2, True), (1, False)])
