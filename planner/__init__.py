@@ -168,8 +168,8 @@ def parallelize(
     into an optimiser. ``clip_gradients(max_norm)`` is torch's ``clip_grad_norm_`` over all of the model.
     ``loss_alone(batch)`` is the loss of held-back data; ``roots`` are the modules of this rank, for their modes and
     states. Parameters may be divided: change values in place (``copy_``), for what is assigned to ``.data`` is not
-    seen, and under a pipeline an optimiser that looks at all of them at once (LBFGS) sees one rank's. Raises
-    ``planner.errors.PlanError`` and ``ModelError``.
+    seen. An optimiser is tried before its first step, which is refused where it looks at all parameters at once (LBFGS)
+    under a pipeline, or cannot update divided ones. Raises ``planner.errors.PlanError`` and ``ModelError``.
     """
     from pathlib import Path
 

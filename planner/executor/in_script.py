@@ -16,6 +16,7 @@ from planner.errors import InputError, ModelError, PlanError
 from planner.executor.given_batches import GivenBatches, plain_inputs
 from planner.executor.loss_probe import recognised
 from planner.executor.mesh import build_mesh, check_world_size
+from planner.executor.optimizer_trial import try_optimizers
 from planner.executor.parallelize import ParallelModel, Tensors, parallelize
 from planner.executor.recording import UnrecordableError
 from planner.executor.start import say_whole, split_by_parts
@@ -110,7 +111,9 @@ def _split(model: Module, *, plan: Plan, loss_fn: LossFunction | None, inputs: o
     given = GivenBatches(plain, shifts_labels=loss_fn is None and shifts_labels(model))
     example = {key: value for key, value in example.items() if key not in plain}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return replace(parallelize(model, example, loss, plan, build_mesh(plan, device)), given=given)
+    part = replace(parallelize(model, example, loss, plan, build_mesh(plan, device)), given=given)
+    try_optimizers(part)
+    return part
 
 
 def _check_dtypes(model: Module, plan: Plan) -> None:
