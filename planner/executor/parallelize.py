@@ -38,7 +38,7 @@ from planner.executor.requirements import (
     check_labels,
     check_trainable,
     check_whole_sequences,
-    statistics_note,
+    notes_on_parts,
 )
 from planner.executor.sharded_parameters import ShardedParameters
 from planner.executor.sharding_rules import register_sharding_rules
@@ -294,7 +294,7 @@ def _check(
     check_beside(training_loss, plan)
     check_reduction(training_loss, num_parts)
     check_trainable(module, inputs, plan)
-    if (note := statistics_note(module, num_parts, plan.pipeline.micro_batch_size)) is not None:
+    for note in notes_on_parts(module, inputs, plan, num_parts):
         say(f"warning: {note}")
     if context is not None:
         check_whole_sequences(inputs)

@@ -109,11 +109,18 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
 def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
     """ModelError where a forward pass changes buffers that several ranks, or a repeated pass, would each change.
 
-    Found by running a copy of ``module`` twice without values. What cannot run so, or changes them where torch does
-    not count it, is found out in its second step (``buffers_unchanged``).
+    What cannot be found without values (``_changed_by_forward``) is found out in its second step
+    (``buffers_unchanged``).
     """
-    if not _keeps_copies(plan):
-        return
+    if _keeps_copies(plan):
+        _refuse(_changed_by_forward(module, inputs), plan)
+
+
+def _changed_by_forward(module: nn.Module, inputs: Inputs) -> list[str]:
+    """FQNs of buffers that a forward pass changes, found by running a copy of ``module`` twice without values.
+
+    None of a module that cannot run so, or that changes them where torch does not count it.
+    """
     try:
         with torch.no_grad(), META:
             copied = twin(module, torch.float32, META)
@@ -123,8 +130,24 @@ def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
             if before:
                 call_model(copied, moved)
     except Exception:  # whatever the user's code raises without values
-        return
-    _refuse(_changed(before, _versions([copied])), plan)
+        return []
+    return _changed(before, _versions([copied]))
+
+
+def notes_on_parts(module: nn.Module, inputs: Inputs, plan: Plan, num_parts: int) -> list[str]:
+    """What to say of a model that sees each global batch in ``num_parts`` parts."""
+    size = plan.pipeline.micro_batch_size
+    notes = [statistics_note(module, num_parts, size)]
+    if num_parts > 1 and not _keeps_copies(plan):
+        known = {fqn for fqn, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+        changed = [fqn for fqn in _changed_by_forward(module, inputs) if fqn.rpartition(".")[0] not in known]
+        more = f" and {len(changed) - NUM_NAMED} more" if len(changed) > NUM_NAMED else ""
+        notes += [
+            f"the model's forward changes its buffers {', '.join(changed[:NUM_NAMED])}{more}: a step runs it "
+            f"{num_parts} times, on {size} samples each, and one process that takes all {num_parts * size} at once runs "
+            "it once"
+        ] * bool(changed)
+    return [note for note in notes if note is not None]
 
 
 def statistics_note(module: nn.Module, num_parts: int, part: int) -> str | None:

@@ -29,6 +29,7 @@ from planner.executor.requirements import (
     check_names,
     check_parameters,
     check_whole_sequences,
+    notes_on_parts,
     statistics_note,
 )
 from planner.models.inputs import by_name
@@ -162,6 +163,22 @@ def test_what_is_made_once_or_by_one_process_is_accepted() -> None:
     check_buffers(Toy("cache"), IDS, plan_of(MeshSection(dp_shard=2)))
     check_buffers(Toy(), IDS, plan_of(MeshSection(dp_shard=2)))
     check_buffers(Toy("batch norm"), IDS, plan_of(MeshSection()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_parts", "said"),
+    [
+        ("in place", 4, "changes its buffers average: a step runs it 4 times, on 2 samples each, and one process that "
+         "takes all 8 at once runs it once"),
+        ("batch norm", 4, "norm: batch normalisation sees 2 samples at a time"),
+        ("in place", 1, None), ("cache", 4, None),
+    ],
+)  # fmt: skip
+def test_buffers_that_each_micro_batch_changes_are_told_of(kind: str, num_parts: int, said: str | None) -> None:
+    """A spectral norm in a pipeline took a step of its power iteration for each micro-batch, and nobody said so."""
+    notes = notes_on_parts(Toy(kind), IDS, plan_of(MeshSection()), num_parts)
+    assert [said in note for note in notes if said] == [True] * (said is not None)
+    assert len(notes) == (said is not None)
 
 
 @pytest.mark.parametrize(("num_buffers", "passes"), [(0, 1), (1, 2)])
