@@ -129,6 +129,12 @@ def run(  # over 6 arguments: one for each option of the command line
         Path | None,
         typer.Option(metavar="DIR", help="The same for TensorBoard, into this folder.", rich_help_panel=_TALK),
     ] = None,
+    find_nan: Annotated[
+        bool,
+        typer.Option(
+            "--find-nan", help="Name the module in which a number is first not finite; slower.", rich_help_panel=_TALK
+        ),
+    ] = False,
     profile_step: Annotated[
         int | None, typer.Option(min=1, help="Profile this step with torch.profiler.", rich_help_panel=_TALK)
     ] = None,
@@ -193,6 +199,7 @@ def run(  # over 6 arguments: one for each option of the command line
         ),
         checkpoints=CheckpointOptions(checkpoint_dir, checkpoint_every, keep or KEPT, resume),
         log=LogOptions(log, tensorboard),
+        finds_nan=find_nan,
         profile=None if profile_step is None else (profile_step, profile_dir or Path("profile")),
     )
     return _train(plan, options, max_restarts)
@@ -219,6 +226,7 @@ def _train(plan: Plan, options: RunOptions, max_restarts: int) -> int:
     options.optimization.check(options.steps)
     options.log.check()
     options.check_profile()
+    options.check_watch()
     options.check_offload(plan.offload)
     if not is_rank():
         check_machine(plan)

@@ -58,6 +58,7 @@ class LossOfParts:
     loss: TrainingLoss
     mesh: DeviceMesh
     num_microbatches: int
+    of_last_step: tuple[torch.Tensor, ...] = ()  # scaled, of each micro-batch
     _counts: list[torch.Tensor] = field(default_factory=list)  # of this step
 
     def scales(self, batch: Tensors) -> torch.Tensor:
@@ -102,7 +103,7 @@ class LossOfParts:
 
     def finish(self, losses: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """The sum of this rank's scaled losses. Of counted ones first divides gradients by all counts. Collective."""
-        device = device_of(self.mesh)
+        device, self.of_last_step = device_of(self.mesh), tuple(losses)
         loss = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=device)
         if self.loss.reduction is not Reduction.COUNTED:
             return loss

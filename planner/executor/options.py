@@ -142,6 +142,7 @@ class RunOptions:
     offload_dir: Path | None = None  # for what a plan keeps on NVMe
     log: LogOptions = field(default_factory=LogOptions)
     profile: tuple[int, Path] | None = None  # a step to profile, and the folder for one trace a rank
+    finds_nan: bool = False  # modules are looked at for numbers that are not finite
 
     def never_comes(self, first: int) -> list[str]:
         """What is asked for at steps that a run after step ``first`` does not take."""
@@ -159,6 +160,12 @@ class RunOptions:
         if self.profile is not None and self.profile[1].exists() and not self.profile[1].is_dir():
             raise InputError(f"cannot write traces into {self.profile[1]}: it is no folder",
                              hint="choose another --profile-dir")  # fmt: skip
+
+    def check_watch(self) -> None:
+        """InputError where modules are to be looked at that are none when they run."""
+        if self.finds_nan and self.is_compiled:
+            raise InputError("--find-nan looks at modules, and --compile makes one program of those of a block",
+                             hint="leave one of them out")  # fmt: skip
 
     def check_offload(self, offload: Offload) -> None:
         """InputError where a plan that offloads so needs a folder and has none, or the other way round."""

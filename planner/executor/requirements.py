@@ -144,8 +144,8 @@ def notes_on_parts(module: nn.Module, inputs: Inputs, plan: Plan, num_parts: int
         more = f" and {len(changed) - NUM_NAMED} more" if len(changed) > NUM_NAMED else ""
         notes += [
             f"the model's forward changes its buffers {', '.join(changed[:NUM_NAMED])}{more}: a step runs it "
-            f"{num_parts} times, on {size} samples each, and one process that takes all {num_parts * size} at once runs "
-            "it once"
+            f"{num_parts} times, on {size} samples each, and one process that takes all {num_parts * size} at once "
+            "runs it once"
         ] * bool(changed)
     return [note for note in notes if note is not None]
 

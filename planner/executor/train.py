@@ -20,7 +20,8 @@ from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found, check_kept
 from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
-from planner.executor.mesh import build_mesh, check_world_size, device_of
+from planner.executor.mesh import build_mesh, check_world_size, device_of, place_of
+from planner.executor.not_finite import ValueWatch, where_not_finite
 from planner.executor.optimizer import build_optimizer, parameter_groups, rate_at
 from planner.executor.options import RunOptions
 from planner.executor.parallelize import ParallelModel
@@ -145,23 +146,25 @@ def _loop(run: Run, first: int, device: torch.device, report: Callable[[StepRepo
         written_before_diverging(run.checkpointer),
     ):
         step = first
+        watch = ValueWatch(options.finds_nan)
         while step < options.steps:
             seed_rank(options.seed or 0, run.mesh, step)
             with (
                 told_by_rank(step),
                 buffers_unchanged(run.model.roots, plan, enabled=step == first + 1),
                 _profiled(options, step),
+                watch.over(run.model.roots),
             ):
                 outcome = timed_step(run, step)
             step += 1
             finished(step)
-            if run.eval_data is not None and step % (options.data.eval_every or 1) == 0:
-                loss = evaluate(run.model, run.eval_data, options.data.eval_batches, run.mesh)
-                outcome = replace(outcome, eval_loss=loss)
+            diverged = _diverged(run, outcome, watch)
+            outcome = outcome if diverged else _evaluated(run, outcome)
             report(outcome)
             if log is not None:
                 log.write(outcome)
-            _check_finite(outcome)
+            if diverged is not None:
+                raise diverged
             if is_to_stop():
                 break
             every = options.checkpoints.every
@@ -286,13 +289,30 @@ def _profiled(options: RunOptions, step: int) -> Generator[None]:
     profiler.export_chrome_trace(str(folder / f"step-{step + 1}-rank-{dist.get_rank()}.json"))
 
 
-def _check_finite(outcome: StepReport) -> None:
-    """DivergedError on every rank, all of which know the same loss and the same norm."""
+def _diverged(run: Run, outcome: StepReport, watch: ValueWatch) -> DivergedError | None:
+    """What to end with where the loss or the norm, which all ranks know alike, is no number. Collective then."""
     for name, value in (("loss", outcome.loss), ("norm of the gradients", outcome.gradient_norm or 0.0)):
         if not math.isfinite(value):
-            raise DivergedError(
-                f"the {name} is {value} in step {outcome.step}: nothing can be learned from it any more", hint=_DIVERGED
-            )
+            where, way_out = where_not_finite(run.model, run.mesh, _samples(run, outcome.step - 1), watch)
+            text = f"the {name} is {value} in step {outcome.step}: nothing can be learned from it any more"
+            return DivergedError("; ".join(filter(None, (text, where))),
+                                 hint="; ".join(filter(None, (_DIVERGED, way_out))))  # fmt: skip
+    return None
+
+
+def _evaluated(run: Run, outcome: StepReport) -> StepReport:
+    """With the loss of the held-back data, where it is a step to evaluate after. Collective then."""
+    options = run.options.data
+    if run.eval_data is None or outcome.step % (options.eval_every or 1) != 0:
+        return outcome
+    return replace(outcome, eval_loss=evaluate(run.model, run.eval_data, options.eval_batches, run.mesh))
+
+
+def _samples(run: Run, step: int) -> list[int]:
+    """Of the data, those that this rank was given in ``step`` (from 0), in the order of its micro-batches."""
+    size, data = run.model.plan.training.global_batch_size, run.data
+    own = place_of(run.mesh).sequences(size, run.model.plan.pipeline.batch_shares)
+    return [data.sample(data.origin + step * size + sequence) for sequence in own]
 
 
 @torch.no_grad()
@@ -303,6 +323,6 @@ def _check_parameters(run: Run, step: int) -> None:
         are_finite *= torch.isfinite(parameter.to_local() if isinstance(parameter, DTensor) else parameter).all()
     dist.all_reduce(are_finite, dist.ReduceOp.MIN)
     if not are_finite:
-        raise DivergedError(
-            f"parameters are infinite or no numbers after step {step}: they are not saved", hint=_DIVERGED
-        )
+        where, _ = where_not_finite(run.model, run.mesh, _samples(run, step - 1), ValueWatch(is_on=False))
+        text = f"parameters are infinite or no numbers after step {step}: they are not saved"
+        raise DivergedError("; ".join(filter(None, (text, where))), hint=_DIVERGED)

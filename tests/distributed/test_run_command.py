@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,9 +260,32 @@ def test_parameters_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     result = run(str(two_rank_plan(tmp_path, NO_NUMBER_MODEL)), "--steps", "50")
     assert result.returncode == 1
-    assert "error: the loss is nan in step 3" in result.stderr
+    assert (
+        "error: the loss is nan in step 3: nothing can be learned from it any more; it is so in every" in result.stderr
+    )
+    assert "--find-nan names the module" in result.stderr
     assert result.stderr.count("error:") == 2  # that one, and the launcher's
     assert len(result.stdout.splitlines()) == 3
+
+
+def test_where_a_number_was_first_none_is_told(tmp_path: Path) -> None:
+    """Rank, micro-batch, samples and module: nothing of it was said."""
+    ruined = "self.head(self.embedding(input_ids) + 0 * (input_ids != 70).float().log().unsqueeze(-1))"
+    plan = two_rank_plan(tmp_path, TWO_LAYER_MODEL.replace("self.head(self.embedding(input_ids))", ruined))
+    tokens = np.ones(20 * 64 + 1, dtype=np.uint16)
+    tokens[3 * 64 + 6] = 70  # in the fourth sample of 64 tokens alone
+    tokens.tofile(tmp_path / "tokens")
+    options = ("--data", str(tmp_path / "tokens"), "--data-dtype", "uint16", "--steps", "50", "--find-nan")
+    result = run(str(plan), *options)
+    assert result.returncode == 1, result.stderr
+    found = re.search(
+        r"in micro-batch (\d)[\d, ]* of 4 on rank (\d) \(data-parallel rank \2\), "
+        r"which has sample (\d+), (\d+) of the data; "
+        r"the first number that is not finite was before head, micro-batch \1 on rank \2 ",
+        result.stderr,
+    )
+    assert found is not None, result.stderr
+    assert "3" in found.groups()[2:]
 
 
 def test_error_inside_a_stage_is_told_with_its_line(tmp_path: Path) -> None:
