@@ -14,6 +14,7 @@ from costmodels.vocabulary.schedules import ScheduleName
 from costmodels.vocabulary.terms import MemoryTerm
 from planner.api import find_plan
 from planner.cli.check import allocated_bytes
+from planner.executor import check
 from planner.executor.build import loaded_model
 from planner.executor.check import RankCheck, _check_rank
 from planner.executor.largest_sizes import SELECTS_ALL
@@ -322,3 +323,53 @@ def test_a_factory_may_give_its_model_another_dtype(tmp_path: Path) -> None:
         found.append(_check_rank(plan, loaded_model(plan), 0))
     assert [each.problem for each in found] == [None, None]
     assert found[0].allocated_bytes == found[1].allocated_bytes
+
+
+SHARED_OUT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.place, self.qkv, self.head = (
+            nn.Embedding(256, 16), nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 256))
+
+    def forward(self, input_ids):
+        size = input_ids.shape[1]
+        x = self.embedding(input_ids)
+        x = x + PLACES
+        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 24).transpose(1, 2).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+build_model = Model
+"""
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ("self.place(torch.arange(size, device=x.device))", None),
+        ("self.place.weight[:size]", "ModelError: under context"),
+    ],
+)
+def test_sequences_that_ranks_cannot_share_are_found(places: str, problem: str | None, tmp_path: Path) -> None:
+    """`planner run` refused what was said to be runnable."""
+    file = tmp_path / "model.py"
+    file.write_text(SHARED_OUT.replace("PLACES", places))
+    pins = Pins(tp=1, pp=1, cp=2, dp=1, micro_batch=1)
+    plan = find_plan(Request(str(file), 2, "cpu-gloo", 16, 2, Precision.FP32, pins=pins)).plan
+    found = _check_rank(plan, loaded_model(plan), 0)
+    assert (found.problem or "").startswith(problem or "")
+    assert (found.problem is None, found.notes) == (problem is None, ())
+
+
+def test_a_model_that_is_too_large_to_be_tried_is_told_of(wide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MOST_TRIED", 1000)
+    pins = Pins(zero=1, pp=1, cp=2, tp=1, dp_replicate=1, micro_batch=2)
+    plan = find_plan(Request(wide, 4, "dgx-a100-80gb", global_batch_size=16, pins=pins, may_idle=False)).plan
+    (note,) = _check_rank(plan, loaded_model(plan), 0).notes
+    assert note.startswith(
+        "whether the model reads positions as context parallelism needs it was not tried, for it has "
+    )
