@@ -27,6 +27,7 @@ _HOOKS: frozenset[Function] = frozenset(
 )  # fmt: skip
 _DIFFERENTIATING: frozenset[Function] = frozenset({torch.autograd.grad, torch.Tensor.backward})
 DIFFERENTIATES = "differentiates what it computes"
+REPARAMETRIZES = "calls modules with other parameters than their own, as torch.func.functional_call does"
 _PLAIN = int | float | str | bool
 
 
@@ -40,6 +41,7 @@ class Watch:
         self._autocast = _autocast()
         self._drawn = _drawn()
         self._reasons: dict[str, None] = {}
+        self._held: list[tuple[nn.Module, list[int]]] = []
         if any(module._backward_hooks or module._backward_pre_hooks for module in self._modules):
             self._say("hooks gradients of modules")
 
@@ -57,9 +59,15 @@ class Watch:
         if _autocast() != self._autocast:
             self._say("changes autocast")
 
+    def holds(self, module: nn.Module) -> None:
+        """``module``, which is recorded as one call, has its own parameters now."""
+        self._held.append((module, [id(parameter) for parameter in module.parameters()]))
+
     def enters(self) -> None:
         """A pipelined module is about to run: what it draws is its own."""
         self._look_at_draws()
+        if any([id(parameter) for parameter in module.parameters()] != own for module, own in self._held):
+            self._say(REPARAMETRIZES)
 
     def leaves(self) -> None:
         """It has run."""

@@ -23,7 +23,6 @@ from planner.executor.evaluated import call_evaluated, in_both_modes
 from planner.executor.executable import check_executable
 from planner.executor.expert_parallel import Experts, experts_of
 from planner.executor.given_batches import ANY_BATCH, GivenBatches
-from planner.executor.glue import DIFFERENTIATES
 from planner.executor.gradient_hooks import check_later_hooks
 from planner.executor.gradients import norm_of_all, scale_down
 from planner.executor.loss import SCALE_KEY, LossOfParts, check_reduction
@@ -36,6 +35,7 @@ from planner.executor.recompute import Surroundings, apply_recompute, repeated_i
 from planner.executor.recording import UnrecordableError
 from planner.executor.requirements import (
     check_labels,
+    check_parameters_kept,
     check_trainable,
     check_whole_sequences,
     notes_on_parts,
@@ -349,7 +349,7 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
     """Parameters that are used outside their sharded unit, such as an embedding's weight in the logits.
 
     A model that cannot be recorded (it needs none of that without a pipeline) is taken to use none so. PlanError where
-    its forward has a backward pass of its own, and FSDP parameters.
+    FSDP or recomputation would lose what its forward does with parameters.
     """
     if programs:
         return frozenset().union(*(program.states for program in programs))
@@ -358,12 +358,7 @@ def _shared_states(module: nn.Module, inputs: Tensors, plan: Plan, programs: Seq
         trace = trace_forward(module, opaque, inputs, call_model, compute_dtype(plan))
     except Exception:  # whatever the user's code raises on the meta device
         return frozenset()
-    if DIFFERENTIATES in trace.unrecorded and not keeps_whole(plan):
-        raise PlanError(
-            f"the model's forward {DIFFERENTIATES}: FSDP frees parameters in that backward pass, and the one after it "
-            "needs them",
-            hint="plan with --zero 0 in fp32",
-        )
+    check_parameters_kept(trace.unrecorded, plan)
     return frozenset(state for call in trace.calls for state in call.states)
 
 

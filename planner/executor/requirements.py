@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from costmodels.vocabulary.choices import Recompute
 from planner.errors import ModelError, PlanError
 from planner.executor.data_parallel import keeps_whole
+from planner.executor.glue import DIFFERENTIATES, REPARAMETRIZES
 from planner.executor.gradient_hooks import check_hooks
 from planner.executor.stage_trace import META, Inputs, twin
 from planner.executor.tensor_parallel import check_placements
@@ -106,6 +107,23 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
         )
 
 
+def check_parameters_kept(unrecorded: Sequence[str], plan: Plan) -> None:
+    """PlanError where FSDP or a repeated pass loses what a forward does: ``unrecorded``, as a recording says it."""
+    if DIFFERENTIATES in unrecorded and not keeps_whole(plan):
+        raise PlanError(
+            f"the model's forward {DIFFERENTIATES}: FSDP frees parameters in that backward pass, and the one after it "
+            "needs them",
+            hint="plan with --zero 0 in fp32",
+        )
+    if REPARAMETRIZES in unrecorded and (_repeats(plan) or not keeps_whole(plan)):
+        by_fsdp = "FSDP gathers a module's own when it is called"
+        by_repeating = "recomputation repeats these calls once a module's own are there again"
+        raise PlanError(
+            f"the model's forward {REPARAMETRIZES}: {by_repeating if keeps_whole(plan) else by_fsdp}",
+            hint="plan with --zero 0 --recompute none in fp32, or compute with these parameters inside a block",
+        )
+
+
 def check_buffers(module: nn.Module, inputs: Inputs, plan: Plan) -> None:
     """ModelError where a forward pass changes buffers that several ranks, or a repeated pass, would each change.
 
@@ -184,8 +202,11 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _keeps_copies(plan: Plan) -> bool:
     shape = plan.mesh.shape()
-    repeats = any(rule.modules and rule.mode is not Recompute.NONE for rule in plan.recompute)
-    return shape.dp * shape.cp * shape.tp > 1 or repeats
+    return shape.dp * shape.cp * shape.tp > 1 or _repeats(plan)
+
+
+def _repeats(plan: Plan) -> bool:
+    return any(rule.modules and rule.mode is not Recompute.NONE for rule in plan.recompute)
 
 
 def _versions(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:

@@ -222,6 +222,7 @@ def _trace(
     recorder = _Recorder(original, twin, moved, device, watch)
     for fqn, target in named.items():
         if fqn in opaque:  # a call with its hooks, which a replay runs as well
+            watch.holds(target)
             target._compiled_call_impl = _opaque_call(recorder, fqn, target._call_impl)
             target.forward = _opaque_call(recorder, fqn, target.forward)
     with device, _own_functions_as_calls(recorder), recorder.draws, recorder:

@@ -18,6 +18,7 @@ from planner.errors import InputError, ModelError, PlanError
 from planner.executor import in_script
 from planner.executor.batch_share import check_share
 from planner.executor.build import in_training
+from planner.executor.glue import REPARAMETRIZES
 from planner.executor.gradient_hooks import hooked_parameters
 from planner.executor.parallelize import _shared_states
 from planner.executor.recorded_build import recorded_model
@@ -28,6 +29,7 @@ from planner.executor.requirements import (
     check_labels,
     check_names,
     check_parameters,
+    check_parameters_kept,
     check_whole_sequences,
     notes_on_parts,
     statistics_note,
@@ -286,6 +288,23 @@ def test_a_backward_pass_inside_the_forward_needs_whole_parameters() -> None:
     _shared_states(Force(), inputs, plan, ())
     with pytest.raises(PlanError, match="differentiates what it computes: FSDP frees parameters"):
         _shared_states(Force(), inputs, plan_of(MeshSection(dp_shard=2)), ())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "why"),
+    [
+        (MeshSection(dp_replicate=2), (), None),
+        (MeshSection(dp_shard=2), (), "FSDP gathers a module's own"),
+        (MeshSection(), (RecomputeRule(mode=Recompute.FULL, modules=("norm",)),), "recomputation repeats these calls"),
+    ],
+)
+def test_modules_with_the_parameters_of_others_are_refused(
+    mesh: MeshSection, rules: tuple[RecomputeRule, ...], why: str | None
+) -> None:
+    """FSDP, and a repeated pass, ran torch.func.functional_call with the module's own, without a word."""
+    plan = plan_of(mesh, rules=rules).model_copy(update={"zero_stage": int(mesh.dp_shard > 1)})
+    with contextlib.nullcontext() if why is None else pytest.raises(PlanError, match=f"than their own.*: {why}"):
+        check_parameters_kept((REPARAMETRIZES,), plan)
 
 
 def test_parts_that_are_put_into_evaluation_mode_stay_there() -> None:

@@ -1,6 +1,7 @@
 """A forward pass is recorded on the meta device, or for real where modules need values; the rest is refused."""
 
 import random
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlanError
 from planner.executor.evaluated import call_evaluated, in_both_modes
+from planner.executor.glue import REPARAMETRIZES
 from planner.executor.stage_module import stage_root
 from planner.executor.stage_split import split_trace
 from planner.executor.stage_trace import (
@@ -184,6 +186,21 @@ def test_what_a_list_of_calls_does_not_have_is_seen(kind: str, reason: str, *, r
     """Each of these was dropped from a pipeline without a word."""
     assert traced(Doing(kind), STAGES, real=real).unrecorded == (reason,)
     assert traced(Between(""), STAGES, real=real).unrecorded == ()
+
+
+class Lending(Between):
+    """Its second module is called with weights that its first has."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embedding(input_ids))
+        weights = {name: 2 * parameter for name, parameter in self.first.named_parameters()}
+        return cast(torch.Tensor, torch.func.functional_call(self.second, weights, (x,)))
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_parameters_that_are_lent_are_seen(*, real: bool) -> None:
+    """Stages ran the module with its own, without a word."""
+    assert traced(Lending(""), STAGES, real=real).unrecorded == (REPARAMETRIZES,)
 
 
 class Sliding(Between):
