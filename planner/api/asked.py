@@ -18,15 +18,9 @@ from planner.model_file import LoadedModel
 from planner.request import Request
 
 _EXACT = ConfigDict(strict=True, allow_inf_nan=False)
-_NOT_OPTIONS = {
-    "model",
-    "num_devices",
-    "hardware",
-    "pins",
-    "planned",
-    "held",
-    "shares_over_all",
-}  # of a request: they have other names
+_NOT_OPTIONS = {  # of a request: they have other names, or are not the user's
+    "model", "num_devices", "hardware", "pins", "planned", "held", "shares_over_all",
+}  # fmt: skip
 
 
 def request_of(model: object, gpus: object, hardware: object, options: Mapping[str, object]) -> Request:
