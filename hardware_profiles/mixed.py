@@ -29,7 +29,7 @@ from hardware_profiles.slowest import slowest_profile
 
 
 class _GroupEntry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1)]
     hardware: str
@@ -37,7 +37,7 @@ class _GroupEntry(BaseModel):
 
 
 class _GroupFile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: Literal[1]
     name: str
@@ -61,7 +61,7 @@ def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec
             counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
             raise HardwareProfileError(
                 f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
-                hint=f"drop --gpus or give {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
+                hint=f"give --gpus {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
             )
         try:
             profile = slowest_profile(mixed)
@@ -100,8 +100,11 @@ def mixed_cluster(text: str) -> MixedCluster:
     try:
         file = _GroupFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg'].lower()}" for d in error.errors()]
-        _refuse(text, lines)
+        # A group that is wrong does not count, so that pydantic may find too few of them besides.
+        places = [each["loc"] for each in error.errors()]
+        own = [d for d in error.errors() if not any(len(each) > len(d["loc"]) and each[0] == "groups"
+                                                    for each in places if d["loc"] == ("groups",))]  # fmt: skip
+        _refuse(text, [f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg'].lower()}" for d in own])
     names = [group.name for group in file.groups]
     twice = [f"group {name!r} stands {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     entries = [(group.name, group.hardware, group.num_devices) for group in file.groups]

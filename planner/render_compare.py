@@ -132,4 +132,5 @@ def _cut(text: str) -> str:
 
 
 def _way_out(row: Row) -> str:
-    return f" Way out: {_cut(row.way_out)}" if row.way_out else ""
+    end = "" if _cut(row.reason).endswith((".", "!", "?")) else "."
+    return f"{end} Way out: {_cut(row.way_out)}" if row.way_out else ""

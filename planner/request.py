@@ -156,6 +156,10 @@ def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]
         raise HardwareError(error.message, hint=error.hint) from error
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
+    groups = () if cluster.mixed is None else cluster.mixed.groups
+    vendors = {group.cluster.profile.device.vendor for group in groups}
+    if len({vendor.lower() for vendor in vendors}) > 1:
+        notes.append(f"no library of collectives that torch has spans devices of {' and '.join(sorted(vendors))}")
     return cluster
 
 

@@ -43,10 +43,13 @@ _SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 def token_count(text: str) -> int:
     """``15e12``, ``15T``, ``300B`` or ``5000000``; BadParameter where it is no number of tokens."""
+    from decimal import Decimal
+
     number, scale = (text[:-1], _SCALES[text[-1:].lower()]) if text[-1:].lower() in _SCALES else (text, 1)
     try:
-        tokens = round(float(number) * scale)
-    except (ValueError, OverflowError):  # infinite, or no number
+        exact = Decimal(number) * scale
+        tokens = int(exact) if exact == exact.to_integral_value() else 0
+    except (ArithmeticError, ValueError):  # infinite, or no number
         tokens = 0
     if not 1 <= tokens <= MOST_TOKENS:
         shown = text if len(text) < 30 else f"{text[:30]}..."

@@ -172,6 +172,8 @@ def _mesh_for(plan: Plan, num_devices: int) -> Mesh:
         )
     degree = num_devices // (rest * kept)
     fitted = replace(mesh, dp_shard=degree) if shard else replace(mesh, dp_replicate=degree)
+    if shard and fitted.num_expert_ranks % fitted.ep:  # its experts need more ranks that share states
+        fitted = _with_as_many_shards(mesh, fitted.dp)
     if fitted.num_expert_ranks % fitted.ep:
         raise PlanError(
             f"on {num_devices} GPUs ep {fitted.ep} does not divide dp_shard {fitted.dp_shard} * cp {fitted.cp}"
@@ -179,6 +181,12 @@ def _mesh_for(plan: Plan, num_devices: int) -> Mesh:
             hint=f"choose another --gpus, or search again for {num_devices} GPUs",
         )
     return fitted
+
+
+def _with_as_many_shards(mesh: Mesh, dp: int) -> Mesh:
+    """``mesh`` with this data-parallel degree: fewer replicas of its shards, or one where these do not divide it."""
+    shards = mesh.dp_shard if dp % mesh.dp_shard == 0 else dp
+    return replace(mesh, dp_shard=shards, dp_replicate=dp // shards)
 
 
 def placements_of(plan: Plan, graph: ModelGraph) -> Decided:

@@ -74,6 +74,17 @@ def test_every_violation_of_a_file_is_listed(tmp_path: Path):
         assert part in caught.value.message
 
 
+def test_a_group_that_is_wrong_is_told_alone(tmp_path: Path):
+    """Besides, there was said to be one group, not two; and a number of devices in words was taken."""
+    wrong = document()
+    wrong["groups"][0]["num_devices"] = "32"
+    with pytest.raises(HardwareProfileError, match=r"1 violation:\n.*groups\.0\.num_devices") as caught:
+        mixed_cluster(write(tmp_path, wrong))
+    assert "at least 2 items" not in caught.value.message
+    with pytest.raises(HardwareProfileError, match="at least 2 items"):
+        mixed_cluster(write(tmp_path, {**document(), "groups": document()["groups"][:1], "links": []}))
+
+
 @pytest.mark.parametrize("key", ["name", "groups", "schema_version"])
 def test_a_file_that_lacks_something_is_refused(key: str, tmp_path: Path):
     wrong = document()

@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.api import find_plan
-from planner.api.compare import FRAMEWORKS, Comparison, Config, compare
+from planner.api.compare import FRAMEWORKS, Comparison, Config, Row, compare
 from planner.errors import InputError
 from planner.formats.registry import all_targets
 from planner.formats.settings import Job, layout_of
@@ -15,6 +15,7 @@ from planner.formats.target import refused
 from planner.layout.deadline import Deadline
 from planner.layout.layout import Pins
 from planner.model_file import family_config_of
+from planner.render_compare import _way_out
 from planner.request import Request
 
 # As INTERFACE.md lists them.
@@ -150,6 +151,13 @@ def test_a_compiled_config_of_a_user_is_priced_compiled() -> None:
     assert found.mine.plan is not None
     assert found.mine.plan.framework == "torchtitan+compile"
     assert "torchtitan+compile" in found.mine.source
+
+
+@pytest.mark.parametrize(("reason", "end"), [("a part of this model", ". "), ("It has none.", " ")])
+def test_a_way_out_is_a_sentence_of_its_own(reason: str, end: str) -> None:
+    """They ran into each other: "a part of this model Way out: ..."."""
+    row = Row("torchtitan", None, "torchtitan", "", reason=reason, way_out="use another")
+    assert reason + _way_out(row) == f"{reason}{end}Way out: use another"
 
 
 def test_no_time_is_a_reason_of_its_own() -> None:

@@ -25,7 +25,7 @@ from planner.plan.schema import Plan
 from planner.pricing.target import PricingTarget
 from planner.problem import Problem
 from planner.render import fullest_rank, show_plan
-from planner.request import Request
+from planner.request import Request, load_cluster
 from planner.solver.bounds import bounds
 from planner.solver.closer_bounds import CloserBounds
 from planner.solver.cutting import Pricer, Pricers, best_cut, probe
@@ -307,6 +307,15 @@ def test_a_slow_link_between_groups_costs_and_a_fast_one_does_not(tmp_path: Path
         times.append(fastest_s(str(path)))
     assert times[0] * 1.05 < times[1]
     assert times[0] == pytest.approx(fastest_s(MIXED), rel=0.02)
+
+
+def test_devices_of_several_vendors_are_told_of() -> None:
+    """A job over NVIDIA's and Google's was planned without a word."""
+    notes: list[str] = []
+    load_cluster("dgx-a100-80gb:8,mi300x-x8:8", None, notes)
+    assert notes == ["no library of collectives that torch has spans devices of AMD and NVIDIA"]
+    load_cluster("dgx-a100-80gb:8,dgx-h100-80gb:8", None, notes)
+    assert len(notes) == 1
 
 
 def test_ranks_lie_in_whole_groups() -> None:

@@ -124,7 +124,7 @@ def test_tokens_are_written_as_people_write_them(text: str, tokens: int) -> None
     assert token_count(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "T", "0", "-1T", "nan", "inf", "1e400T", "many"])
+@pytest.mark.parametrize("text", ["", "T", "0", "-1T", "nan", "inf", "1e400T", "many", "1.5"])
 def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is no number of tokens"):
         token_count(text)

@@ -323,6 +323,15 @@ def test_a_plan_that_divides_experts_is_priced_as_it_was_found() -> None:
         price_plan(plan, num_devices=4)
 
 
+def test_on_fewer_devices_experts_keep_the_ranks_that_share_them() -> None:
+    """Replicas of shards were kept in their place: "ep 4 does not divide dp_shard 2"."""
+    pins = Pins(pp=1, tp=1, cp=1, dp=8, dp_replicate=2, ep=4)
+    plan = find_plan(Request("moe-tiny", 8, hardware="dgx-h100-80gb", global_batch_size=64, pins=pins)).plan
+    assert (plan.mesh.dp_replicate, plan.mesh.dp_shard) == (2, 4)
+    half = price_plan(plan, num_devices=4).plan.mesh
+    assert (half.dp_replicate, half.dp_shard, half.ep) == (1, 4, 4)
+
+
 def test_a_warning_of_host_memory_is_of_the_hardware_that_is_priced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
