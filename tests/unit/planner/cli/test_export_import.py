@@ -1,6 +1,7 @@
 """``planner export`` and ``planner import`` as a user meets them: files, streams, exit codes, plans that come back."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -216,7 +217,9 @@ def test_a_model_is_not_left_without_its_plan(tmp_path: Path) -> None:
         config.write_text(NO_PRESET)
         for name, content in before.items():
             (tmp_path / name).write_bytes(content)
-        done = subprocess.run(limited, capture_output=True, text=True, check=False)
+        # Or Python keeps the first kilobytes of what it compiles, and everybody reads them from then on.
+        uncompiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(limited, capture_output=True, text=True, check=False, env=uncompiled)
         assert (done.returncode, "File too large" in done.stderr) == (2, True), done.stderr
         assert files() == {"train.sh": NO_PRESET.encode(), **before}
 
