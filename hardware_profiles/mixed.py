@@ -100,11 +100,11 @@ def mixed_cluster(text: str) -> MixedCluster:
     try:
         file = _GroupFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        # A group that is wrong does not count, so that pydantic may find too few of them besides.
-        places = [each["loc"] for each in error.errors()]
-        own = [d for d in error.errors() if not any(len(each) > len(d["loc"]) and each[0] == "groups"
-                                                    for each in places if d["loc"] == ("groups",))]  # fmt: skip
-        _refuse(text, [f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg'].lower()}" for d in own])
+        found = [(each["loc"], each["msg"].lower()) for each in error.errors()]
+        if any(place[:1] == ("groups",) != place for place, _ in found):
+            # pydantic counts only groups that are right, and may find too few besides
+            found = [each for each in found if each[0] != ("groups",)]
+        _refuse(text, [f"{'.'.join(map(str, place)) or 'the file'}: {said}" for place, said in found])
     names = [group.name for group in file.groups]
     twice = [f"group {name!r} stands {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     entries = [(group.name, group.hardware, group.num_devices) for group in file.groups]

@@ -271,12 +271,11 @@ def _own(mine: object) -> Pins | Config:
     from pathlib import Path
 
     from planner.api.asked import pins_of
-    from planner.api.compare import Config
+    from planner.api.compare import Config, names_file
     from planner.errors import InputError
     from planner.json_file import read_content
 
-    is_text = isinstance(mine, str) and (not mine.strip() or ("=" in mine and not Path(mine).exists()))
-    if is_text or not isinstance(mine, str | PathLike):
+    if not isinstance(mine, PathLike) and not (isinstance(mine, str) and names_file(mine)):
         return pins_of(mine)
     path = Path(mine)
     try:

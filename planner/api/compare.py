@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from costmodels.vocabulary.choices import Optimizer, Precision, Recompute
 from planner.api import Question, answer_of
@@ -27,6 +28,11 @@ from planner.request import Request, borrowed, check_offload, target_of
 
 FRAMEWORKS = (OURS, *RULES)
 NO_TIME = "the time limit came before any plan of it was found"
+
+
+def names_file(mine: str) -> bool:
+    """Whether a user's own set-up is called by its file: no pins, such as ``tp=8,pp=4``, and not without a word."""
+    return mine.strip() != "" and ("=" not in mine or Path(mine).exists())
 
 
 @dataclass(frozen=True)

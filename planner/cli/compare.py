@@ -100,7 +100,9 @@ def own_of(
 
     ``micro_batch`` and ``recompute`` are of a config.
     """
-    is_file = mine is not None and mine.strip() != "" and ("=" not in mine or Path(mine).exists())
+    from planner.api.compare import Config, names_file
+
+    is_file = mine is not None and names_file(mine)
     if not is_file and (micro_batch is not None or recompute is not None):
         raise InputError(
             "--micro-batch and --recompute are of a config that --mine names",
@@ -110,8 +112,6 @@ def own_of(
         return None
     if not is_file:
         return pins_of(mine)
-    from planner.api.compare import Config
-
     return Config(Path(mine).name, config_text(Path(mine)), micro_batch, recompute)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from costmodels.vocabulary.mesh import MeshAxis
-from planner.executor.mesh import device_of
+from planner.executor.mesh import device_of, local_part
 from planner.executor.pipeline import TiedGradient
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
@@ -45,7 +45,7 @@ def scale_down(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = local_part(gradient)
             local.mul_(share.to(local.device, local.dtype))
 
 

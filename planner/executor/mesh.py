@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Precision
 from costmodels.vocabulary.mesh import MeshAxis
@@ -32,6 +33,11 @@ _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}  # all
 def compute_dtype(plan: Plan) -> torch.dtype:
     """Dtype of the forward and backward pass; parameters and their gradients' sums stay float32."""
     return _DTYPES[plan.training.precision]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of ``tensor`` lies on this rank: all of one that no mesh divides."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from planner.executor.mesh import place_of
+from planner.executor.mesh import local_part, place_of
 from planner.executor.parallelize import ParallelModel
 from planner.executor.stage_trace import tensors_in
 
@@ -69,7 +68,7 @@ class ValueWatch:
 
     @torch.no_grad()
     def _look(self, root: nn.Module, where: str, tensors: Sequence[torch.Tensor]) -> None:
-        numbers = [_local(t.detach()) for t in tensors if t.is_floating_point() or t.is_complex()]
+        numbers = [local_part(t.detach()) for t in tensors if t.is_floating_point() or t.is_complex()]
         if numbers:  # minus infinity alone is what masks are made of
             is_finite = torch.stack([~(t.isnan() | (t == torch.inf)).any() for t in numbers]).all()
             self.seen.append((self._passes[root], where, is_finite))
@@ -107,7 +106,7 @@ def _found_here(model: ParallelModel, samples: Sequence[int], first: tuple[int, 
         "losses": [str(len(losses))],
         "samples": of_first,
         "module": [] if first is None else [f"{first[1]}, micro-batch {first[0] + 1}"],
-        "gradients": [fqn for fqn, gradient in trained if not torch.isfinite(_local(gradient)).all()],
+        "gradients": [fqn for fqn, gradient in trained if not torch.isfinite(local_part(gradient)).all()],
         "trained": [fqn for fqn, _ in trained],
     }
 
@@ -150,7 +149,3 @@ def _place(mesh: DeviceMesh) -> str:
     parts = {"data-parallel": (place.dp_rank, place.dp_degree), "pipeline": (place.pp_rank, mesh["pp"].size())}
     named = [f"{name} rank {rank}" for name, (rank, degree) in parts.items() if degree > 1]
     return f" ({', '.join(named)})" if named else ""
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value

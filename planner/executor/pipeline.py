@@ -31,12 +31,11 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _make_tensor_from_meta, _RecvInfo
-from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.mesh import MeshAxis
 from costmodels.vocabulary.schedules import ScheduleName
 from planner.errors import PlannerError
-from planner.executor.mesh import device_of
+from planner.executor.mesh import device_of, local_part
 from planner.executor.stage_module import StageModule
 from planner.executor.stage_split import TiedParameter
 from planner.executor.stage_trace import META, TensorMeta
@@ -252,16 +251,16 @@ class TiedGradient:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        total = torch.zeros_like(_local(self.parameters[0].detach()))
+        total = torch.zeros_like(local_part(self.parameters[0].detach()))
         for parameter in self.parameters:
             if parameter.grad is not None:
-                total += _local(parameter.grad)
+                total += local_part(parameter.grad)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _local(parameter.grad).copy_(total)
+            local_part(parameter.grad).copy_(total)
 
     def _is_frozen_alike(self) -> bool:
         """Whether any copy is: in one process they are one tensor, frozen under all of its names. Collective.
@@ -269,7 +268,7 @@ class TiedGradient:
         PlannerError where copies are no longer equal.
         """
         is_frozen = any(not parameter.requires_grad for parameter in self.parameters)
-        norms = torch.stack([torch.linalg.vector_norm(_local(each.detach())).double() for each in self.parameters])
+        norms = torch.stack([torch.linalg.vector_norm(local_part(each.detach())).double() for each in self.parameters])
         said = torch.stack([norms.new_tensor(is_frozen), norms.max(), -norms.min()])
         if self.group is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
@@ -330,7 +329,3 @@ def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is old:
                 owner.register_parameter(name, new)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

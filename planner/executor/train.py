@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from costmodels.vocabulary.choices import Offload
 from planner.errors import DivergedError, InputError, PlanError
@@ -20,7 +19,7 @@ from planner.executor.build import loaded_model
 from planner.executor.checkpoint import Checkpointer, Found, check_kept
 from planner.executor.compiled import INDUCTOR
 from planner.executor.data import TokenData, open_data
-from planner.executor.mesh import build_mesh, check_world_size, device_of, place_of
+from planner.executor.mesh import build_mesh, check_world_size, device_of, local_part, place_of
 from planner.executor.not_finite import ValueWatch, where_not_finite
 from planner.executor.optimizer import build_optimizer, parameter_groups, rate_at
 from planner.executor.options import RunOptions
@@ -320,7 +319,7 @@ def _check_parameters(run: Run, step: int) -> None:
     """DivergedError where some are not finite, as gradients under a finite loss may have made them. Collective."""
     are_finite = torch.ones((), dtype=torch.uint8, device=device_of(run.mesh))  # a stage of the loss alone has none
     for parameter in run.model.parameters():
-        are_finite *= torch.isfinite(parameter.to_local() if isinstance(parameter, DTensor) else parameter).all()
+        are_finite *= torch.isfinite(local_part(parameter)).all()
     dist.all_reduce(are_finite, dist.ReduceOp.MIN)
     if not are_finite:
         where, _ = where_not_finite(run.model, run.mesh, _samples(run, step - 1), ValueWatch(is_on=False))

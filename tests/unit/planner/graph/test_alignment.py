@@ -8,6 +8,7 @@ from costmodels.vocabulary.choices import Precision
 from planner.api import Question
 from planner.graph.alignment import alignment_warnings
 from planner.request import Request, load_graph
+from tests.unit.planner.graph.grouped_model import model_of_experts
 
 pytestmark = pytest.mark.usefixtures("traced_here")
 
@@ -53,35 +54,9 @@ def test_sizes_that_tensor_cores_take_are_not_talked_of(tmp_path: Path) -> None:
     assert alignment_warnings(load_graph(model(tmp_path, vocab=1000, width=64, heads=4), 64, Precision.BF16)) == ()
 
 
-EXPERTS = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(256, 64)
-        self.up = nn.Parameter(torch.empty(12, 64, 96))
-        self.down = nn.Parameter(torch.empty(12, 96, 64))
-        self.head = nn.Linear(64, 256)
-
-    def forward(self, input_ids):
-        rows = self.embed(input_ids).flatten(0, 1)
-        ends = (torch.arange(12, device=rows.device) + 1).to(torch.int32)
-        inner = nn.functional.grouped_mm(rows, self.up, offs=ends)
-        rows = rows + nn.functional.grouped_mm(inner, self.down, offs=ends)
-        return self.head(rows).view(*input_ids.shape, 256)
-
-def build_model():
-    return Net()
-"""
-
-
 def test_a_number_of_experts_is_no_side_of_a_product(tmp_path: Path) -> None:
     """12 experts were called a side that is no multiple of 8, to be padded to 16."""
-    path = tmp_path / "model.py"
-    path.write_text(EXPERTS)
-    assert alignment_warnings(load_graph(str(path), 64, Precision.BF16)) == ()
+    assert alignment_warnings(load_graph(model_of_experts(tmp_path, 12), 64, Precision.BF16)) == ()
 
 
 @pytest.fixture(scope="module")
