@@ -35,6 +35,8 @@ _HALF_RULED = tuple(
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+_USES_OF_ITS_OWN = 2  # of a storage that one tensor has, while it is asked for
+
 
 @functools.cache
 def register_sharding_rules() -> None:
@@ -146,7 +148,8 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
 
     That is where there is no rule, where the shape that DTensor asks for depends on values, where a gradient's dim is
     viewed as two of which neither can be divided as that was, or where a rule moves the operand that is written to: a
-    copy would be written to.
+    copy would be written to. What is written to at places that a divided operand has on other ranks, as by
+    ``scatter_``, is gathered first, if no other tensor sees it.
     """
 
     @functools.wraps(propagate)
@@ -163,17 +166,22 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         try:
             found = propagate(operator, args, kwargs, info, *others, **options)
         except RuntimeError as error:
-            is_of_gradient = _node_of_backward() is not None  # what others view they may write to
-            if not isinstance(error, NotImplementedError) and not (is_of_gradient and operator in _views()):
+            is_mutable, is_of_gradient = operator._schema.is_mutable, _node_of_backward() is not None
+            has_no_rule = isinstance(error, NotImplementedError) or (is_of_gradient and operator in _views())
+            if not (has_no_rule or is_mutable):  # a gradient's view others may write to
                 raise
-            if not operator._schema.is_mutable:
+            if not is_mutable:
                 return _computed_alike(operator, args, kwargs)
-            written = written_by(operator, args, kwargs)
-            if not all(map(_is_whole, written)) or torch.Tag.inplace_view in operator.tags:
-                raise  # what is split cannot be changed as a whole, nor a shape by what lies on this rank
+            refusal = error
         else:
-            if not (_moves_first(found, info) and all(map(_is_whole, written_by(operator, args, kwargs)))):
+            if not _moves_first(found, info):
                 return found
+            refusal = RuntimeError(f"{operator}: in-place on what is divided over ranks, of which there is a view")
+        written = written_by(operator, args, kwargs)
+        if torch.Tag.inplace_view in operator.tags or not all(map(_may_be_whole, written)):
+            raise refusal  # a shape is not changed by what lies on this rank, nor part of what others see
+        for each in written:
+            _make_whole(each)
         whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
         operator(*whole_args, **whole_kwargs)  # a tensor that is whole is no copy
         return args[0]
@@ -208,6 +216,22 @@ def _is_sized_by_values(operator: OpOverload, args: tuple[object, ...]) -> bool:
 
 def _is_whole(operand: torch.Tensor) -> bool:
     return not isinstance(operand, DTensor) or all(each.is_replicate() for each in operand.placements)
+
+
+def _may_be_whole(operand: torch.Tensor) -> bool:
+    """Whether it is, or nobody else sees what it holds: no view of it, and none that it is a view of."""
+    if not isinstance(operand, DTensor) or _is_whole(operand):
+        return True
+    storage = operand._local_tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == _USES_OF_ITS_OWN
+
+
+def _make_whole(operand: torch.Tensor) -> None:
+    """Gathers it in place, where it is divided."""
+    if isinstance(operand, DTensor) and not _is_whole(operand):
+        whole = _computed_alike(_aten.clone.default, (operand,), {})
+        assert isinstance(whole, DTensor)
+        operand._local_tensor, operand._spec = whole._local_tensor, whole._spec
 
 
 def _moves_first(found: object, info: OpInfo) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.models.causal_masks import without_plain_masks
+from planner.models.routed_experts import with_routed_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,7 +39,7 @@ def for_training(module: nn.Module) -> nn.Module:
     """``module``, whose models of transformers keep no keys and values for tokens that come later: they do unless told.
 
     No step of training reads them, and the object that holds them goes from block to block: ranks that have other
-    blocks have no part in it. Masks that say nothing are left out as well.
+    blocks have no part in it. Masks that say nothing, and experts that no router chose, are left out as well.
     """
     if "transformers" in sys.modules:
         from transformers import PretrainedConfig
@@ -47,7 +48,11 @@ def for_training(module: nn.Module) -> nn.Module:
             config = getattr(each, "config", None)
             if isinstance(config, PretrainedConfig) and getattr(config, "use_cache", False):
                 config.use_cache = False
-    return without_plain_masks(module)
+    return _as_trained(module)
+
+
+def _as_trained(module: nn.Module) -> nn.Module:
+    return with_routed_experts(without_plain_masks(module))
 
 
 def shifts_labels(module: nn.Module) -> bool:
@@ -118,9 +123,9 @@ class HuggingFaceModel:
             with contextlib.redirect_stdout(sys.stderr):
                 for kind in kinds[:-1]:
                     with contextlib.suppress(ValueError, KeyError):  # what a model without such an attention raises
-                        return without_plain_masks(construct(_with_attention(config, kind)))
+                        return _as_trained(construct(_with_attention(config, kind)))
                     torch.set_rng_state(drawn)  # so that initial values are those of the first try
-                return without_plain_masks(construct(_with_attention(config, kinds[-1])))
+                return _as_trained(construct(_with_attention(config, kinds[-1])))
         except Exception as error:
             raise ModelError(
                 f"{self.path}: transformers cannot build this model: {type(error).__name__}: {error}",

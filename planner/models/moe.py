@@ -31,6 +31,19 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     return F.grouped_mm(rows, weights, offs=ends)
 
 
+def sorted_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``chosen``: int64 (tokens, top_k). Choices in the order of their experts, and one past each expert's last."""
+    order = chosen.flatten().argsort(stable=True)
+    is_of = chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)
+    return order, is_of.sum(dim=0).cumsum(0).to(torch.int32)
+
+
+def in_token_order(rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    """``rows``: (tokens * top_k, hidden) in ``order``. For each token the sum of its rows, (tokens, hidden)."""
+    # index_add would do both, and autograd would keep the rows for it.
+    return rows.index_select(0, order.argsort()).view(len(rows) // top_k, top_k, -1).sum(dim=1)
+
+
 class Router(nn.Module):
     """Chooses ``top_k`` experts for each token and weighs them."""
 
@@ -90,13 +103,10 @@ class MixtureOfExperts(nn.Module):
         """``x``: (batch, sequence, hidden); the same shape comes back."""
         tokens = x.flatten(0, 1)
         weights, experts = self.router(tokens)
-        top_k, num_experts = experts.shape[1], self.experts.up.shape[0]
-        order = experts.flatten().argsort(stable=True)
-        chosen = experts.flatten()[:, None] == torch.arange(num_experts, device=x.device)
-        ends = chosen.sum(dim=0).cumsum(0).to(torch.int32)
+        top_k = experts.shape[1]
+        order, ends = sorted_by_expert(experts, self.experts.up.shape[0])
         rows = self.experts(tokens[order // top_k], ends, weights.flatten()[order][:, None])
-        # Back in the tokens' order and added up: index_add would do both, and autograd would keep the rows for it.
-        y = rows.index_select(0, order.argsort()).view(len(tokens), top_k, -1).sum(dim=1)
+        y = in_token_order(rows, order, top_k)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.view_as(x)

@@ -26,7 +26,11 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.render_compare",
     ),
     "jinja2": ("planner.render_report",),
-    "transformers": ("planner.models.huggingface", "planner.models.causal_masks"),
+    "transformers": (
+        "planner.models.huggingface",
+        "planner.models.causal_masks",
+        "planner.models.routed_experts",
+    ),
     "psutil": ("hardware_profiles.probes",),
     "yaml": ("planner.formats.documents",),
     "pynvml": ("hardware_profiles.probes",),
