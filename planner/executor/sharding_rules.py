@@ -35,8 +35,6 @@ _HALF_RULED = tuple(
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-_USES_OF_ITS_OWN = 2  # of a storage that one tensor has, while it is asked for
-
 
 @functools.cache
 def register_sharding_rules() -> None:
@@ -148,8 +146,7 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
 
     That is where there is no rule, where the shape that DTensor asks for depends on values, where a gradient's dim is
     viewed as two of which neither can be divided as that was, or where a rule moves the operand that is written to: a
-    copy would be written to. What is written to at places that a divided operand has on other ranks, as by
-    ``scatter_``, is gathered first, if no other tensor sees it.
+    copy would be written to. A divided operand is written to as a whole, of which each rank keeps its own part.
     """
 
     @functools.wraps(propagate)
@@ -176,14 +173,15 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         else:
             if not _moves_first(found, info):
                 return found
-            refusal = RuntimeError(f"{operator}: in-place on what is divided over ranks, of which there is a view")
+            refusal = RuntimeError(f"{operator}: in-place on what is still to be summed over ranks")
         written = written_by(operator, args, kwargs)
-        if torch.Tag.inplace_view in operator.tags or not all(map(_may_be_whole, written)):
-            raise refusal  # a shape is not changed by what lies on this rank, nor part of what others see
-        for each in written:
-            _make_whole(each)
+        if torch.Tag.inplace_view in operator.tags or any(map(_is_part_of_a_sum, written)):
+            raise refusal  # a shape is not changed by what lies on this rank
         whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
         operator(*whole_args, **whole_kwargs)  # a tensor that is whole is no copy
+        for each, whole in zip(written, written_by(operator, whole_args, whole_kwargs), strict=True):
+            _keep_own_part(each, whole)
+            _write_to_what_it_is_of(each)
         return args[0]
 
     return asked
@@ -201,9 +199,34 @@ def _or_written_to(end: Callable[..., object]) -> Callable[..., object]:
         is_plain = isinstance(first, torch.Tensor) and not isinstance(first, DTensor)
         if is_plain and any(first is each for each in written_by(operator, args, {})):
             return first
-        return end(operator, args, *others, **options)
+        result = end(operator, args, *others, **options)
+        if operator._schema.is_mutable and isinstance(first, DTensor) and torch.Tag.inplace_view not in operator.tags:
+            _write_to_what_it_is_of(first)
+        return result
 
     return ended
+
+
+def _write_to_what_it_is_of(part: torch.Tensor) -> None:
+    """Of a tensor that is divided along the dim of a slice the slice is a copy, and what is written to it was lost.
+
+    RuntimeError where that tensor is one of those whose sum counts.
+    """
+    divided = part._base
+    if not (isinstance(part, DTensor) and isinstance(divided, DTensor)) or _storage_of(part) == _storage_of(divided):
+        return
+    if _is_part_of_a_sum(divided):
+        raise RuntimeError("in-place on a slice of what is still to be summed over ranks")
+    whole = _computed_alike(_aten.clone.default, (divided,), {})
+    assert isinstance(whole, DTensor)
+    view = part._view_func_unsafe(whole)
+    assert isinstance(view, DTensor)
+    view._local_tensor.copy_(part.full_tensor())
+    _keep_own_part(divided, whole._local_tensor)
+
+
+def _storage_of(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage()._cdata
 
 
 def _is_sized_by_values(operator: OpOverload, args: tuple[object, ...]) -> bool:
@@ -218,20 +241,16 @@ def _is_whole(operand: torch.Tensor) -> bool:
     return not isinstance(operand, DTensor) or all(each.is_replicate() for each in operand.placements)
 
 
-def _may_be_whole(operand: torch.Tensor) -> bool:
-    """Whether it is, or nobody else sees what it holds: no view of it, and none that it is a view of."""
-    if not isinstance(operand, DTensor) or _is_whole(operand):
-        return True
-    storage = operand._local_tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == _USES_OF_ITS_OWN
+def _is_part_of_a_sum(operand: torch.Tensor) -> bool:
+    return isinstance(operand, DTensor) and any(each.is_partial() for each in operand.placements)
 
 
-def _make_whole(operand: torch.Tensor) -> None:
-    """Gathers it in place, where it is divided."""
+def _keep_own_part(operand: torch.Tensor, whole: torch.Tensor) -> None:
+    """Writes to what is divided what this rank has of ``whole``: its views see it."""
     if isinstance(operand, DTensor) and not _is_whole(operand):
-        whole = _computed_alike(_aten.clone.default, (operand,), {})
-        assert isinstance(whole, DTensor)
-        operand._local_tensor, operand._spec = whole._local_tensor, whole._spec
+        mesh = operand.device_mesh
+        of_all = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        operand._local_tensor.copy_(of_all.redistribute(mesh, operand.placements)._local_tensor)
 
 
 def _moves_first(found: object, info: OpInfo) -> bool:
