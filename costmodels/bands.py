@@ -1,7 +1,7 @@
 """Which band a prediction has, by what is known of the cluster that it is of.
 
-    calibrated   runs of the same framework on this cluster are part of its profile's calibration: the band is that of
-                 the other runs of clusters that as many of their runs calibrated
+    calibrated   runs of the same framework on this cluster are part of its profile's calibration, which explains their
+                 step times: the band is that of the other runs of clusters that as many of their runs calibrated
     seen         runs of this framework, by a recipe of its own, were compared on this GPU: the recipe's own band
     unseen       neither: the band of all sources, none of which was known when its runs were priced
 
@@ -96,11 +96,12 @@ def _seen(recipe: Recipe, device: str, framework: str) -> Tier:
 
 
 def _num_runs(calibration: Calibration | None, framework: str, *, of_memory: bool) -> int:
-    """Runs of this framework that calibrate the cluster."""
+    """Runs of this framework that calibrate the cluster; of time, those that its calibration explains."""
     runs = () if calibration is None else calibration.runs
     of_it = [run for run in runs if named(run.framework).name == named(framework).name]  # whichever kernels
-    measured = (run.peak_memory_bytes if of_memory else run.step_time_s for run in of_it)
-    return sum(value is not None for value in measured)
+    if of_memory:
+        return sum(run.peak_memory_bytes is not None for run in of_it)
+    return sum(run.step_time_s is not None and run.is_explained for run in of_it)
 
 
 def _anchored(number: int, band: str) -> Bands | None:

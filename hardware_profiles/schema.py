@@ -222,6 +222,7 @@ class SoftwareProfile(_Value):
 
 # Beyond a factor of 20 a run was not of this machine, or its time not that of a step.
 LARGEST_CALIBRATION = 20.0
+EXPLAINED = 2.0  # a step so many times off its calibrated price is explained by nothing: none of 785 published runs is
 
 
 class CalibratedFactor(_Value):
@@ -245,6 +246,12 @@ class CalibrationRun(_Value):
     calibrated_step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     peak_memory_bytes: Annotated[float, Field(gt=0, le=1e18)] | None = None
     memory_kind: Literal["allocated", "reserved", "device"] | None = None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether its step time, where it was measured, lies near what is predicted with the calibration."""
+        measured, found = self.step_time_s, self.calibrated_step_time_s
+        return measured is None or found is None or 1 / EXPLAINED <= measured / found <= EXPLAINED
 
 
 class Calibration(_Value):

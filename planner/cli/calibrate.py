@@ -17,7 +17,7 @@ from costmodels.vocabulary.choices import Precision, Recompute
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name, load_profile
 from hardware_profiles.mixed import is_mixed
 from hardware_profiles.sanity import NAME_PATTERN
-from hardware_profiles.schema import Calibration, ClusterProfile
+from hardware_profiles.schema import Calibration, CalibrationRun, ClusterProfile
 from planner.calibration.cluster import MeasuredRun, calibration_of
 from planner.cli.import_ import config_text, model_of
 from planner.cli.options import Hardware, Trust
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_LOG_BYTES = 2**28  # of a log: weeks of steps
 GIB = 2**30
+IMPOSSIBLE = 30.0  # so many times off its price is another unit or another run: milliseconds, tokens/s of all GPUs
+WHOLE_DEVICE = 1.05  # of a device's memory: what drivers hide of it lies below
 
 
 def register(app: typer.Typer) -> None:
@@ -67,9 +69,9 @@ def calibrate(  # over 6 arguments: one for each option of the command line
     trust: Trust = False,
 ) -> None:
     """Correct a profile by measured runs of your own cluster: one helps, ten are near a full fit."""
-    check_output(output, reads=[*runs, model])
     named = hardware or default_profile_name()
     known = _profile(named)
+    check_output(output, reads=[*runs, model, hardware])
     if name is not None and not NAME_PATTERN.fullmatch(name):
         raise InputError(f"--name {name!r} must consist of lower-case letters, digits, '.', '_' and '-'")
     from planner.formats.completion import Given
@@ -77,18 +79,19 @@ def calibrate(  # over 6 arguments: one for each option of the command line
     notes = [] if hardware is not None else [f"no --hardware given: calibrating {named}"]
     given = Given(gpus, seq_len, global_batch, micro_batch, precision, None, recompute)
     reader = _Reader(named, given, from_format, model, trust, notes)
-    measured = [run for text in runs for run in reader.read(text)]
-    talk = talk_console()
-    for note in dict.fromkeys(notes):
-        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    read = [run for text in runs for run in reader.read(text)]
+    measured = _possible(list(map(_as_calibrated, read)), known, notes)
+    _say(notes)
     if not measured:
         raise InputError("none of the runs can be used", hint="the notes above say why, run by run")
-    found = calibration_of(list(map(_as_calibrated, measured)), datetime.datetime.now(tz=datetime.UTC).date())
+    found = calibration_of(measured, datetime.datetime.now(tz=datetime.UTC).date())
+    _say([_unexplained(run) for run in found.runs if not run.is_explained])
     text = _calibrated(known, name, found).model_dump_json(indent=2) + "\n"
     if is_stdout(output):
         typer.echo(text, nl=False)
     else:
         write_text(output, text)
+    talk = talk_console()
     console = talk if is_stdout(output) else data_console()
     console.print(_runs_table(found))
     console.print(_factors_table(found))
@@ -216,6 +219,43 @@ def _as_calibrated(run: Measured) -> MeasuredRun:
     found = run.found
     times = (found.step_time_s, found.peak_memory_bytes, found.memory_kind)
     return MeasuredRun(run.name, run.framework, run.price, *times, run.target.is_seen)
+
+
+def _say(notes: list[str]) -> None:
+    """Each of ``notes`` once."""
+    talk = talk_console()
+    for note in dict.fromkeys(notes):
+        talk.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _possible(runs: list[MeasuredRun], on: ClusterProfile, notes: list[str]) -> list[MeasuredRun]:
+    """Those of ``runs`` that can be what they are said to be; what speaks against the others is said in ``notes``."""
+    doubts = [(run, _doubt(run, on)) for run in runs]
+    notes.extend(f"{run.name}: left out, {doubt}" for run, doubt in doubts if doubt)
+    return [run for run, doubt in doubts if not doubt]
+
+
+def _doubt(run: MeasuredRun, on: ClusterProfile) -> str:
+    """Why ``run`` cannot have been measured as it is said; empty where nothing speaks against it."""
+    measured_s, peak_bytes, device_bytes = run.step_time_s, run.peak_memory_bytes, on.device.memory_bytes.value
+    if measured_s is not None:
+        predicted_s = run.predicted_s({})
+        if not 1 / IMPOSSIBLE <= measured_s / predicted_s <= IMPOSSIBLE:
+            return (
+                f"a step of {seconds(measured_s)} is more than {IMPOSSIBLE:.0f} times off the {seconds(predicted_s)} "
+                "that are predicted: give seconds of one step, of the whole global batch, or tokens/s of one GPU"
+            )
+    if peak_bytes is not None and on.backend == "nccl" and peak_bytes > WHOLE_DEVICE * device_bytes:
+        return f"a peak of {size(peak_bytes)} is above the {size(device_bytes)} of one GPU of {on.name}: give GiB of it"
+    return ""
+
+
+def _unexplained(run: CalibrationRun) -> str:
+    measured, found = seconds(run.step_time_s or 0.0), seconds(run.calibrated_step_time_s or 0.0)
+    return (
+        f"{run.name} took {measured} a step, and even as calibrated {found} is predicted: no likely factor explains "
+        "it, so it moves little, and no plan's band rests on it. Was it one step, of this plan, on this hardware alone?"
+    )
 
 
 def _runs_table(found: Calibration) -> Table:

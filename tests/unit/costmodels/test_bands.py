@@ -61,3 +61,12 @@ def test_runs_of_another_framework_calibrate_no_band() -> None:
     found = Calibration(runs=(run,), date=datetime.date(2026, 11, 22), prior="a test")
     recipe = load_recipe("torchtitan")
     assert time_tier(recipe, "A100-SXM4-80GB", found, "torchtitan") is Tier.SEEN
+
+
+def test_a_run_far_off_what_its_calibration_predicts_gives_no_band() -> None:
+    """Two runs four times slower than even the calibrated price gave a band in which neither of them lay."""
+    recipe = load_recipe("torchtitan")
+    for calibrated_s, tier in ((1.0, Tier.SEEN), (3.0, Tier.CALIBRATED)):
+        run = CalibrationRun(name="r", framework="torchtitan", step_time_s=4.0, calibrated_step_time_s=calibrated_s)
+        found = Calibration(runs=(run,), date=datetime.date(2026, 11, 22), prior="a test")
+        assert time_tier(recipe, "A100-SXM4-80GB", found, "torchtitan") is tier

@@ -100,6 +100,39 @@ def test_a_calibrated_profile_is_not_calibrated_twice(plan: Path, tmp_path: Path
         run("calibrate", f"{plan}:1.0", "--hardware", str(profile), "-o", str(profile))
 
 
+@pytest.mark.parametrize(
+    ("times", "peak", "reason"),
+    [(1000, "", "30 times off"), (1 / 64, "", "30 times off"), (1, ":61500", "above the 79.")],
+)
+def test_a_run_in_another_unit_is_left_out(plan: Path, times: float, peak: str, reason: str, tmp_path: Path) -> None:
+    """Milliseconds, tokens/s of all GPUs and MiB moved little, and yet gave plans the calibrated band."""
+    said = f"{plan}:{step_s(plan) * times:.9f}{peak}"
+    result = CliRunner().invoke(app, ["calibrate", said, "--hardware", HARDWARE, "-o", str(tmp_path / "profile.json")])
+    assert isinstance(result.exception, InputError)
+    assert "plan.json: left out" in result.stderr
+    assert reason in result.stderr
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_run_that_nothing_explains_gives_no_band(plan: Path, tmp_path: Path) -> None:
+    profile, again = tmp_path / "profile.json", tmp_path / "again.json"
+    command = ["calibrate", f"{plan}:{step_s(plan) * 4:.6f}", "--hardware", HARDWARE, "-o", str(profile)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert "no likely factor explains it" in " ".join(result.stderr.split())
+    run("estimate", str(plan), "--hardware", str(profile), "-o", str(again))
+    known = [json.loads(file.read_text())["prediction"]["step_time_band_of"] for file in (plan, again)]
+    assert known[0] == known[1]
+
+
+def test_the_profile_that_is_calibrated_is_not_overwritten(plan: Path, tmp_path: Path) -> None:
+    """It was, and the hint to give all runs together with the profile it was made of could no longer be followed."""
+    own = tmp_path / "own.json"
+    own.write_text(load_profile(HARDWARE).model_dump_json())
+    with pytest.raises(InputError, match="which is read"):
+        run("calibrate", f"{plan}:{step_s(plan):.6f}", "--hardware", str(own), "-o", str(own))
+
+
 @pytest.mark.parametrize("said", ["", ":0", ":-1", ":1:2:3", ":nan", ":nowhere.txt"])
 def test_what_says_no_step_time_is_refused(plan: Path, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
