@@ -31,6 +31,7 @@ SHARDING_WORDS = {
 }
 
 
+MEASURED = ("iteration_time_s", "tokens_per_s_per_gpu", "peak_memory_gb_per_gpu")  # one of which a table has
 MOST = 1e15  # of any number in a table: far above every batch, rate and memory
 
 
@@ -140,10 +141,12 @@ class Rejected:
 
 def read_runs(path: Path) -> Iterator[Run | Rejected]:
     """Every row of ``path`` in order. ValueError where the file has no such columns."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # with the mark that spreadsheets write before a table
         reader = csv.DictReader(file)
-        if "iteration_time_s" not in (reader.fieldnames or ()):
-            raise ValueError(f"{path} has no column iteration_time_s: is it a table of published runs?")
+        if not set(MEASURED) & set(reader.fieldnames or ()):
+            raise ValueError(
+                f"{path} has none of the columns {', '.join(MEASURED)}: is it a table of runs, with commas?"
+            )
         for number, row in enumerate(reader, start=1):
             yield _read(row, number, path.name)
 
@@ -180,15 +183,19 @@ def _read(row: Mapping[str, str], number: int, file_name: str) -> Run | Rejected
     name = row.get("id") or f"{file_name}:{number}"
     source = row.get("source_title") or row.get("source_ref") or file_name
     try:
+        if None in row:  # where csv keeps the cells beyond the header's
+            raise UnpriceableRunError(
+                "it has more cells than there are columns: is a decimal comma or a quote missing?"
+            )
         return _run(row, name, source)
     except UnpriceableRunError as error:
-        return Rejected(name, source, str(error), _optional(row, "iteration_time_s"))
+        return Rejected(name, source, str(error), _told_s(row))
 
 
 def _run(row: Mapping[str, str], name: str, source: str) -> Run:
     assumed: list[str] = []
     words = row.get("peak_memory_kind") or ""
-    memory = None if KIND_NOT_SAID in words else _optional(row, "peak_memory_gb_per_gpu")
+    memory = None if KIND_NOT_SAID in words else _measured(row, "peak_memory_gb_per_gpu")
     unit = GIB if "GiB" in words else 1e9
     flash = _flag(row, "flash_attention")
     layout = _layout(row, assumed)
@@ -327,11 +334,18 @@ def _sharding(words: str) -> tuple[int, int | None]:
 
 
 def _step_time_s(row: Mapping[str, str], layout: Layout) -> float | None:
-    given = _optional(row, "iteration_time_s")
-    rate = _optional(row, "tokens_per_s_per_gpu")
-    if given is not None or not rate:
+    given, rate = _measured(row, "iteration_time_s"), _measured(row, "tokens_per_s_per_gpu")
+    if given is not None or rate is None:
         return given
     return layout.global_batch_size * _whole(row, "seq_len") / (rate * _whole(row, "n_gpus"))
+
+
+def _told_s(row: Mapping[str, str]) -> float | None:
+    """The step time of a row that is rejected, where that can be read."""
+    try:
+        return _optional(row, "iteration_time_s")
+    except UnpriceableRunError:
+        return None
 
 
 def _memory_kind(words: str) -> str:
@@ -370,6 +384,13 @@ def _optional(row: Mapping[str, str], column: str) -> float | None:
         raise UnpriceableRunError(f"{column} is {text[:40]!r}, not a number") from error
     if not 0 <= number <= MOST:
         raise UnpriceableRunError(f"{column} is {number:g}, not a number from 0 to {MOST:g}")
+    return number
+
+
+def _measured(row: Mapping[str, str], column: str) -> float | None:
+    number = _optional(row, column)
+    if number == 0:
+        raise UnpriceableRunError(f"{column} is 0: leave blank what was not measured")
     return number
 
 

@@ -144,6 +144,9 @@ def test_a_row_without_a_needed_number_is_rejected_with_the_reason(tmp_path: Pat
         ({"n_gpus": "1e999"}, "n_gpus is inf, not a number from 0 to 1e+15"),
         ({"hidden": "nan"}, "hidden is nan, not a number from 0 to 1e+15"),
         ({"iteration_time_s": "", "tokens_per_s_per_gpu": "-1"}, "tokens_per_s_per_gpu is -1"),
+        ({"iteration_time_s": "0"}, "iteration_time_s is 0"),
+        ({"iteration_time_s": "fast"}, "iteration_time_s is 'fast', not a number"),
+        ({"peak_memory_gb_per_gpu": "0"}, "peak_memory_gb_per_gpu is 0"),
     ],
 )
 def test_what_is_no_number_of_anything_is_a_reason(tmp_path: Path, change: dict[str, str], reason: str) -> None:
@@ -156,6 +159,32 @@ def test_what_is_no_number_of_anything_is_a_reason(tmp_path: Path, change: dict[
     (found,) = read_runs(path)
     assert isinstance(found, Rejected)
     assert found.reason.startswith(reason)
+
+
+def test_a_decimal_comma_is_no_end_of_a_number(tmp_path: Path) -> None:
+    """3,6 seconds in the last column were read as 3."""
+    path = tmp_path / "runs.csv"
+    columns = [*(name for name in ROW if name != "iteration_time_s"), "iteration_time_s"]
+    path.write_text(",".join(columns) + "\n" + ",".join(ROW[name] for name in columns[:-1]) + ",3,6\n")
+    (found,) = read_runs(path)
+    assert isinstance(found, Rejected)
+    assert "decimal comma" in found.reason
+
+
+def test_a_table_of_rates_alone_is_one_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+    """It was refused for want of a column of seconds; the mark before the first column's name hid that column."""
+    path = tmp_path / "runs.csv"
+    row = {name: value for name, value in ROW.items() if name != "iteration_time_s"} | {"tokens_per_s_per_gpu": "512"}
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        writer.writeheader()
+        writer.writerow(row)
+    (found,) = read_runs(path)
+    assert isinstance(found, Run)
+    assert (found.id, found.step_time_s) == ("toy", int(ROW["global_batch_sequences"]) * 256 / (512 * 8))
+    path.write_text("layers;iteration_time_s\n1;2\n")
+    with pytest.raises(ValueError, match="with commas"):
+        list(read_runs(path))
 
 
 def test_a_table_without_a_column_rejects_its_rows(tmp_path: Path) -> None:
