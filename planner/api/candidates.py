@@ -10,14 +10,15 @@ from planner.plan.schema import Plan
 from planner.problem import solved_by
 
 
-def other_plans(plan: Plan, number: int, time_limit_s: float) -> list[Plan]:
+def other_plans(plan: Plan, number: int, hardware: str | None, time_limit_s: float) -> list[Plan]:
     """At most ``number`` plans for the run of ``plan`` on its devices, the fastest by prediction first.
 
-    Searched with the pins and the memory risk of the search that ``plan`` came from. Each differs from ``plan`` and
-    from the others in its mesh, ZeRO stage or schedule. Errors as of a search.
+    ``hardware``: the file of its profile, where that is none of the shipped ones. Searched with the pins and the memory
+    risk of the search that ``plan`` came from. Each differs from ``plan`` and from the others in its mesh, ZeRO stage
+    or schedule. Errors as of a search.
     """
     search = plan.search
-    request = same_run(plan, plan.num_devices, None, {} if search is None else search.pins)
+    request = same_run(plan, plan.num_devices, hardware, {} if search is None else search.pins)
     deadline = Deadline.answering_within(time_limit_s)
     try:
         question = Question.in_time(request)

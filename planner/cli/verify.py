@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,10 @@ def verify(  # over 6 arguments: one for each option of the command
         int, typer.Option(min=1, help="Measure as many plans: this one, and the best others of another search.")
     ] = 1,
     keep: Annotated[Path | None, typer.Option(help="With --top: write the fastest plan here.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --top: the profile of your own that the plan was made with."),
+    ] = None,
     offload_dir: Annotated[Path | None, typer.Option(help="As for `planner run`.")] = None,
     timeout: Annotated[float, typer.Option(min=1, max=1e7, help="Seconds that a rank may wait for another.")] = 300.0,
     trust: Trust = False,
@@ -54,10 +60,13 @@ def verify(  # over 6 arguments: one for each option of the command
     """Run a few steps of a plan for real and print predicted beside measured: time by part, memory by rank."""
     check_output(output, reads=[plan_file])
     check_output(keep)
-    if keep is not None and top == 1:
-        raise InputError("--keep chooses among several plans", hint="add --top K, or leave --keep out")
+    for option, value in {"--keep": keep, "--hardware": hardware}.items():
+        if value is not None and top == 1:
+            raise InputError(f"{option} is of several plans", hint=f"add --top K, or leave {option} out")
     plan = read_plan(plan_file, trust=trust)
     prediction = _prediction(plan) if top == 1 else None
+    if top > 1:
+        _check_profile(plan, hardware)
     with uncollected():
         from planner.executor.options import DataOptions, RunOptions
         from planner.executor.outcome import on_all_ranks
@@ -65,7 +74,8 @@ def verify(  # over 6 arguments: one for each option of the command
     read = DataOptions(data, token_dtype(data_dtype, data))
     options = RunOptions(steps=steps, seed=0, timeout_s=timeout, data=read, offload_dir=offload_dir)
     options.check_offload(plan.offload)
-    found = on_all_ranks(plan, lambda: _measured(plan, options) if top == 1 else _measured_each(plan, top - 1, options))
+    each = partial(_measured_each, plan, lambda: _others(plan, top - 1, hardware, timeout), options)
+    found = on_all_ranks(plan, each if top > 1 else lambda: _measured(plan, options))
     if found is None:
         return 0
     measured = found if top == 1 else found["found"][0]
@@ -91,17 +101,29 @@ def _measured(plan: Plan, options: RunOptions) -> dict[str, Any]:
     return measure(plan, options)
 
 
-def _measured_each(plan: Plan, num_others: int, options: RunOptions) -> dict[str, Any]:
+def _measured_each(plan: Plan, others: Callable[[], list[Plan]], options: RunOptions) -> dict[str, Any]:
     with uncollected():
         from planner.executor.verify import measure_each
-    return measure_each(plan, lambda: _others(plan, num_others, options.timeout_s), options)
+    return measure_each(plan, others, options)
 
 
-def _others(plan: Plan, number: int, timeout_s: float) -> list[Plan]:
+def _others(plan: Plan, number: int, hardware: str | None, timeout_s: float) -> list[Plan]:
     """Called on rank 0, for which the other ranks wait."""
     from planner.api.candidates import other_plans
 
-    return other_plans(plan, number, min(SEARCH_S, timeout_s / 2))
+    return other_plans(plan, number, hardware, min(SEARCH_S, timeout_s / 2))
+
+
+def _check_profile(plan: Plan, hardware: str | None) -> None:
+    """Before ranks start: HardwareError without the plan's profile, InputError where ``hardware`` is another."""
+    from planner.request import load_cluster
+
+    named = load_cluster(hardware or plan.hardware, plan.num_devices, []).profile.name
+    if named != plan.hardware:
+        raise InputError(
+            f"the plan was priced on {plan.hardware}, and {hardware} is {named}: other plans would not compare",
+            hint=f"price it there first: planner estimate PLAN --hardware {hardware} -o NEW",
+        )
 
 
 def _show_each(plan: Plan, each: dict[str, Any], keep: Path | None, *, as_json: bool) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hardware_profiles.catalog import load_profile
+from planner.api import candidates
 from planner.cli import verify
 from planner.cli.main import app
-from planner.errors import InputError, PlanError
+from planner.errors import HardwareError, InputError, PlanError
 from planner.executor import outcome
 from planner.plan.plan_file import read_plan
 
@@ -92,6 +94,26 @@ def test_several_plans_are_shown_the_fastest_first_and_those_that_cannot_run_las
     assert (rows[0]["fastest_s"], rows[0]["slowest_s"], rows[2]["refused"]) == (0.25, 0.75, "no such thing")
     assert read_plan(kept).zero_stage == 3
     assert "no such thing" in invoke(monkeypatch, value, *arguments)[1]
+
+
+def test_other_plans_are_searched_on_the_plan_s_own_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan of a profile that `planner profile` or `calibrate` wrote could not be held against others."""
+    own, plan = tmp_path / "own.json", tmp_path / "plan.json"
+    own.write_text(load_profile("cpu-gloo").model_copy(update={"name": "mine", "aliases": ()}).model_dump_json())
+    plan.write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "hardware": "mine"}))
+    searched: list[object] = []
+    monkeypatch.setattr(candidates, "other_plans", lambda *given: searched.append(given[2]))
+    monkeypatch.setattr(verify, "_measured_each", lambda plan, others, options: others())
+    monkeypatch.setattr(outcome, "on_all_ranks", lambda plan, work: work())
+    command = ["verify", str(plan), "--top", "2"]
+    assert CliRunner().invoke(app, [*command, "--hardware", str(own)], standalone_mode=False).return_value == 0
+    assert searched == [str(own)]
+    with pytest.raises(HardwareError, match="unknown hardware profile 'mine'"):
+        invoke(monkeypatch, MEASURED, *command)
+    with pytest.raises(InputError, match="was priced on mine"):
+        invoke(monkeypatch, MEASURED, *command, "--hardware", "cpu-gloo")
+    with pytest.raises(InputError, match="of several plans"):
+        invoke(monkeypatch, MEASURED, "verify", str(plan), "--hardware", str(own))
 
 
 def test_what_the_given_plan_came_to_is_written_beside_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
