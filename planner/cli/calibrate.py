@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import tempfile
+import zlib
 from dataclasses import dataclass
+from io import BytesIO
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from planner.formats.completion import Given
 
 MAX_LOG_BYTES = 2**28  # of a log: weeks of steps
+GZIP = b"\x1f\x8b"
 GIB = 2**30
 IMPOSSIBLE = 30.0  # so many times off its price is another unit or another run: milliseconds, tokens/s of all GPUs
 WHOLE_DEVICE = 1.05  # of a device's memory: what drivers hide of it lies below
@@ -152,7 +156,8 @@ class _Reader:
         if _is_plan(path):
             plan = read_plan(path, trust=self.trust)
             training = plan.training
-            found, logged = _measurement(measured, (training.global_batch_size, training.seq_len, plan.num_devices))
+            job = training.global_batch_size, training.seq_len, plan.num_devices
+            found, logged = _measurement(measured, job, self.notes)
             return self._as_logged(measured_plan(path.name, plan, self.hardware, found), logged)
         from planner.cli.import_ import default_seq_len
         from planner.formats.completion import completed
@@ -163,7 +168,8 @@ class _Reader:
             source, said = model_of(read, self.model, Path(folder) / "config.json")
             layout, assumed = completed(read.settings, self.given, default_seq_len(source))
             self.notes.extend(f"{path.name}: {note}" for note in (*said, *read.notes, *assumed))
-            found, logged = _measurement(measured, (layout.global_batch_size, layout.seq_len, layout.num_devices))
+            job = layout.global_batch_size, layout.seq_len, layout.num_devices
+            found, logged = _measurement(measured, job, self.notes)
             run = measured_config(path.name, source, target.software(read), layout, self.hardware, found)
             return self._as_logged(run, logged)
 
@@ -197,7 +203,7 @@ def _is_plan(path: Path) -> bool:
     return "mesh" in content and "model" in content
 
 
-def _measurement(text: str, job: tuple[int, int, int]) -> tuple[Measurement, str | None]:
+def _measurement(text: str, job: tuple[int, int, int], notes: list[str]) -> tuple[Measurement, str | None]:
     """Of ``SECONDS``, ``SECONDS:GIB`` or the name of a log, and whose log it is."""
     from planner.api.measured import Measurement
     from planner.formats.run_log import Job, read_log
@@ -205,14 +211,28 @@ def _measurement(text: str, job: tuple[int, int, int]) -> tuple[Measurement, str
     try:
         numbers = [float(part) for part in text.split(":")]
     except ValueError:
-        content = read_content(Path(text), InputError, MAX_LOG_BYTES).decode("utf-8", errors="replace")
-        found = read_log(content, Job(*job), text)
+        found = read_log(_log(Path(text)), Job(*job), text)
+        if found.is_unsteady:
+            low, high = map(seconds, found.middle_s)
+            notes.append(f"the steps in {text} vary, {low} to {high} is their middle half: is it one job, by itself?")
         return Measurement(found.step_time_s, found.peak_memory_bytes, found.memory_kind), found.framework
     if len(numbers) > 2 or not all(0 < number < 1e9 for number in numbers):
         raise InputError(
             f"{text!r} is not SECONDS or SECONDS:GIB, each above 0 and below 1e9", hint="as in plan.json:12.3:61.5"
         )
     return Measurement(numbers[0], numbers[1] * GIB if len(numbers) == 2 else None), None
+
+
+def _log(path: Path) -> str:
+    """The text of a log, which may be packed by gzip."""
+    content = read_content(path, InputError, MAX_LOG_BYTES)
+    if content.startswith(GZIP):
+        try:
+            with gzip.open(BytesIO(content)) as file:
+                content = file.read(MAX_LOG_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{path} cannot be unpacked: {error}", hint="is it whole?") from error
+    return content.decode("utf-8", errors="replace")
 
 
 def _as_calibrated(run: Measured) -> MeasuredRun:

@@ -2,7 +2,8 @@
 
 Each framework has a record: the line that it writes of a step, and what that line counts. The first fifth of the steps
 that are logged, at least one and at most twenty, is warm-up: compilation, autotuning, the optimiser's first states. Of
-the others the median counts, so that checkpoints, evaluations and a slow step now and then do not.
+the others the median counts, so that checkpoints, evaluations and a slow step now and then do not. What a log says of
+its job (batch, length of a sequence, number of GPUs) has to be what the plan says.
 
 The formats, as public logs have them:
 
@@ -13,9 +14,11 @@ The formats, as public logs have them:
     nanotron      iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 1.23K | ... | global_batch_size: 1.02K | ..
     NeMo          ... | global_batch_size: 512 | ... | train_step_timing in s: 6.08 | ...
                   or train_step_timing in s=6.08 of its progress bar
+    MaxText       completed step: 9, seconds: 5.667, TFLOP/s/device: 134.924, Tokens/s/device: 8672.758, ...
+    planner run   step   21  loss 4.7055  step time 0.077 s  13,308 tokens/s, or a line of JSON of its --log
 
 Written by megatron/training/training.py, torchtitan/components/metrics.py, deepspeed/utils/timer.py,
-nanotron/trainer.py and nemo's TimingCallback.
+nanotron/trainer.py, nemo's TimingCallback, maxtext's metric_logger.py and our planner/executor/train.py and run_log.py.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from typing import Literal
 
 from planner.errors import InputError
 
 LEAST_STEADY = 3  # steps that must be left when warm-up is skipped
 WARM_UP_SHARE, MOST_WARM_UP = 5, 20
+UNSTEADY = 1.25  # the third quartile over the first, above which steps are of several kinds
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 GIB, MIB = 2**30, 2**20
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -56,8 +60,14 @@ class Logged:
     framework: str
     step_time_s: float
     num_steps: int  # whose median it is
+    middle_s: tuple[float, float]  # between which the middle half of them lies
     peak_memory_bytes: float | None = None
     memory_kind: Literal["allocated", "reserved"] = "allocated"
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether its steps are of two kinds, as of two jobs or of nodes that others use."""
+        return self.middle_s[1] > UNSTEADY * self.middle_s[0]
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class LogFormat:
     memory_unit: float = 1.0
     memory_kind: Literal["allocated", "reserved"] = "allocated"
     batch: re.Pattern[str] | None = None  # sequences of a step, where it says them
+    seq_len: re.Pattern[str] | None = None  # tokens of one
+    devices: re.Pattern[str] | None = None  # GPUs of the job
 
 
 def read_log(text: str, job: Job, name: str = "the log") -> Logged:
@@ -79,29 +91,33 @@ def read_log(text: str, job: Job, name: str = "the log") -> Logged:
     for of in FORMATS:
         times = [of.seconds(match, job) for match in of.step.finditer(text)]
         if times:
-            _check_batch(of, text, job, name)
+            _check_job(of, text, job, name)
             return _logged(of, times, text, name)
     times = _between_deepspeed_steps(text)
     if times:
         return _logged(DEEPSPEED, times, text, name)
     raise InputError(
         f"{name} has no line of a step that is known",
-        hint="logs of Megatron-LM, torchtitan, DeepSpeed, nanotron and NeMo are; else give the seconds: PLAN:SECONDS",
+        hint="logs of Megatron-LM, torchtitan, DeepSpeed, nanotron, NeMo, MaxText and planner run are; else give the "
+        "seconds: PLAN:SECONDS",
     )
 
 
-def _check_batch(of: LogFormat, text: str, job: Job, name: str) -> None:
-    """InputError where steps are of another batch than the job's, or of several as while a batch ramps up."""
-    said = (
-        {found: _number(found) for found in dict.fromkeys(of.batch.findall(text))} if of.batch else dict[str, float]()
-    )
-    whole = job.global_batch_size
-    if any(abs(value - whole) > (THREE_DIGITS * whole if word[-1:].isalpha() else 0) for word, value in said.items()):
-        shown = ", ".join(f"{value:.0f}" for value in sorted(said.values())[:4])
-        raise InputError(
-            f"the steps in {name} are of {shown} sequences, the plan's of {job.global_batch_size}",
-            hint="give the log of a run of this plan, and of its steps after any ramp of the batch size",
-        )
+def _check_job(of: LogFormat, text: str, job: Job, name: str) -> None:
+    """InputError where steps are of another job than the plan's, or of several batches as while a batch ramps up."""
+    known = ((of.batch, job.global_batch_size, "the steps in {} are of {} sequences"),
+             (of.seq_len, job.seq_len, "the sequences in {} are of {} tokens"),
+             (of.devices, job.num_devices, "the job in {} is of {} GPUs"))  # fmt: skip
+    for pattern, whole, says in known:
+        said = {word: _number(word) for word in dict.fromkeys(pattern.findall(text))} if pattern else {}
+        if any(
+            abs(value - whole) > (THREE_DIGITS * whole if word[-1:].isalpha() else 0) for word, value in said.items()
+        ):
+            shown = ", ".join(f"{value:.0f}" for value in sorted(said.values())[:4])
+            raise InputError(
+                f"{says.format(name, shown)}, the plan's of {whole}",
+                hint="give the log of a run of this plan, and of its steps after any ramp of the batch size",
+            )
 
 
 def _logged(of: LogFormat, times: Sequence[float], text: str, name: str) -> Logged:
@@ -113,7 +129,8 @@ def _logged(of: LogFormat, times: Sequence[float], text: str, name: str) -> Logg
             hint="give a longer log, or the seconds of a step: PLAN:SECONDS",
         )
     peaks = [] if of.memory is None else [_number(found) * of.memory_unit for found in of.memory.findall(text)]
-    return Logged(of.framework, median(steady), len(steady), max(peaks, default=None), of.memory_kind)
+    low, _, high = quantiles(steady, n=4, method="inclusive")
+    return Logged(of.framework, median(steady), len(steady), (low, high), max(peaks, default=None), of.memory_kind)
 
 
 def _number(text: str) -> float:
@@ -169,6 +186,7 @@ FORMATS: tuple[LogFormat, ...] = (
         re.compile(rf"max allocated: {NUMBER}"),  # in MB of 2**20 bytes, --log-memory-interval and after the first step
         MIB,
         batch=re.compile(r"global batch size: +([\d,]{1,12})"),
+        devices=re.compile(r"using world size: (\d{1,12}),"),
     ),
     LogFormat(
         "nemo",
@@ -184,6 +202,24 @@ FORMATS: tuple[LogFormat, ...] = (
         re.compile(rf"memory: +{NUMBER}GiB"),  # torch.cuda's reserved_bytes.all.peak
         GIB,
         "reserved",
+        batch=re.compile(r"local batch size \d+, global batch size (\d{1,12}),"),
+        seq_len=re.compile(r"global batch size \d+, [^\n]*?sequence length (\d{1,12}),"),
+    ),
+    LogFormat(
+        "maxtext",
+        re.compile(rf"completed step: \d+, seconds: {NUMBER}"),
+        lambda match, _job: _number(match[1]),
+    ),
+    LogFormat(
+        "planner",
+        re.compile(rf'"step_time_s": {NUMBER}'),
+        lambda match, _job: _number(match[1]),
+        re.compile(r'"peak_memory_bytes": (\d+), "memory_kind": "allocated"'),
+    ),
+    LogFormat(
+        "planner",
+        re.compile(rf"step time [\d.]+ s +{NUMBER} tokens/s"),  # of all GPUs, and of more digits than the seconds
+        lambda match, job: job.global_batch_size * job.seq_len / _number(match[1]),
     ),
     DEEPSPEED,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_a_log_and_what_verify_wrote_are_measurements(plan: Path, tmp_path: Path
         assert overlay is not None
         overlays.append(overlay.values)
     assert overlays[0] == pytest.approx(overlays[1], rel=1e-3)
+
+
+def test_a_packed_log_of_two_jobs(plan: Path, tmp_path: Path) -> None:
+    log, profile = tmp_path / "log.txt.gz", tmp_path / "profile.json"
+    line = " iteration {0}/ 100 | elapsed time per iteration (ms): {1:.4f} |\n"
+    steps = [step_s(plan) * 1e3 * (1 if step < 10 else 1.5) for step in range(20)]
+    log.write_bytes(gzip.compress("".join(line.format(*each) for each in enumerate(steps)).encode()))
+    command = ["calibrate", f"{plan}:{log}", "--hardware", HARDWARE, "-o", str(profile)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert "is it one job, by itself?" in result.stderr
+    log.write_bytes(log.read_bytes()[:-20])
+    assert isinstance(CliRunner().invoke(app, command).exception, InputError)
 
 
 def test_a_table_of_runs(tmp_path: Path) -> None:

@@ -159,3 +159,48 @@ def test_steps_of_validation_are_not_steps_of_training() -> None:
         for line in trained.splitlines()
     )
     assert read_log(checked, JOB) == read_log(trained, JOB)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("using world size: 32, data-parallel size: 8\n", "of 32 GPUs, the plan's of 64"),
+        ("Trainer is initialized with local batch size 2, global batch size 128, gradient accumulation steps 1, "
+         "sequence length 4096, total steps 9 (warmup 2)\n", "of 128 sequences, the plan's of 512"),
+        ("Training starts at step 1, with local batch size 8, global batch size 512, sequence length 8192, total\n",
+         "of 8192 tokens, the plan's of 4096"),
+    ],
+)  # fmt: skip
+def test_a_log_of_another_job_is_refused(line: str, says: str) -> None:
+    """It was taken for one of the plan's: torchtitan's tokens a second and GPU became seconds of the plan's batch."""
+    steps = megatron([900.0] + [400.0] * 10) if "world" in line else titan(["123", "5,856", "5,593", "5,868"])
+    assert read_log(steps, JOB).num_steps > 2
+    with pytest.raises(InputError, match=says):
+        read_log(line + steps, JOB)
+
+
+def test_maxtext_and_our_own_executor() -> None:
+    steps = [(0, 40.0), (1, 5.667), (2, 5.7), (3, 5.6)]
+    text = "".join(f"completed step: {n}, seconds: {s:.3f}, TFLOP/s/device: 134.9, loss: 10.3\n" for n, s in steps)
+    assert (read_log(text, JOB).framework, read_log(text, JOB).step_time_s) == ("maxtext", 5.667)
+    lines = "".join(
+        f'{{"step": {n}, "loss": 5.5, "step_time_s": {s}, "tokens_per_s": 28749.6, "mfu": 0.04, "peak_memory_bytes": '
+        f'{2**30}, "memory_kind": "allocated", "predicted_step_time_s": 0.04, "predicted_peak_memory_bytes": 330}}\n'
+        for n, s in steps
+    )
+    found = read_log(lines, JOB)
+    assert (found.framework, found.step_time_s, found.peak_memory_bytes) == ("planner", 5.667, 2**30)
+    assert read_log(lines.replace("allocated", "resident"), JOB).peak_memory_bytes is None
+    shown = "".join(
+        f"step {n:4d}  loss 5.5638  step time {s:.3f} s  {512 * 4096 / s:,.0f} tokens/s  norm 3.7178\n"
+        for n, s in steps
+    )
+    assert read_log(shown, JOB).step_time_s == pytest.approx(5.667, rel=1e-4)
+
+
+def test_steps_of_two_kinds_are_unsteady() -> None:
+    """As of two jobs in one file: their median is of neither, and was taken without a word."""
+    steady, evaluated = [400.0 + 10 * (n % 3) for n in range(40)], [400.0 if n % 10 else 3000.0 for n in range(40)]
+    assert not read_log(megatron(steady), JOB).is_unsteady
+    assert not read_log(megatron(evaluated), JOB).is_unsteady
+    assert read_log(megatron([400.0] * 20) + "\n" + megatron([800.0] * 20), JOB).is_unsteady
