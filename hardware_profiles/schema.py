@@ -245,6 +245,8 @@ class CalibrationRun(_Value):
     predicted_step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     calibrated_step_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     peak_memory_bytes: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    predicted_peak_memory_bytes: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    calibrated_peak_memory_bytes: Annotated[float, Field(gt=0, le=1e18)] | None = None
     memory_kind: Literal["allocated", "reserved", "device"] | None = None
 
     @property

@@ -81,7 +81,7 @@ def calibration_of(runs: Sequence[MeasuredRun], date: datetime.date, prior: Prio
         constant_bytes=constant,
         constant_prior_spread_bytes=None if spread_bytes is None else prior.constant_bytes,
         constant_spread_bytes=spread_bytes,
-        runs=tuple(_record(run, values) for run in runs),
+        runs=tuple(_record(run, values, constant) for run in runs),
         date=date,
         prior=prior.source,
     )
@@ -131,8 +131,8 @@ def _factor(logarithm: float) -> float:
     return exp(min(most, max(-most, float(logarithm))))
 
 
-def _record(run: MeasuredRun, values: Factors) -> CalibrationRun:
-    is_timed = run.step_time_s is not None
+def _record(run: MeasuredRun, values: Factors, constant: float) -> CalibrationRun:
+    is_timed, is_weighed = run.step_time_s is not None, run.peak_memory_bytes is not None
     return CalibrationRun(
         name=run.name,
         framework=run.framework,
@@ -140,5 +140,7 @@ def _record(run: MeasuredRun, values: Factors) -> CalibrationRun:
         predicted_step_time_s=run.predicted_s({}) if is_timed else None,
         calibrated_step_time_s=run.predicted_s(values) if is_timed else None,
         peak_memory_bytes=run.peak_memory_bytes,
-        memory_kind=None if run.peak_memory_bytes is None else run.memory_kind,
+        predicted_peak_memory_bytes=run.predicted_bytes({}) if is_weighed else None,
+        calibrated_peak_memory_bytes=run.predicted_bytes(values) + constant if is_weighed else None,
+        memory_kind=run.memory_kind if is_weighed else None,
     )

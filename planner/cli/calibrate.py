@@ -8,13 +8,11 @@ import tempfile
 import zlib
 from dataclasses import dataclass
 from io import BytesIO
-from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from costmodels.vocabulary.choices import Precision, Recompute
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name, load_profile
@@ -30,6 +28,7 @@ from planner.json_file import read_content, read_object
 from planner.output_file import check_output, is_stdout, write_text
 from planner.plan.plan_file import read_plan
 from planner.render import seconds, size
+from planner.render_calibration import calibration_tables
 
 if TYPE_CHECKING:
     from planner.api.measured import Measured, Measurement
@@ -97,8 +96,8 @@ def calibrate(  # over 6 arguments: one for each option of the command line
         write_text(output, text)
     talk = talk_console()
     console = talk if is_stdout(output) else data_console()
-    console.print(_runs_table(found))
-    console.print(_factors_table(found))
+    for table in calibration_tables(found):
+        console.print(table)
     talk.print(f"plan with it: planner search MODEL --hardware {escape(str(output))}", soft_wrap=True)
 
 
@@ -276,38 +275,3 @@ def _unexplained(run: CalibrationRun) -> str:
         f"{run.name} took {measured} a step, and even as calibrated {found} is predicted: no likely factor explains "
         "it, so it moves little, and no plan's band rests on it. Was it one step, of this plan, on this hardware alone?"
     )
-
-
-def _runs_table(found: Calibration) -> Table:
-    table = Table(title="Step time of the runs", title_justify="left")
-    table.add_column("run")
-    for name in ("measured", "predicted", "calibrated", "peak memory measured"):
-        table.add_column(name, justify="right")
-    for run in found.runs:
-        times = (run.step_time_s, run.predicted_step_time_s, run.calibrated_step_time_s)
-        cells = ["" if value is None else seconds(value) for value in times]
-        memory = "" if run.peak_memory_bytes is None else f"{size(run.peak_memory_bytes)} {run.memory_kind}"
-        table.add_row(escape(run.name), *cells, memory)
-    return table
-
-
-def _factors_table(found: Calibration) -> Table:
-    table = Table(title="So many times what the profile or the recipe says, with 80 %", title_justify="left")
-    for name in ("factor", "most probable", "before", "after"):
-        table.add_column(name, justify="left" if name == "factor" else "right")
-    for name, factor in found.factors.items():
-        table.add_row(
-            name,
-            f"{factor.value:.3f}",
-            _interval(1.0, factor.prior_spread),
-            _interval(factor.value, factor.spread),
-        )
-    if found.constant_bytes > 0:
-        table.add_row("memory besides", size(found.constant_bytes), "", "")
-    return table
-
-
-def _interval(middle: float, spread: float) -> str:
-    """The 10th to the 90th percentile of a log-normal distribution."""
-    reach = exp(1.2816 * spread)
-    return f"{middle / reach:.2f} to {middle * reach:.2f}"

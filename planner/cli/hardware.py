@@ -19,6 +19,7 @@ from hardware_profiles.sanity import quantities
 from hardware_profiles.schema import ClusterProfile, MixedCluster, Quantity
 from planner.cli.terminal import markup_console
 from planner.errors import HardwareError
+from planner.render_calibration import calibration_tables
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -114,6 +115,12 @@ def _show_profile(profile: ClusterProfile) -> None:
         source = quantity.source if fit is None else f"{quantity.source}; fitted to {fit.to} ({fit.num_rows} rows)"
         table.add_row(_place_text(profile, place), _value_text(place, quantity), quantity.tag, escape(source))
     console.print(table)
+    for note in profile.notes:
+        console.print(escape(note), soft_wrap=True)
+    if profile.calibration is not None:
+        console.print(f"calibrated on {profile.calibration.date}, which corrects the numbers above:", soft_wrap=True)
+        for each in calibration_tables(profile.calibration):
+            console.print(each)
 
 
 def _detect(as_json: JsonOption = False) -> None:

@@ -21,6 +21,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.render",
         "planner.render_schedule",
         "planner.render_front",
+        "planner.render_calibration",
         "planner.render_fit",
         "planner.render_explain",
         "planner.render_compare",

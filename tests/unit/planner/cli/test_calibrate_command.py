@@ -56,6 +56,23 @@ def test_one_slow_run_makes_the_same_plan_slower_and_the_plan_says_so(plan: Path
     assert "workspace" in prediction["memory_breakdown_bytes"][0]
 
 
+def test_a_calibration_is_shown_with_its_profile(plan: Path, tmp_path: Path) -> None:
+    """`planner hardware show` gave every number as it was before, and nothing of what corrects them."""
+    profile = tmp_path / "profile.json"
+    told = run("calibrate", f"{plan}:{step_s(plan) * 1.2:.6f}:3", "--hardware", HARDWARE, "-o", str(profile))
+    shown = run("hardware", "show", str(profile))
+    assert told in shown
+    assert "Peak memory of the runs" in told
+    overlay = load_profile(str(profile)).calibration
+    assert overlay is not None
+    (only,) = overlay.runs
+    before, after = only.predicted_peak_memory_bytes, only.calibrated_peak_memory_bytes
+    assert before is not None
+    assert after is not None
+    assert before < after < 3 * 2**30 * 1.1
+    assert "Peak memory" not in run("calibrate", f"{plan}:1.0", "--hardware", HARDWARE, "-o", str(profile))
+
+
 def test_a_log_and_what_verify_wrote_are_measurements(plan: Path, tmp_path: Path) -> None:
     before = step_s(plan)
     log = tmp_path / "log.txt"
