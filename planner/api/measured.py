@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -97,6 +98,9 @@ def _measured_row(row: Run, hardware: str, notes: list[str]) -> Measured:
         graph = load_graph(str(model), settings.seq_len, settings.precision)
         target = target_as_run(graph, cluster, settings.precision, software)
         priced = price_on(pinned_run(str(model), said.framework, settings), target)
+    gpu, name = re.search(r"[A-Z]+\d+", row.hardware.gpu_type.upper()), cluster.profile.device.name
+    if gpu is not None and gpu[0] not in name.upper():
+        notes.append(f"{row.id}: it ran on {row.hardware.gpu_type}, and is taken for a run on {name} of {hardware}")
     if assumed:
         notes.append(f"{row.id}: assumed {'; '.join(assumed)}")
     kinds: dict[str, MemoryKind] = {"reserved": "reserved", "device": "device"}

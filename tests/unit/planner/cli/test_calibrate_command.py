@@ -108,6 +108,7 @@ def test_a_table_of_runs(tmp_path: Path) -> None:
         {"id": "two", "tp": "4", "pp": "1"},
         {"id": "odd", "dp": "3"},
         {"id": "who", "framework": ""},
+        {"id": "else", "gpu_type": "H100"},
     ]
     with (tmp_path / "runs.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(ROW))
@@ -119,8 +120,10 @@ def test_a_table_of_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     overlay = load_profile(str(tmp_path / "profile.json")).calibration
     assert overlay is not None
-    assert [each.name for each in overlay.runs] == ["one", "two"]
+    assert [each.name for each in overlay.runs] == ["one", "two", "else"]
     assert "odd: left out" in result.stderr
+    assert "else: it ran on H100, and is taken for a run on A100" in result.stderr
+    assert "one: it ran on" not in result.stderr
     assert "who: left out, it names no framework" in result.stderr
 
 
