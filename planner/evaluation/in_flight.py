@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from costmodels.vocabulary.held_counts import HeldCounts, OfPasses, held_counts, of_one_stage
 from planner.layout.layout import Layout
 
@@ -15,6 +17,7 @@ class Flying(NamedTuple):
 
     counts: tuple[int, ...]  # micro-batches in flight at each of the rank's stages, the lowest first
     made: tuple[int, ...]  # places of the rank's stages that have gradients, where it is known which
+    stage: int | None = None  # place of the stage whose pass it is, where that is known
 
 
 class InFlight:
@@ -54,6 +57,18 @@ class InFlight:
             (Flying(counts, every[-1:]), Flying(tuple([lowest[stage] for stage in stages]), every))
             for counts, stages in zip(of_ranks, ranks, strict=True)
         ]
+
+    def at_stage(self, rank: int, place: int) -> Flying | None:
+        """When the rank holds most before a backward pass of one of its stages, and no weight gradients wait."""
+        if self._has_one_stage:
+            return None  # it is the only one of ``moments``
+        held, v = self._held_counts[rank], self._layout.virtual_stages
+        rows = np.repeat(np.arange(len(held.passes)), np.diff([*held.first, len(held.counts)]))
+        is_one = np.array([each.stage == place for each in held.passes])[rows] & ~held.counts[:, v:].any(axis=1)
+        if not is_one.any():
+            return None
+        row = int(np.argmax(np.where(is_one, held.counts.sum(axis=1), -1.0)))
+        return Flying(tuple(held.counts[row, :v].astype(int).tolist()), held.passes[int(rows[row])].made, place)
 
     def like(self, rank: int) -> int:
         """Equal for ranks that hold as many micro-batches at every moment: with like units they need as much memory."""

@@ -23,7 +23,7 @@ from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import ALL_MODES, MODES, bytes_on_host, held_bytes, places_of_modes
 from planner.evaluation.exchanges import StageExchanges, unhidden_s
 from planner.evaluation.host import HostMemory, HostStates, fullest_node, host_states
-from planner.evaluation.in_flight import InFlight
+from planner.evaluation.in_flight import Flying, InFlight
 from planner.evaluation.rank_memory import RankMemoryModel
 from planner.evaluation.states import num_updated, state_bytes
 from planner.evaluation.unit_times import LayoutRows, UnitTimes, data_times, unit_times
@@ -110,6 +110,7 @@ class LayoutUnits:
         self.modes = tuple(of_blocks) * len(modes) if len(of_blocks) == 1 else tuple(modes)
         self._modes = [MODES[mode] for mode in self.modes]
         self.memory_model = RankMemoryModel(self.table, self.layout, self._rows, self._modes)
+        self._least_at_work: dict[tuple[BlockMode, ...], RankMemoryModel] = {}
         of_units: dict[int, OnDevice] = {}
         for place, priced in self._priced.items():
             times = priced.times
@@ -249,13 +250,21 @@ class LayoutUnits:
             rows.append(tuple([sum(seconds[start:end]) for start, end in borders]))
         return StageTimes(rows[0], rows[1], rows[2])
 
-    def room_bytes(self, rank: int, stages: Mapping[int, range], made: Sequence[int]) -> float:
-        """So much of a device is not taken by states and software: tensors that come and go must fit in it.
+    def at_work_at_least(self, modes: tuple[BlockMode, ...]) -> RankMemoryModel:
+        """Memory whose passing bytes are no more than those in whichever of ``modes`` each block is."""
+        if modes not in self._least_at_work:
+            self._least_at_work[modes] = self.memory_model.with_least([MODES[mode] for mode in modes])
+        return self._least_at_work[modes]
 
-        ``made``: places of the stages that have gradients.
+    def room_bytes(self, rank: int, stages: Mapping[int, range], moment: Flying, modes: tuple[BlockMode, ...]) -> float:
+        """At most so many bytes fit then of what units keep, in whichever of ``modes`` each block is.
+
+        The device less states, software, and what passes.
         """
-        lasting = self.memory_model.lasting_bytes(list(stages.values()), made)
-        return (self._ranks[rank].facts.memory_bytes - lasting) / self.reserve
+        held = list(stages.values())
+        passing = self.at_work_at_least(modes).passing_bytes(held, moment.stage)
+        taken = self.memory_model.lasting_bytes(held, moment.made) + passing
+        return (self._ranks[rank].facts.memory_bytes - taken) / self.reserve
 
     def holding_of_modes(self, holding: Holding) -> Array:
         """Bytes of one holding, [modes, kinds]."""

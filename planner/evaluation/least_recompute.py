@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, combinations
+from itertools import chain, combinations, compress
 from math import comb, prod
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,8 @@ class Choice:
 
 
 Mix = tuple[BlockMode, ...]  # modes that blocks may be in, those that hold least first
+# Blocks of each kind, before each the negative of what is in flight of it at every moment.
+_Blocks: TypeAlias = dict[int, list[tuple[tuple[int, ...], int]]]
 
 
 @dataclass(frozen=True)
@@ -186,8 +189,9 @@ class LeastRecompute:
     def _least_of(self, rank: int, stages: Stages, mix: Mix) -> Choice | None:
         """Of the choices of one mix, each of which has blocks on the host if the mix has any."""
         evaluator = self._evaluator
-        kinds = self._kinds(rank, stages, mix)
-        flying = evaluator.in_flight.moments(rank)
+        flying = self._flying(rank, stages, mix)
+        groups = self._blocks(stages, flying)
+        kinds = self._kinds(rank, groups, mix)
         extra_s, kept, host = np.zeros(1), np.zeros((len(flying), 1)), np.zeros(1)
         for kind in kinds:
             extra_s = (extra_s[:, None] + kind.extra_s).ravel()
@@ -216,8 +220,15 @@ class LeastRecompute:
         if found is None:
             return None
         taken_s = float(choices.extra_s[found.place])
-        least_s = found.least_s if is_whole else min(found.least_s, self._relaxed_s(rank, stages, mix, rooms))
+        least_s = found.least_s if is_whole else min(found.least_s, self._relaxed_s(rank, groups, mix, rooms))
         return Choice(least_s, taken_s - least_s, modes_of(found.place))
+
+    def _flying(self, rank: int, stages: Stages, mix: Mix) -> list[Flying]:
+        """Moments that a rank must have memory for, and one of that stage's pass in which most comes and goes."""
+        held, least = list(stages.values()), self._evaluator.at_work_at_least(mix)
+        most = max(range(len(held)), key=lambda place: least.passing_bytes(held, place) if held[place] else -1.0)
+        found, of_most = self._evaluator.in_flight.moments(rank), self._evaluator.in_flight.at_stage(rank, most)
+        return [*found, *([of_most] if of_most else [])]
 
     def _order(self, kinds: Sequence[_Kind]) -> tuple[NDArray[np.bool], float]:
         """As of ``Choices``: steps from each mode of a kind to the next, and what is less at work in another mode."""
@@ -237,12 +248,12 @@ class LeastRecompute:
         spread_bytes += BLOCKS_IN_TRANSIT * float(np.ptp(on_host))
         return np.array(is_ordered, dtype=bool), spread_bytes * self._evaluator.reserve
 
-    def _relaxed_s(self, rank: int, stages: Stages, mix: Mix, rooms: Array) -> float:
+    def _relaxed_s(self, rank: int, groups: _Blocks, mix: Mix, rooms: Array) -> float:
         """At least so long every combination takes whose blocks keep no more than ``rooms``, of each moment.
 
         A price for each byte in the room of a moment, at which every block by itself is in its best mode.
         """
-        places, blocks = [MODES[mode] for mode in mix], list(chain.from_iterable(self._blocks(rank, stages).values()))
+        places, blocks = [MODES[mode] for mode in mix], list(chain.from_iterable(groups.values()))
         of = [self._units.kinds[unit] for _, unit in blocks]
         times = self._evaluator.extra_of_modes(rank)[places][:, of]
         times -= times.min(axis=0)
@@ -256,22 +267,23 @@ class LeastRecompute:
             least_s = max([least_s, *found])
         return least_s * (1 - 1e-12)
 
-    def _blocks(self, rank: int, stages: Stages) -> dict[int, list[tuple[tuple[int, ...], int]]]:
-        """Blocks of each kind, before each the negative of what is in flight of it at every moment: most come first."""
-        flying = [moment.counts for moment in self._evaluator.in_flight.moments(rank)]
+    def _blocks(self, stages: Stages, flying: Sequence[Flying]) -> _Blocks:
+        """Where most is in flight at moments of any stage's pass, blocks come first."""
+        is_of_any = [moment.stage is None for moment in flying]
         units = [
             (tuple([-number for number in numbers]), unit)
-            for numbers, held in zip(zip(*flying, strict=True), stages.values(), strict=True)
+            for numbers, held in zip(
+                zip(*[moment.counts for moment in flying], strict=True), stages.values(), strict=True
+            )
             for unit in held
             if self._units.is_block[unit]
         ]
-        groups: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        for flies, unit in sorted(units):
+        groups: _Blocks = {}
+        for flies, unit in sorted(units, key=lambda each: (tuple(compress(each[0], is_of_any)), each[1])):
             groups.setdefault(self._units.kinds[unit], []).append((flies, unit))
         return groups
 
-    def _kinds(self, rank: int, stages: Stages, mix: Mix) -> list[_Kind]:
-        groups, num_moments = self._blocks(rank, stages), len(self._evaluator.in_flight.moments(rank))
+    def _kinds(self, rank: int, groups: _Blocks, mix: Mix) -> list[_Kind]:
         every = _listed([len(found) for found in groups.values()], mix)
         times = self._evaluator.extra_of_modes(rank)  # [modes, kinds]
         kinds: list[_Kind] = []
@@ -279,7 +291,7 @@ class LeastRecompute:
             own: Mix = tuple(sorted(mix, key=lambda mode: float(self._kept[MODES[mode], kind])))
             places = [MODES[mode] for mode in own]
             extra = times[places, kind] - times[places, kind].min()
-            each = [[0.0] * num_moments, *([-number for number in numbers] for numbers, _ in found)]
+            each = [[0.0] * len(found[0][0]), *([-number for number in numbers] for numbers, _ in found)]
             flies = np.cumsum(each, axis=0)  # [units, moments]
             ends = np.cumsum(counts, axis=1).astype(int).T
             before = [np.zeros(len(counts), dtype=int), *ends]
@@ -321,11 +333,7 @@ class LeastRecompute:
     @cached_property
     def _at_work(self) -> Array:
         """What a block holds besides while its backward pass runs, [modes, kinds, numbers]."""
-        return np.stack([self._working, self._evaluator.holding_of_modes(Holding.GRADIENTS)], axis=-1)
-
-    @cached_property
-    def _working(self) -> Array:
-        return self._evaluator.holding_of_modes(Holding.WORKING)
+        return np.stack(list(map(self._evaluator.holding_of_modes, (Holding.WORKING, Holding.GRADIENTS))), axis=-1)
 
     def _room_bytes(self, rank: int, stages: Stages, kinds: Sequence[_Kind], moment: Flying) -> float:
         """At most so many bytes of blocks' activations fit then: the device less what is there under every choice."""
@@ -339,11 +347,8 @@ class LeastRecompute:
             ]
         )
         in_transit = [self._on_host[MODES[kind.mix[0]], self._units.kinds[u]] for kind in kinds for u in kind.units]
-        # The last unit of a stage is at work while nothing behind it has been freed. Of several stages it is not known
-        # which one's backward pass goes on when the rank holds most.
-        working = min(float(self._working[:, self._units.kinds[held[-1]]].min()) for held in stages.values() if held)
-        passing = working + BLOCKS_IN_TRANSIT * float(min(in_transit, default=0.0))
-        return self._evaluator.room_bytes(rank, stages, moment.made) - passing - others
+        room_bytes = self._evaluator.room_bytes(rank, stages, moment, kinds[0].mix)
+        return room_bytes - BLOCKS_IN_TRANSIT * float(min(in_transit, default=0.0)) - others
 
 
 def _is_no_more(bytes_of: tuple[float, ...], most: tuple[float, ...] | None) -> bool:

@@ -74,6 +74,29 @@ class RankMemoryModel(VariantsOfUnits):
             found._variants[unit] = mode * self._num_kinds + kinds[unit]
         return found
 
+    def with_least(self, modes: Sequence[int]) -> RankMemoryModel:
+        """Of units that hold while at work the least of what they do in any of ``modes``, and have kept the most.
+
+        Behind them most has been freed, so that less passes through no choice of modes.
+        """
+        found = object.__new__(RankMemoryModel)
+        found.__dict__.update(self.__dict__)
+        found._held, found._variants = self._least_held(modes), list(self._table.units.kinds)
+        found._transients, found._most_of, found._units_at_work, found._moments, found._at_work_of = {}, {}, {}, {}, {}
+        return found
+
+    def passing_bytes(self, stages: Sequence[range], place: int | None = None) -> float:
+        """What comes and goes in a backward pass of the stage at ``place``, with the allocator's reserve.
+
+        Without one, of that of ``stages`` which needs least.
+        """
+        variants = self._variants_of(stages)
+        places = [place] if place is not None else [each for each, units in enumerate(stages) if units]
+        transient = self._transient_in(variants)
+        least = min([self._moment_of(variants, BackwardPass(each)).total for each in places])
+        reserve = 1.0 if self._leaves_shards else self._reserve  # of gradients, which stay, there is none
+        return least * reserve + transient.buffers * self._reserve + transient.waiting + transient.stranded
+
     def lasting_bytes(self, stages: Sequence[range], made: Sequence[int]) -> float:
         """What is there while activations are, whatever the units keep: states, communicators and the context.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from costmodels.vocabulary.terms import PLACE, Element, Holding
 from planner.evaluation.block_modes import bytes_on_host, held_bytes
 from planner.evaluation.states import held_elements
@@ -40,6 +42,15 @@ class VariantsOfUnits:
         """The same of several units together."""
         held, place = self._held, PLACE[holding]
         return sum([held[variant][place] for variant in self._variants[units.start : units.stop]])
+
+    def _least_held(self, modes: Sequence[int]) -> list[list[float]]:
+        """Of each kind the least of every holding in any of ``modes``; of what it keeps the most. [kinds, Holding]."""
+        held = np.array(self._held).reshape(-1, self._num_kinds, len(Holding))[list(modes)]
+        least, kept, loss = held.min(axis=0), PLACE[Holding.KEPT], PLACE[Holding.LOSS]
+        least[:, kept] = held[..., kept].max(axis=0)
+        # Where a loss needs more than the working set, that is not looked at.
+        least[:, PLACE[Holding.WORKING]] *= held[..., loss].max(axis=0) == 0
+        return least.tolist()
 
     def _of(self, variant: int, holding: Holding) -> float:
         return self._held[variant][PLACE[holding]]
