@@ -40,8 +40,11 @@ def norm_of_all(parameters: Sequence[nn.Parameter], ties: Sequence[TiedGradient]
 
 
 def scale_down(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales gradients of this ``norm`` so that it is at most ``max_norm``, as torch's ``clip_grad_norm_`` does."""
-    share = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    """Scales gradients of this ``norm`` so that it is at most ``max_norm``, as torch's ``clip_grad_norm_`` does.
+
+    Where the norm is none, numbers that are some stay, so that it can be told which gradient was at fault.
+    """
+    share = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0).nan_to_num(1.0)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:

@@ -76,14 +76,18 @@ def test_the_first_micro_batch_and_its_samples_are_named(is_on: bool, way_out: s
     assert not [hooks for module in part.roots[0].modules() for hooks in module._forward_hooks.values()]  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_gradient_that_is_none_is_named() -> None:
-    """The loss is finite: behind the module that was at fault gradients are as well."""
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_a_gradient_that_is_none_is_named(value: float, *, is_clipped: bool) -> None:
+    """The loss is finite: behind the module that was at fault gradients are as well. Clipped, none was finite."""
     watch = ValueWatch(is_on=False)
     part = taken(MODELS["gpt"].build(), watch, ruined=())
     names = [fqn for fqn, _ in part.roots[0].named_parameters()]
     for parameter in part.parameters()[:3]:
         assert parameter.grad is not None
-        parameter.grad[0] = torch.inf
+        parameter.grad[0] = value
+    if is_clipped:
+        part.clip_gradients(1.0)
     text, _ = where_not_finite(part, build_mesh(PLAN, "cpu"), SAMPLES, watch)
     assert text == f"of {len(names)} gradients 3 are not finite, the last of them that of {names[2]}"
 
