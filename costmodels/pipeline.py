@@ -1,10 +1,12 @@
 """Time of one pipeline step, by running the very action list that the executor runs, action by action.
 
     start(action) = max(end of the rank's previous action, arrival of the input)
-    arrival       = end of the producer + its send_s, or its end where both stages live on one rank
+    arrival       = max(end of the producer, arrival of what its rank sent before) + its send_s,
+                    or the producer's end where both stages live on one rank
     F(s, i) needs F(s-1, i);  B(s, i) needs B(s+1, i), and in the last stage F(s, i)
     I(s, i) needs and is needed as B is;  W(s, i) needs I(s, i) alone, which its rank has run before
 
+A rank's link carries one result after another: a step takes no less than all that its busiest rank sends.
 Where sends block, a rank begins its next action only when what it sends has arrived. On demand nothing arrives while
 the receiver works:
 
@@ -127,15 +129,17 @@ def simulate_actions(
     """As ``simulate``, with the seconds of every action by itself: what runs beside another may take less."""
     problem, sends = _number(schedule, seconds, len(send_s) + 1), send_s
     over_borders_s = ways_s(problem.rank_of_stage, sends)
-    producers, way_to = problem.producers, _way_to(problem, over_borders_s)
-    held_s = _held_s(problem, over_borders_s) if transfer is Transfer.BLOCKING else [0.0] * problem.num_keys
-    on_demand = transfer is Transfer.ON_DEMAND
+    producers, on_demand, blocking = problem.producers, transfer is Transfer.ON_DEMAND, transfer is Transfer.BLOCKING
+    nothing = [0.0] * problem.num_keys
+    way_to = _way_to(problem, over_borders_s) if on_demand else nothing
+    held_s = nothing if on_demand else _held_s(problem, over_borders_s)
     arrival = [-1.0] * problem.num_keys  # of an action's result at its consumer; -1: not run yet
     waiting = [-1] * problem.num_keys  # rank that cannot go on before it
     starts: list[list[float]] = [[] for _ in schedule]
     ends: list[list[float]] = [[] for _ in schedule]
     ready = list(range(len(schedule)))
     free = [0.0] * len(schedule)  # when each rank can go on
+    sent = [0.0] * len(schedule)  # and when its link has carried what it sent
     while ready:
         rank = ready.pop()
         keys, durations_s = problem.keys[rank], problem.seconds[rank]
@@ -150,13 +154,14 @@ def simulate_actions(
                 if arrived < 0:
                     waiting[producer] = rank
                     break
-                way_s = way_to[key]
-                start = max(now, arrived) + way_s if on_demand else max(now, arrived + way_s)
-            end = start + durations_s[position]
+                start = max(now, arrived) + way_to[key]
+            end = arrived = start + durations_s[position]
             rank_starts.append(start)
             rank_ends.append(end)
-            arrival[key] = end
-            now = end + held_s[key]
+            if held_s[key] > 0:
+                arrived = sent[rank] = max(end, sent[rank]) + held_s[key]
+            arrival[key] = arrived
+            now = arrived if blocking else end
             if waiting[key] >= 0:
                 ready.append(waiting[key])
                 waiting[key] = -1

@@ -64,7 +64,7 @@ def simulate_many(
     levels = levels_of(schedule, num_stages)
     each = max(1, MOST_NUMBERS // len(levels.seconds))
     sets = [seconds[:, at : at + each] for at in range(0, seconds.shape[1], each)]
-    parts = [span_of(levels, ends_of_actions(levels, part, send_s, transfer), part) for part in sets]
+    parts = [span_of(levels, ends_of_actions(levels, part, send_s, transfer)[0], part) for part in sets]
     return Span(*map(np.concatenate, zip(*((part.makespan_s, part.longest_rank_s) for part in parts), strict=True)))
 
 
@@ -72,8 +72,8 @@ def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: 
     """Seconds of m micro-batches on p ranks for many sets: the steady part of a long schedule is extrapolated.
 
     ``run``: of a number of micro-batches and some of the sets, their seconds. ``work_s``: the seconds that the busiest
-    rank of each set works on one micro-batch. In the steady state it works without a pause; with unequal stages it
-    takes long to get there.
+    rank of each set works on one micro-batch, or sends. In the steady state it does so without a pause; with unequal
+    stages it takes long to get there.
     """
     found, left = np.zeros(len(work_s)), np.arange(len(work_s))
     steady_s = rules.microbatches_a_round(p, m) * work_s * (1 - 1e-9)
@@ -88,15 +88,22 @@ def whole_s(run: Callable[[int, Positions], Array], rules: Schedule, p: int, m: 
     return found
 
 
-def ends_of_actions(levels: Levels, seconds: Array, send_s: Sequence[float], transfer: Transfer) -> Array:
-    """The end of every action by its number, [1 + actions, sets]; the rest as ``simulate_many`` takes it."""
+def ends_of_actions(
+    levels: Levels, seconds: Array, send_s: Sequence[float], transfer: Transfer
+) -> tuple[Array, Array | None]:
+    """The end of every action by its number, [1 + actions, sets]; the rest as ``simulate_many`` takes it.
+
+    And where results wait for those that their rank sent before, when its link has carried all that it sent so far.
+    """
     ways = np.array([*ways_s(levels.rank_of_stage, send_s), 0.0])
     end = np.zeros((len(levels.seconds) + 1, seconds.shape[1]))
     np.take(seconds, levels.seconds, axis=0, out=end[1:], mode="clip")  # until its turn comes, what an action takes
+    way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
+    if transfer is Transfer.AHEAD and _may_queue(levels, seconds, held[:, 0]):
+        return _queued(levels, end, way_to, held)
     free = end  # when the rank can go on after an action
     if transfer is Transfer.BLOCKING:
         free = np.zeros_like(end)
-    way_to, held = ways[levels.border][:, None], ways[levels.leaves][:, None]
     start = 0
     for stop, producer, before in zip(levels.ends, levels.producer, levels.before, strict=True):
         begins = end.take(producer, axis=0)
@@ -111,7 +118,27 @@ def ends_of_actions(levels: Levels, seconds: Array, send_s: Sequence[float], tra
         if transfer is Transfer.BLOCKING:
             np.add(ends, held[start:stop], out=free[start + 1 : stop + 1])
         start = stop
-    return end
+    return end, None
+
+
+def _may_queue(levels: Levels, seconds: Array, held: Array) -> bool:
+    """Whether a send may take longer than an action whose result goes behind it."""
+    sending = np.unique(levels.seconds[held > 0])
+    return len(sending) > 0 and bool(held.max() > seconds[sending].min())
+
+
+def _queued(levels: Levels, end: Array, way_to: Array, held: Array) -> tuple[Array, Array]:
+    """As ``ends_of_actions`` where results wait; ``end`` holds what each action takes."""
+    sent = np.zeros_like(end)
+    start = 0
+    for stop, producer, before in zip(levels.ends, levels.producer, levels.before, strict=True):
+        now = slice(start + 1, stop + 1)
+        arrived = np.where(way_to[start:stop] > 0, sent.take(producer, axis=0), end.take(producer, axis=0))
+        end[now] += np.maximum(arrived, end.take(before, axis=0))
+        link = sent.take(before, axis=0)
+        sent[now] = np.where(held[start:stop] > 0, np.maximum(end[now], link) + held[start:stop], link)
+        start = stop
+    return end, sent
 
 
 def span_of(levels: Levels, end: Array, seconds: Array) -> Span:

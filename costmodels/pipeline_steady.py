@@ -9,8 +9,9 @@ alike times. Take the schedules of n and of n + q micro-batches, where q are a r
     until    before this micro-batch both schedules run the same actions after the same ones
 
 Let all actions of ``reach`` micro-batches, no earlier than ``since - reach``, end a time d before those of a round
-later, and these before ``until``. Then by induction along the schedule, all that follow in the first end d before those
-of a round later in the second, to the very last. So the second takes d longer, and n + k q micro-batches k d longer.
+later, what their ranks sent until then have arrived as much before, and these be before ``until``. Then by induction
+along the schedule, all that follow in the first end d before those of a round later in the second, to the very last.
+So the second takes d longer, and n + k q micro-batches k d longer.
 
 That n and n + q go on alike is looked up in their lists; that longer ones do is how lists are made
 (``Schedule.shortened``).
@@ -73,10 +74,11 @@ def _repeated(
 ) -> tuple[Span, Array | None]:
     """The times of a schedule, and what each round more takes; None where it does not repeat itself yet."""
     (first, reach), a_round = steady
-    end = ends_of_actions(levels, seconds, *sends)
+    end, sent = ends_of_actions(levels, seconds, *sends)
     span = span_of(levels, end, seconds)
     now, later = (levels.number[:, start : start + reach] for start in (first, first + a_round))
-    later_s = end[later[now > 0]] - end[now[now > 0]]
+    times = [end] if sent is None else [end, sent]
+    later_s = np.concatenate([each[later[now > 0]] - each[now[now > 0]] for each in times])
     most_s, least_s = later_s.max(axis=0), later_s.min(axis=0)
     return span, most_s if (most_s - least_s <= _ROUNDING * span.makespan_s).all() else None
 

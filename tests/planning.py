@@ -49,3 +49,8 @@ def slowed_by_messages(table: CostTable, slowdown: float) -> CostTable:
     """``table`` with devices on which messages between stages slow compute so much, as they do processors."""
     devices = tuple(replace(each, message_slowdown=slowdown) for each in table.cluster.devices)
     return replace(table, cluster=replace(table.cluster, devices=devices))
+
+
+def with_slow_sends(table: CostTable, factor: float) -> CostTable:
+    """``table`` of a network on which every send from stage to stage takes so many times as long."""
+    return replace(table, sends=tuple(lines * factor for lines in table.sends))

@@ -153,6 +153,15 @@ class Evaluator(LayoutUnits):
             return ((0.0, 0.0),) * self.layout.mesh.pp
         return tuple(zip((0.0, *sends), (*sends, 0.0), strict=True))
 
+    def links_s(self, sends: Sequence[float]) -> float:
+        """How long the busiest rank's link carries what it sends of one micro-batch, while ranks work on."""
+        if not self.transfer.receives_beside:
+            return 0.0
+        over = np.zeros(self.layout.mesh.pp)
+        for way, (a, b) in zip(sends, pairwise(self.rank_of_stage), strict=True):
+            over[[a, b]] += way * (a != b)  # one sends a result forward, the other a gradient back
+        return float(over.max())
+
     @cached_property
     def beside_s(self) -> Array:
         """What messages to and from other ranks add to a forward and a backward pass of each stage, [2, stages].
@@ -319,7 +328,7 @@ class Evaluator(LayoutUnits):
 
         # With all exchanges hidden the busiest rank works no longer.
         of_ranks = zip(self._work_of_ranks(times), self.receives_s(sends), strict=True)
-        work_s = np.array([max(work + sum(receives) for work, receives in of_ranks)])
+        work_s = np.array([max(self.links_s(sends), *(work + sum(receives) for work, receives in of_ranks))])
         return float((run(m) if exact else whole_s(run, rules, pp, m, work_s))[0])
 
     def _work_of_ranks(self, times: StageTimes) -> list[float]:

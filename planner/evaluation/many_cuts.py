@@ -239,6 +239,7 @@ class ManyCuts:
         longest_s = (work_s + receives_s).max(axis=0)
         if p == 1 or not len(longest_s):
             return m * longest_s
+        longest_s = np.maximum(longest_s, self._evaluator.links_s(self._evaluator.send_s))
 
         def run(num_microbatches: int, cuts: Positions) -> Array:
             schedule = rules.columns(p, layout.virtual_stages, num_microbatches)

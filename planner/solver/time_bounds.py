@@ -101,17 +101,26 @@ class AlikeLayouts(AlikeMemory):
         before = np.vstack([np.zeros((1, 2)), np.cumsum(self._lines, axis=0)])
         return before[:, :1] + before[:, 1:] * self._sent_bytes
 
+    @property
+    def links_s(self) -> Array:
+        """What the busiest rank's link takes for all that it sends beside passes, one result after another."""
+        transfer, rules = self.table.framework.transfer(self.schedule), self.schedule.rules
+        if self.pp == 1 or rules.overlaps_steps or not transfer.receives_beside:
+            return np.zeros_like(self.num_microbatches)
+        # As many messages come to a rank as go from it.
+        num_sent = num_beside(self.schedule, self.pp, self.virtual_stages, transfer).max() / 2
+        return num_sent * self.num_microbatches * self.least_send_s * (1 - 1e-12)
+
     def step_time_s(self) -> Array:
         """The pipeline's bound, and the optimiser step of the average rank: the slowest rank's takes no less."""
-        if self.is_over_groups:
-            return self.unlike_s(recomputes=True) + self.once_s
-        return self._alike_s(self.recomputed_s) + self.once_s
+        passes_s = self.unlike_s(recomputes=True) if self.is_over_groups else self._alike_s(self.recomputed_s)
+        return np.maximum(passes_s, self.links_s) + self.once_s
 
     def without_recomputing_s(self) -> Array:
         """The same if no block recomputes what it need not."""
         if self.is_over_groups:
-            return self.unlike_s(recomputes=False) + self.once_s
-        return self._alike_s(np.zeros_like(self.num_microbatches)) + self.once_s
+            return np.maximum(self.unlike_s(recomputes=False), self.links_s) + self.once_s
+        return np.maximum(self._alike_s(np.zeros_like(self.num_microbatches)), self.links_s) + self.once_s
 
     @cached_property
     def once_s(self) -> Array:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.pipeline import simulate
+from costmodels.pipeline import Timeline, simulate
 from costmodels.vocabulary.action import Action, Transfer
 from costmodels.vocabulary.schedules import SCHEDULES, ScheduleName
 
@@ -152,12 +152,41 @@ def test_what_holds_for_any_stages(problem: tuple[str, int, int, int], data: st.
         for previous, following in pairwise(rank):
             assert following.start_s >= previous.end_s
 
+    _links_carry_one_result_after_another(timeline, rank_of, send_s)
+
     slower = [f * 1.5 for f in forward]
     assert simulate(schedule, slower, backward, send_s, split).makespan_s >= timeline.makespan_s - 1e-9
     assert simulate(schedule, forward, backward, send_s + 1, split).makespan_s >= timeline.makespan_s - 1e-9
     held = simulate(schedule, forward, backward, send_s, split, transfer=Transfer.BLOCKING)
     assert held.makespan_s >= timeline.makespan_s - 1e-9
     assert held.busy_s == pytest.approx(timeline.busy_s)
+
+
+def _links_carry_one_result_after_another(timeline: Timeline, rank_of: dict[int, int], send_s: float) -> None:
+    """Of what a rank has made from some result on, the k-th is not used before it and k - 1 more can be sent."""
+    start = {timed.action: timed.start_s for rank in timeline.ranks for timed in rank}
+    for rank in timeline.ranks:
+        sent: list[tuple[float, float]] = []  # when a result is made, and when another rank begins with it
+        for (kind, stage, i), _, end_s in rank:
+            to = stage + 1 if kind == "F" else stage - 1
+            if kind != "W" and to in rank_of and rank_of[to] != rank_of[stage]:
+                uses = [Action(k, to, i) for k in (("F",) if kind == "F" else ("B", "I"))]
+                sent.append((end_s, next(start[use] for use in uses if use in start)))
+        for first, (made_s, _) in enumerate(sent):
+            for k, (_, used_s) in enumerate(sent[first:], 1):
+                assert used_s >= made_s + k * send_s - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "crossings"), [("1F1B", 1, 1), ("Interleaved1F1B", 4, 7), ("ZBVZeroBubble", 2, 2)]
+)
+def test_a_slow_link_sets_the_pace(name: str, v: int, crossings: int) -> None:
+    """Two ranks: over each border between them a result goes one way and a gradient the other, 10 s each."""
+    m = 64
+    timeline = simulate(ScheduleName(name).rules.actions(2, v, m), [0.1] * 2 * v, [0.2] * 2 * v, 10.0)
+    assert timeline.makespan_s >= crossings * m * 10.0
+    if v > 1:  # enough in flight to keep the link busy
+        assert timeline.makespan_s <= 1.1 * crossings * m * 10.0
 
 
 def test_an_order_that_never_completes_is_refused() -> None:

@@ -15,7 +15,8 @@ SETS = 4
 
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize("transfer", Transfer)
-def test_as_each_alone(name: ScheduleName, transfer: Transfer) -> None:
+@pytest.mark.parametrize("longest_s", [0.25, 3.0])
+def test_as_each_alone(name: ScheduleName, transfer: Transfer, longest_s: float) -> None:
     rng, tried = random.Random(3), 0
     for p, v, m in [(2, 1, 3), (2, 2, 4), (3, 1, 7), (4, 1, 8), (4, 2, 9), (4, 3, 8), (4, 2, 16)]:
         if name.rules.violations(p, v, m):
@@ -26,7 +27,7 @@ def test_as_each_alone(name: ScheduleName, transfer: Transfer) -> None:
             2, num_stages, SETS
         )
         weight = backward * rng.random()
-        sends = [rng.random() / 4 for _ in range(num_stages - 1)]
+        sends = [rng.random() * longest_s for _ in range(num_stages - 1)]
         seconds = np.concatenate([forward, backward, backward - weight, weight])
         together = simulate_many(name.rules.columns(p, v, m), seconds, sends, transfer=transfer)
         for at in range(SETS):

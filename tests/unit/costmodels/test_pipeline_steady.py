@@ -28,12 +28,12 @@ def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize("transfer", Transfer)
 def test_as_the_whole_schedule(name: ScheduleName, transfer: Transfer, whole_runs: list[int]) -> None:
-    """Stages alike, nearly alike and unlike, with short and long sends."""
+    """Stages alike, nearly alike and unlike, with sends shorter and longer than passes."""
     rng, tried = np.random.default_rng(7), 0
     for p, v, m in SHAPES:
         if name.rules.violations(p, v, m):
             continue
-        for spread, send_s in [(0.0, 0.0), (0.0, 0.1), (0.05, 0.1), (1.0, 0.01), (1.0, 1.0)]:
+        for spread, send_s in [(0.0, 0.0), (0.0, 0.1), (0.05, 0.1), (1.0, 0.01), (1.0, 1.0), (0.05, 6.0)]:
             tried += 1
             forward = 1 + spread * rng.random(p * v)
             backward, sends = 2 * forward, (send_s * rng.random(p * v - 1)).tolist()

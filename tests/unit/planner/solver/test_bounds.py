@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,7 +31,15 @@ from planner.solver.of_table import OfTable
 from planner.solver.passing_bytes import PassingBytes
 from planner.solver.search import search
 from planner.solver.time_bounds import AlikeLayouts
-from tests.planning import A100, cluster_of, graph_of, problem_of, slowed_by_messages, training_of
+from tests.planning import (
+    A100,
+    cluster_of,
+    graph_of,
+    problem_of,
+    slowed_by_messages,
+    training_of,
+    with_slow_sends,
+)
 
 SAMPLE = 25
 ROUNDING = 1 + 1e-9
@@ -70,6 +79,33 @@ def test_no_choice_is_faster_or_smaller_than_its_bound(model: str, num_devices: 
             assert rough_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.step_time_s[index] <= priced.step_time_s * ROUNDING, choices[index]
             assert lower.memory_bytes[index] <= priced.peak_memory_bytes * ROUNDING, choices[index]
+
+
+@pytest.mark.parametrize(("model", "num_devices", "options"), PROBLEMS[:4])
+@pytest.mark.parametrize("slower", [30, 1000])
+def test_bounds_count_what_a_slow_link_carries(model: str, num_devices: int, options: dict, slower: float) -> None:
+    """No cut is faster than its bound, and where sends go beside passes neither is faster than the wire."""
+    problem, counted = problem_of(model, num_devices, **options), 0
+    table = with_slow_sends(problem.table, slower)
+    several = [layout for layout in problem.space.layouts if layout.mesh.pp > 1]
+    chosen = random.Random(6).sample(several, 100)
+    lower = bounds(table, Columns.of(Layout, chosen)).step_time_s
+    for layout, bound_s in zip(chosen, lower.tolist(), strict=True):
+        evaluator = Evaluator(table, layout)
+        priced = evaluator.evaluate(evaluator.even_starts(), exact=True)
+        if not priced.fits:  # blocks must recompute
+            continue
+        assert bound_s <= priced.step_time_s * ROUNDING, layout
+        if layout.schedule in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B):
+            continue
+        counted += 1
+        borders = list(pairwise(evaluator.rank_of_stage))
+        of_ranks = [
+            sum(rank in border and len(set(border)) == 2 for border in borders) for rank in range(layout.mesh.pp)
+        ]
+        wire_s = max(of_ranks) * layout.num_microbatches * min(evaluator.send_s)
+        assert wire_s <= bound_s * ROUNDING
+    assert counted
 
 
 @pytest.mark.parametrize(
