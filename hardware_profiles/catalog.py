@@ -57,6 +57,11 @@ def _shipped(name: str) -> ClusterProfile:
     return parse_profile((_DATA / f"{name}.json").read_bytes(), source=f"shipped profile {name}.json")
 
 
+def is_shipped(profile: ClusterProfile) -> bool:
+    """Whether its name alone finds it again, number for number."""
+    return profile.name in _shipped_names() and _shipped(profile.name) == profile
+
+
 def load_profile(name_or_path: str) -> ClusterProfile:
     """The profile of a shipped name or alias (in any case), or of a JSON file.
 
@@ -77,7 +82,7 @@ def load_profile(name_or_path: str) -> ClusterProfile:
         f"unknown hardware profile {name_or_path[:200]!r}"
         + (f"; the nearest names are {', '.join(nearest)}" if nearest else ""),
         hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file, and a plan "
-        "that was made with one needs it again",
+        "that was made with one and does not carry it (hardware_profile) needs it again",
     )
 
 
@@ -102,13 +107,17 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
                 hint="give the number once, or the same number twice",
             )
         text = name
-    profile = load_profile(text)
+    return spec_of(num_devices, calibrated(load_profile(text)))
+
+
+def spec_of(num_devices: int, profile: ClusterProfile) -> ClusterSpec:
+    """So many devices of ``profile``, which is calibrated already; HardwareProfileError where it does not join them."""
     if profile.most_devices is not None and num_devices > profile.most_devices:
         raise HardwareProfileError(
             f"the network of {profile.name!r} joins {profile.most_devices} devices, the run is for {num_devices}",
             hint="plan for fewer, or give the profile the tier that joins its nodes, as planner hardware shows others",
         )
-    return ClusterSpec(profile=calibrated(profile), num_devices=num_devices)
+    return ClusterSpec(profile=profile, num_devices=num_devices)
 
 
 def count_of(text: str) -> int | None:
@@ -124,7 +133,7 @@ def parse_profile(content: bytes, *, source: str) -> ClusterProfile:
     try:
         profile = ClusterProfile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        _refuse(source, slips + _readable(error))
+        _refuse(source, slips + readable(error))
     if isinstance(data, dict) and type(data.get("schema_version")) is not int:
         slips.append(f"schema_version: must be the number {SCHEMA_VERSION}, is {data.get('schema_version')!r}")
     found = slips + list(violations(profile))
@@ -183,7 +192,7 @@ def _read_profile(path: Path) -> ClusterProfile:
     return parse_profile(content, source=str(path))
 
 
-def _readable(error: ValidationError) -> list[str]:
+def readable(error: ValidationError) -> list[str]:
     """One line for each violation of the schema: its place, the rule, and what stands there."""
     lines: list[str] = []
     for detail in error.errors(include_url=False):

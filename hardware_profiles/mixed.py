@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from hardware_profiles.calibrated import calibrated
 from hardware_profiles.catalog import (
@@ -20,12 +20,20 @@ from hardware_profiles.catalog import (
     MAX_NUM_DEVICES,
     HardwareProfileError,
     count_of,
+    is_shipped,
     load_profile,
+    parse_profile,
     profile_for,
+    readable,
+    spec_of,
 )
-from hardware_profiles.sanity import LONGEST_LATENCY_S, in_base_units
-from hardware_profiles.schema import ClusterSpec, DeviceGroup, GroupLink, MixedCluster
+from hardware_profiles.sanity import LONGEST_LATENCY_S, in_base_units, violations
+from hardware_profiles.schema import SCHEMA_VERSION, ClusterProfile, ClusterSpec, DeviceGroup, GroupLink, MixedCluster
 from hardware_profiles.slowest import slowest_profile
+
+# A cluster as a plan carries it: the JSON of a profile, calibrated already, or of a mixed cluster of such.
+Kept = dict[str, JsonValue]
+Hardware = str | Kept
 
 
 class _GroupEntry(BaseModel):
@@ -50,30 +58,69 @@ def is_mixed(text: str) -> bool:
     return "," in text or _groups_in(text) is not None
 
 
-def cluster_for(num_devices: int | None, spec: str | None = None) -> ClusterSpec:
-    """The cluster that ``--hardware`` text names; None for ``num_devices`` takes what the text counts.
+def cluster_for(num_devices: int | None, spec: Hardware | None = None) -> ClusterSpec:
+    """The cluster that ``--hardware`` text names, or a plan carries; None for ``num_devices`` takes what it counts.
 
     Raises ``HardwareProfileError`` where the two disagree or neither says how many devices there are.
     """
-    if spec is not None and is_mixed(spec):
-        mixed = mixed_cluster(spec)
-        if num_devices not in (None, mixed.num_devices):
-            counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
-            raise HardwareProfileError(
-                f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
-                hint=f"give --gpus {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
-            )
-        try:
-            profile = slowest_profile(mixed)
-        except ValueError as error:
-            raise HardwareProfileError(str(error), hint="plan for each group by itself") from error
-        return ClusterSpec(profile=profile, num_devices=mixed.num_devices, mixed=mixed)
+    text = None if isinstance(spec, dict) else spec
+    own = _found_again(spec) if isinstance(spec, dict) else mixed_cluster(spec) if spec and is_mixed(spec) else None
+    if isinstance(own, MixedCluster):
+        return _all_of(own, num_devices)
     if num_devices is None:
-        count = "" if spec is None else spec.rpartition(":")[2]
-        num_devices = count_of(count) if spec and ":" in spec else None
+        num_devices = count_of(text.rpartition(":")[2]) if text and ":" in text else None
         if num_devices is None:
             raise HardwareProfileError("how many devices?", hint="give --gpus N, or --hardware NAME:N")
-    return profile_for(num_devices, spec)
+    return profile_for(num_devices, text) if own is None else spec_of(num_devices, own)
+
+
+def _all_of(mixed: MixedCluster, num_devices: int | None) -> ClusterSpec:
+    if num_devices not in (None, mixed.num_devices):
+        counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
+        raise HardwareProfileError(
+            f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
+            hint=f"give --gpus {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
+        )
+    try:
+        profile = slowest_profile(mixed)
+    except ValueError as error:
+        raise HardwareProfileError(str(error), hint="plan for each group by itself") from error
+    return ClusterSpec(profile=profile, num_devices=mixed.num_devices, mixed=mixed)
+
+
+def kept(cluster: ClusterSpec) -> Kept | None:
+    """``cluster`` as a plan carries it; None where its name alone finds it again."""
+    if cluster.mixed is None:
+        return None if is_shipped(cluster.profile) else _document(cluster.profile)
+    groups = [group.cluster for group in cluster.mixed.groups]
+    listed = ",".join(f"{group.profile.name}:{group.num_devices}" for group in groups)
+    is_named = cluster.mixed.name == listed and not cluster.mixed.links
+    return None if is_named and all(is_shipped(group.profile) for group in groups) else _document(cluster.mixed)
+
+
+def _document(described: ClusterProfile | MixedCluster) -> Kept:
+    return {"schema_version": SCHEMA_VERSION, **described.model_dump(mode="json", exclude_defaults=True)}
+
+
+def _found_again(document: Kept) -> ClusterProfile | MixedCluster:
+    """What ``kept`` made, or anybody wrote in its place; ``HardwareProfileError`` with every violation."""
+    content, source = json.dumps(document).encode(), "hardware_profile of the plan"
+    if "groups" not in document:
+        return parse_profile(content, source=source)
+    try:
+        mixed = MixedCluster.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        _refuse(source, readable(error))
+    names = [group.name for group in mixed.groups]
+    wrong = [f"group {name!r} stands {names.count(name)} times" for name in set(names) if names.count(name) > 1]
+    for group in mixed.groups:
+        if group.cluster.num_devices > MAX_NUM_DEVICES or group.cluster.mixed is not None:
+            wrong.append(f"group {group.name!r}: must have at most {MAX_NUM_DEVICES:,} devices, of one kind")
+        wrong += [f"group {group.name!r}: {line}" for line in violations(group.cluster.profile)]
+    wrong += _wrong_links(mixed.links, names)
+    if wrong:
+        _refuse(source, wrong)
+    return mixed
 
 
 def grown(cluster: ClusterSpec, factor: int) -> ClusterSpec:

@@ -22,7 +22,7 @@ from costmodels.vocabulary.bounds import (
 from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Preference
 from costmodels.vocabulary.software import TENSOR_OVERLAP, named
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
-from hardware_profiles.mixed import cluster_for
+from hardware_profiles.mixed import Hardware, cluster_for
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
@@ -76,7 +76,7 @@ class Request:
 
     model: str
     num_devices: int | None
-    hardware: str | None = None
+    hardware: Hardware | None = None
     seq_len: int | None = None
     global_batch_size: int | None = None
     precision: Precision = Precision.BF16
@@ -146,7 +146,7 @@ class Software:
         return effective_zero_stage(self.recipe, zero_stage, num_ranks=num_ranks, pp=pp)
 
 
-def load_cluster(hardware: str | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
+def load_cluster(hardware: Hardware | None, num_devices: int | None, notes: list[str]) -> ClusterSpec:
     """The cluster named by ``--hardware``; the default profile where none is named, said in ``notes``."""
     if num_devices is not None and num_devices < 1:
         raise InputError(f"the number of GPUs must be at least 1, got {num_devices}", hint="give --gpus N")

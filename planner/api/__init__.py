@@ -231,7 +231,7 @@ def same_run(plan: Plan, num_devices: int, hardware: str | None, given: Mapping[
         model=plan.model.source,
         planned=plan.model,
         num_devices=num_devices,
-        hardware=hardware or plan.hardware,
+        hardware=hardware or plan.made_on,
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         precision=training.precision,
@@ -330,7 +330,9 @@ def planned_layout(
     notes: list[str] = []
     section = plan.training
     layout = from_plan.layout_of(plan, num_devices or plan.num_devices)
-    cluster = load_cluster(hardware or plan.hardware, layout.mesh.world_size, notes)
+    cluster = load_cluster(hardware or plan.made_on, layout.mesh.world_size, notes)
+    if hardware is None and plan.hardware_profile is not None:
+        notes.append(f"{plan.hardware} is as the plan carries it; --hardware FILE takes another")
     if hardware is None:
         price = cluster.profile.device.usd_per_hour
         notes.extend(other_price(plan, None if price is None else price.value))
@@ -386,6 +388,7 @@ def priced_again(plan: Plan, planned: PlannedLayout, found: Evaluated) -> Plan:
     update: dict[str, object] = {
         "warnings": to_plan.warnings_again(plan.warnings, found, prediction, target.cluster),
         "hardware": target.cluster.profile.name,
+        "hardware_profile": to_plan.kept(target.cluster),
         "idle_devices": plan.idle_devices if is_there else 0,
         "framework": planned.framework,
         "num_devices": target.cluster.num_devices,

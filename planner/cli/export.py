@@ -81,7 +81,7 @@ def exported(target: Target, job: Job) -> Written:
 
 def job_of(plan: Plan, plan_file: Path, gpus_per_node: int | None) -> Job:
     """The plan with what its profile and its model say of themselves, where they can be found."""
-    from hardware_profiles.catalog import HardwareProfileError, load_profile
+    from hardware_profiles.catalog import HardwareProfileError
     from hardware_profiles.mixed import cluster_for, is_mixed
     from planner.errors import InputError
     from planner.formats.settings import Job, layout_of
@@ -89,8 +89,9 @@ def job_of(plan: Plan, plan_file: Path, gpus_per_node: int | None) -> Job:
     from planner.models.catalog import find_preset
 
     try:
-        name = plan.hardware
-        profile = cluster_for(None, name).profile if is_mixed(name) else load_profile(name)
+        own = plan.made_on
+        counts = is_mixed(own) if isinstance(own, str) else "groups" in own
+        profile = cluster_for(None if counts else plan.num_devices, own).profile
     except HardwareProfileError as error:
         if gpus_per_node is None:
             raise InputError(

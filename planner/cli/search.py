@@ -233,7 +233,7 @@ def _check(plan: Plan) -> int:
 def _others(request: Request) -> str:
     """Where the best plans of other frameworks are to be had: all of them take many times this search."""
     counted = [] if request.num_devices is None else ["--gpus", str(request.num_devices)]
-    named = [] if request.hardware is None else ["--hardware", request.hardware]
+    named = ["--hardware", request.hardware] if isinstance(request.hardware, str) else []
     words = ["planner", "compare", request.model, *counted, *named]
     return f"planned as our own executor trains; the best plan of each other framework: {shlex.join(words)}"
 

@@ -17,7 +17,8 @@ MOST_SHOWN = 20  # of a list
 
 def contradictions(plan: Plan) -> list[str]:
     """Every rule that ``plan`` breaks, with its values; empty where it is sound."""
-    return [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_recomputation(plan), *_prediction(plan)]
+    of_layout = [*_mesh(plan), *_batch(plan), *_sharding(plan), *_stages(plan), *_recomputation(plan)]
+    return [*of_layout, *_prediction(plan), *_hardware(plan)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -29,6 +30,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def degrees_text(plan: Plan) -> str:
     """``pp=2 dp_replicate=1 ...``"""
     return " ".join(f"{axis.value}={plan.mesh.shape().degree(axis)}" for axis in MeshAxis)
+
+
+def _hardware(plan: Plan) -> list[str]:
+    own = plan.hardware_profile
+    if own is None or own.get("name") == plan.hardware:
+        return []
+    return [f"hardware: is {plan.hardware!r}, but the name of hardware_profile is {own.get('name')!r}"]
 
 
 def _mesh(plan: Plan) -> list[str]:

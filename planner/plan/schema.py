@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, PrivateAttr, field_validator
 
 from costmodels.vocabulary.bounds import (
     MOST_BYTES,
@@ -301,6 +301,8 @@ class Plan(_Value):
     schema_version: Literal[1] = SCHEMA_VERSION
     model: ModelSection
     hardware: Text
+    # The cluster itself (``hardware_profiles.mixed.kept``), where no shipped profile of that name says what it is.
+    hardware_profile: dict[Text, JsonValue] | None = None
     framework: Text = "planner"  # whose recipe the prediction is of; `planner run` is the executor whatever it says
     num_devices: Degree  # that are used
     idle_devices: IdleDevices = 0  # of those there are, what the plan leaves to others
@@ -318,3 +320,8 @@ class Plan(_Value):
     search: SearchSection | None = None
     run: RunSection | None = None
     warnings: Several[Text] = ()
+
+    @property
+    def made_on(self) -> str | dict[str, JsonValue]:
+        """The cluster that it was made for."""
+        return self.hardware if self.hardware_profile is None else self.hardware_profile

@@ -19,6 +19,7 @@ from costmodels.vocabulary.choices import (
     recompute_of,
 )
 from costmodels.vocabulary.terms import MemoryTerm
+from hardware_profiles.mixed import kept
 from hardware_profiles.schema import ClusterSpec
 from planner.axes.base import Executed
 from planner.axes.placement import UnitPlacement
@@ -65,6 +66,7 @@ def described(found: Evaluated, target: PricingTarget, training: Training, decis
     return Plan(
         model=model_section(graph),
         hardware=cluster.profile.name,
+        hardware_profile=kept(cluster),
         num_devices=cluster.num_devices,
         training=training_section(training),
         mesh=mesh_section(layout),
