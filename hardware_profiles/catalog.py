@@ -81,8 +81,8 @@ def load_profile(name_or_path: str) -> ClusterProfile:
     raise HardwareProfileError(
         f"unknown hardware profile {name_or_path[:200]!r}"
         + (f"; the nearest names are {', '.join(nearest)}" if nearest else ""),
-        hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file, and a plan "
-        "that was made with one and does not carry it (hardware_profile) needs it again",
+        hint="`planner hardware list` shows every profile; --hardware also takes a profile's JSON file. Where a plan "
+        "was made with a profile of yours and does not carry it, give that file: --hardware FILE",
     )
 
 
@@ -100,14 +100,19 @@ def profile_for(num_devices: int, spec: str | None = None) -> ClusterSpec:
     if "," in text:
         _refuse_mixed(text)
     name, colon, count = text.rpartition(":")
-    if colon and count_of(count) is not None:
-        if count_of(count) != num_devices:
-            raise HardwareProfileError(
-                f"{text!r} asks for {count} devices, the run for {num_devices}",
-                hint="give the number once, or the same number twice",
-            )
-        text = name
-    return spec_of(num_devices, calibrated(load_profile(text)))
+    if not colon or os.path.exists(text):
+        return spec_of(num_devices, calibrated(load_profile(text)))
+    profile, counted = load_profile(name), count_of(count)  # that there is no such profile is told first
+    if not counted:
+        raise HardwareProfileError(
+            f"{text!r}: {count!r} is no number of devices", hint=f"say how many there are, as in {name}:{num_devices}"
+        )
+    if counted != num_devices:
+        raise HardwareProfileError(
+            f"{text!r} asks for {counted} devices, the run for {num_devices}",
+            hint=f"give the number once, or the same twice: --gpus {counted}, or --hardware {name}",
+        )
+    return spec_of(num_devices, calibrated(profile))
 
 
 def spec_of(num_devices: int, profile: ClusterProfile) -> ClusterSpec:

@@ -64,7 +64,7 @@ def cluster_for(num_devices: int | None, spec: Hardware | None = None) -> Cluste
     Raises ``HardwareProfileError`` where the two disagree or neither says how many devices there are.
     """
     text = None if isinstance(spec, dict) else spec
-    own = _found_again(spec) if isinstance(spec, dict) else mixed_cluster(spec) if spec and is_mixed(spec) else None
+    own = _found_again(spec) if isinstance(spec, dict) else _mixed_of(spec or "")
     if isinstance(own, MixedCluster):
         return _all_of(own, num_devices)
     if num_devices is None:
@@ -74,13 +74,29 @@ def cluster_for(num_devices: int | None, spec: Hardware | None = None) -> Cluste
     return profile_for(num_devices, text) if own is None else spec_of(num_devices, own)
 
 
-def _all_of(mixed: MixedCluster, num_devices: int | None) -> ClusterSpec:
+def _mixed_of(text: str) -> MixedCluster | None:
+    """Of a list, of a file with groups, or of such a file and the number of all its devices; None for anything else."""
+    if is_mixed(text):
+        return mixed_cluster(text)
+    name, colon, count = text.rpartition(":")
+    if not colon or not is_mixed(name):
+        return None
+    mixed = mixed_cluster(name)
+    _check_count(mixed, count_of(count) or 0)
+    return mixed
+
+
+def _check_count(mixed: MixedCluster, num_devices: int | None) -> None:
     if num_devices not in (None, mixed.num_devices):
         counts = " + ".join(str(group.cluster.num_devices) for group in mixed.groups)
         raise HardwareProfileError(
             f"{mixed.name!r} has {counts} = {mixed.num_devices} devices, the run is for {num_devices}",
             hint=f"give --gpus {mixed.num_devices}, or name what there is, as in --hardware A:8,B:16",
         )
+
+
+def _all_of(mixed: MixedCluster, num_devices: int | None) -> ClusterSpec:
+    _check_count(mixed, num_devices)
     try:
         profile = slowest_profile(mixed)
     except ValueError as error:

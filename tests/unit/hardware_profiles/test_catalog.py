@@ -199,6 +199,19 @@ def test_profile_for_gives_as_many_devices_as_asked_for():
     assert profile_for(16, "dgx-a100-80gb:16").profile.name == "dgx-a100-80gb"
 
 
+@pytest.mark.parametrize("count", ["0", "", "x", "-1", "1.5", " 8"])
+def test_a_count_that_is_none_is_told_by_itself(count: str):
+    """And not as a profile of that name that nobody has."""
+    with pytest.raises(HardwareProfileError, match="is no number of devices") as refused:
+        profile_for(8, f"h100:{count}")
+    assert refused.value.hint == "say how many there are, as in h100:8"
+
+
+def test_a_file_that_is_not_there_is_told_before_its_count(tmp_path: Path):
+    with pytest.raises(HardwareProfileError, match="cannot be read: No such file"):
+        profile_for(8, f"{tmp_path}/none.json:16")
+
+
 def test_a_network_that_ends_joins_no_more_devices(tmp_path: Path):
     """More were priced up to a collective between nodes, which ended in a ValueError."""
     profile = load_profile("dgx-h100-80gb")

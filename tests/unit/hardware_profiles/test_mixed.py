@@ -109,6 +109,11 @@ def test_the_number_of_devices_is_the_sum(tmp_path: Path):
         assert cluster_for(None, text).num_devices == number == cluster_for(number, text).num_devices
         with pytest.raises(HardwareProfileError, match=f"= {number} devices, the run is for 8"):
             cluster_for(8, text)
+    path = write(tmp_path, document())
+    assert cluster_for(None, f"{path}:48").num_devices == cluster_for(48, f"{path}:48").num_devices == 48
+    for count, asked in (("16", 16), ("x", 0)):
+        with pytest.raises(HardwareProfileError, match=f"= 48 devices, the run is for {asked}"):
+            cluster_for(None, f"{path}:{count}")
     assert cluster_for(None, "h100:16").num_devices == cluster_for(16, "h100").num_devices == 16
     with pytest.raises(HardwareProfileError, match="how many devices"):
         cluster_for(None, "h100")
