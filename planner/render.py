@@ -19,7 +19,6 @@ from planner.plan.schema import (
     Plan,
     PredictionSection,
     RunSection,
-    SearchSection,
 )
 
 GIB, MIB = 2**30, 2**20
@@ -359,19 +358,22 @@ def layout_line(row: Candidate) -> str:
     return ", ".join(parts)
 
 
-def proof_words(search: SearchSection) -> str:
-    """What the search says of the plan against every other layout."""
+def proof_words(plan: Plan) -> str:
+    """What the search says of the plan against every other layout; where it is for cost, of as many devices."""
+    search = plan.search
+    assert search is not None
+    over = f" on {plan.num_devices} GPUs" if plan.idle_devices and search.all_devices is None else ""
     limit = f"none can be faster than {seconds(search.bound_step_time_s)} (gap {search.gap:.1%})"
     if search.preferred_within > 0 and search.error_between_layouts is not None and search.runners_up:
         return (
-            f"of {search.num_candidates:,} layouts {search.runners_up[0].label} is fastest within the cost model, "
-            f"by at most {search.preferred_within:.1%}. This one is simpler and is taken: so small a difference does "
+            f"of {search.num_candidates:,} layouts{over} {search.runners_up[0].label} is fastest within the cost model,"
+            f" by at most {search.preferred_within:.1%}. This one is simpler and is taken: so small a difference does "
             "not tell which is faster. Between layouts, predictions are off by "
             f"{search.error_between_layouts:.1%} on published runs (--prefer fastest takes the other)"
         ) + ("" if search.status == "OPTIMAL" else f"; {limit}")
     if search.status == "OPTIMAL":
-        return f"none of {search.num_candidates:,} layouts is faster within the cost model"
-    return f"best of those tried among {search.num_candidates:,} layouts; {limit}"
+        return f"none of {search.num_candidates:,} layouts{over} is faster within the cost model"
+    return f"best of those tried among {search.num_candidates:,} layouts{over}; {limit}"
 
 
 def _proof(plan: Plan) -> Text:
@@ -379,7 +381,7 @@ def _proof(plan: Plan) -> Text:
     assert search is not None
     text = Text()
     text.append(search.status, style="bold green" if search.status == "OPTIMAL" else "bold yellow")
-    text.append(f": {proof_words(search)}")
+    text.append(f": {proof_words(plan)}")
     text.append(f" (searched in {seconds(search.elapsed_s)})")
     text.append(_room(plan))
     for case in search.cases:

@@ -125,7 +125,7 @@ def _status(plan: Plan) -> str:
     search = plan.search
     if search is None:
         return "This plan was priced, not searched for."
-    return f"{search.status}: {proof_words(search)}."
+    return f"{search.status}: {proof_words(plan)}."
 
 
 def _runners_up(found: Explanation) -> list[tuple[str, str, str, str, str]]:

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from planner.api import find_plan, price_plan
-from planner.api.front import counts_between, find_front
+from planner.api.front import cheapest_plan, counts_between, find_front
 from planner.errors import InputError, NoLayoutError, PinsError
 from planner.graph.graph_file import write_graph
 from planner.layout.layout import NO_PINS, Limits, Pins
-from planner.render import show_plan
+from planner.render import proof_words, show_plan
 from planner.render_front import show_front
 from planner.request import Request
 from planner.space.device_counts import worthwhile_counts
@@ -126,6 +126,14 @@ def test_a_run_priced_again_is_that_of_the_new_price(tiny: Tiny, hardware: str |
     assert again.run.num_steps == plan.run.num_steps
     assert again.run.days * 86400 == pytest.approx(again.run.num_steps * again.prediction.step_time_s)
     assert again.run.usd == pytest.approx(again.run.num_steps * again.prediction.usd_per_step)
+
+
+def test_what_is_proved_of_the_cheapest_plan_is_said_of_its_devices(tiny: Tiny) -> None:
+    """Beside "none is faster" stood that a plan over more devices was."""
+    plan = cheapest_plan(tiny(16)).plan
+    assert plan.idle_devices > 0
+    assert f"layouts on {plan.num_devices} GPUs" in proof_words(plan)
+    assert "GPUs" not in proof_words(find_plan(tiny(16, 4)).plan)  # the fastest over any number of them
 
 
 def test_devices_are_left_idle_only_where_they_are_those_of_the_plan(tiny: Tiny) -> None:
