@@ -221,7 +221,8 @@ def _refuse(source: str, found: list[str]) -> NoReturn:
     raise HardwareProfileError(
         f"{_shown(source)} is not a valid hardware profile, {count}:\n"
         + "\n".join(f"  - {_shown(line)}" for line in found),
-        hint=f"`planner hardware show {default_profile_name()} --json` prints a valid one to start from",
+        hint=f"`planner hardware show {default_profile_name()} --json` prints a valid one to start from; "
+        "docs/clusters.md says what each key means",
     )
 
 

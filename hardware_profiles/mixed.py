@@ -256,5 +256,5 @@ def _refuse(source: str, found: list[str]) -> NoReturn:
     raise HardwareProfileError(
         f"{source} is not a valid mixed cluster, {len(found)} violation{'s' if len(found) > 1 else ''}:\n"
         + "\n".join(f"  - {line}" for line in found),
-        hint="name the groups as NAME:COUNT,NAME:COUNT, or in a JSON file as hardware_profiles/mixed.py describes it",
+        hint="name the groups as NAME:COUNT,NAME:COUNT, or in a JSON file as docs/clusters.md describes it",
     )

@@ -18,6 +18,8 @@ from hardware_profiles.schema import (
     SoftwareProfile,
 )
 
+FASTEST_PORT_BYTES_PER_S = 2e11  # 1.6 Tb/s, the fastest that is announced
+USUAL_USD_PER_HOUR = 30.0  # above three times what any device of a shipped profile costs: a price of a whole node?
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]*")
 LARGEST_VALUE = 1e18  # above every peak, size or rate that a machine of this age has in base units
 SMALLEST_AMOUNT = 1e5  # bytes, bytes/s or FLOP/s: less is a slip of the unit, as of 25 GB/s or 81920 MiB
@@ -43,6 +45,24 @@ def violations(profile: ClusterProfile) -> tuple[str, ...]:
         if not found:
             raise
         return found
+
+
+def doubts(profile: ClusterProfile) -> tuple[str, ...]:
+    """What may be so, but is more likely a slip; in words with its values."""
+    found: list[str] = []
+    outer, price = profile.tiers[-1], profile.device.usd_per_hour
+    rate = outer.bandwidth_bytes_per_s.value
+    if outer.num_devices is None and rate > FASTEST_PORT_BYTES_PER_S:
+        found.append(
+            f"{profile.name}: a port of {outer.name} has {rate:g} bytes/s, which are {8 * rate / 1e9:,.0f} Gb/s: are "
+            f"these bits? {rate / 1e9:,.0f} Gb/s are {rate / 8:g} bytes/s"
+        )
+    if price is not None and price.value > USUAL_USD_PER_HOUR:
+        found.append(
+            f"{profile.name}: ${price.value:g} an hour is for each device: is it the price of a node of "
+            f"{profile.node.num_devices}?"
+        )
+    return tuple(found)
 
 
 def quantities(value: BaseModel, place: str = "") -> Iterator[tuple[str, Quantity]]:

@@ -23,6 +23,7 @@ from costmodels.vocabulary.choices import Offload, Optimizer, Precision, Prefere
 from costmodels.vocabulary.software import TENSOR_OVERLAP, named
 from hardware_profiles.catalog import HardwareProfileError, default_profile_name
 from hardware_profiles.mixed import Hardware, cluster_for
+from hardware_profiles.sanity import doubts
 from hardware_profiles.schema import ClusterSpec
 from planner.errors import HardwareError, InputError, ModelError, PlanError, UntrustedModelError
 from planner.frameworks.as_run import effective_zero_stage, with_kernels, with_overlap
@@ -157,6 +158,8 @@ def load_cluster(hardware: Hardware | None, num_devices: int | None, notes: list
     if hardware is None:
         notes.append(f"no --hardware given: planning for {default_profile_name()}")
     groups = () if cluster.mixed is None else cluster.mixed.groups
+    for profile in [group.cluster.profile for group in groups] or [cluster.profile]:
+        notes.extend(doubt for doubt in doubts(profile) if doubt not in notes)
     vendors = {group.cluster.profile.device.vendor for group in groups}
     if len({vendor.lower() for vendor in vendors}) > 1:
         notes.append(f"no library of collectives that torch has spans devices of {' and '.join(sorted(vendors))}")

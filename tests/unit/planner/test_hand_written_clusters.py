@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 import planner
-from hardware_profiles.catalog import load_profile
+from hardware_profiles.catalog import list_profiles, load_profile
+from hardware_profiles.sanity import doubts
+from hardware_profiles.schema import ClusterProfile
 from planner.errors import HardwareError, PlanError
 from planner.plan.plan_file import read_plan, write_plan
 from planner.plan.schema import Plan
+from planner.request import load_cluster
 
 
 def planned(hardware: str) -> Plan:
@@ -108,3 +111,23 @@ def test_what_anybody_wrote_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(PlanError, match="the name of hardware_profile is 'another'"):
         read_plan(tmp_path / "plan.json")
+
+
+def test_bits_for_bytes_and_the_price_of_a_node_are_asked_about(tmp_path: Path) -> None:
+    """400 Gb/s written as 400e9 bytes/s is no faster than the NVLink inside, so that nothing contradicts it."""
+    path = own_profile(tmp_path, usd_per_hour=49.24)
+    document = json.loads(path.read_text())
+    document["tiers"][-1]["bandwidth_bytes_per_s"]["value"] = 400e9
+    path.write_text(json.dumps(document))
+    notes: list[str] = []
+    load_cluster(str(path), 16, notes)
+    assert notes == [
+        "my-hall: a port of ndr-infiniband has 4e+11 bytes/s, which are 3,200 Gb/s: are these bits? 400 Gb/s are "
+        "5e+10 bytes/s",
+        "my-hall: $49.24 an hour is for each device: is it the price of a node of 8?",
+    ]
+
+
+@pytest.mark.parametrize("profile", list_profiles(), ids=lambda profile: profile.name)
+def test_nothing_of_a_shipped_profile_is_doubted(profile: ClusterProfile) -> None:
+    assert doubts(profile) == ()
