@@ -1,9 +1,10 @@
 """A plan at full size without a device of it: each pipeline rank runs the executor's code on tensors without values.
 
 One process stands for one rank after the other of a world whose collectives do nothing. What it finds are shapes,
-placements, schedules and operators that do not fit each other, and how much memory tensors take, in two steps with all
-of their micro-batches. What values decide is tried beside it on a few tokens: how losses of parts add up, and whether
-ranks can share sequences.
+placements, schedules and operators that do not fit each other, and how much memory tensors take, in two steps. Of a
+long step only as many micro-batches are run as show the most that is in flight: more of them repeat themselves, and
+hold no more than their tokens and labels. What values decide is tried beside it on a few tokens: how losses of parts
+add up, and whether ranks can share sequences.
 """
 
 # pyright: reportPrivateUsage=false
@@ -136,7 +137,7 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
         untried = _try_positions(plan, loaded, loss, mesh) if row == 0 else None  # of the model, whatever the rank
         no_values = FakeTensorMode(allow_non_fake_inputs=True)
         with no_values, _torch_has_values(), cuda_kernels(), largest_sizes() as notes:
-            allocated = _steps(plan, loaded, loss, mesh)
+            allocated = _steps(shorter(plan), loaded, loss, mesh) + _left_out_bytes(plan, row)
         notes += [untried] if untried is not None else []
     except Exception as error:  # whatever the model or torch raises is what is looked for
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
@@ -148,6 +149,28 @@ def _check_rank(plan: Plan, loaded: LoadedModel, row: int) -> RankCheck:
         dist.destroy_process_group()
     pp_rank, elapsed_s = 0 if plan.pipeline.batch_shares else row, time.perf_counter() - start_s
     return RankCheck(pp_rank, allocated, problem, elapsed_s, tuple(notes))
+
+
+def shorter(plan: Plan) -> Plan:
+    """``plan`` with as few micro-batches as hold as much at once."""
+    pipeline, training = plan.pipeline, plan.training
+    rules, p, m = pipeline.schedule.rules, plan.mesh.pp, pipeline.num_microbatches
+    few = m if rules.forwards_first and p > 1 else rules.shortened(p, m)
+    update = {"global_batch_size": training.global_batch_size // m * few}
+    return plan.model_copy(
+        update={
+            "pipeline": pipeline.model_copy(update={"num_microbatches": few}),
+            "training": training.model_copy(update=update),
+        }
+    )
+
+
+def _left_out_bytes(plan: Plan, row: int) -> int:
+    """What the micro-batches that are not run hold: token ids and labels of the rank's own part."""
+    pipeline = plan.pipeline
+    each = pipeline.batch_shares[row].micro_batch_size if pipeline.batch_shares else pipeline.micro_batch_size
+    left_out = pipeline.num_microbatches - shorter(plan).pipeline.num_microbatches
+    return left_out * each * plan.training.seq_len * 2 * torch.int64.itemsize
 
 
 def loss_of(loaded: LoadedModel, plan: Plan) -> TrainingLoss:
