@@ -1,11 +1,12 @@
 """Numbers of devices below what there is that may well train faster: using fewer is a choice.
 
 All devices must share the work evenly, so a number with few divisors leaves few layouts: of 25 devices 24 may do more,
-of 126 perhaps 120 or 112. And more devices than a batch has work for only wait for each other. So two kinds of numbers
-are worth a search:
+of 126 perhaps 120 or 112. And more devices than a batch has work for only wait for each other. So three kinds of
+numbers are worth a search:
 
 - the largest that allow more meshes than every number above them, of those that fill their nodes; and where the last
   node is not filled, the number with most meshes of those that fill it less;
+- those of one node, which a slow network between nodes may leave faster than all;
 - half of the devices, where they are even, with what is worth a search below that. So what is found for twice the
   devices is never slower than what is found for the devices.
 """
@@ -28,7 +29,8 @@ SIGNIFICANT_BITS = 4
 
 def worthwhile_counts(training: Training, pins: Pins, limits: Limits) -> tuple[int, ...]:
     """Numbers of devices below that of ``limits`` that are worth a search, descending."""
-    found: set[int] = set()
+    node = limits.devices_per_node
+    found = {node} if node < limits.num_devices and _num_meshes(training, pins, limits, node) else set[int]()
     count = limits.num_devices
     while True:
         found.update(_richer(training, pins, limits, count))
