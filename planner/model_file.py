@@ -386,10 +386,9 @@ def _load_huggingface(source: ModelSource) -> LoadedModel:
             raise
         stand_in = family_model(source, family)
         return replace(stand_in, digest=_huggingface_digest(content), stands_for=error.message)
-    num_predicting = content.get("num_nextn_predict_layers")
     return LoadedModel(
         source=source,
-        left_out=f"{num_predicting} layers of multi-token prediction" if num_predicting else None,
+        left_out=model.left_out(content),
         digest=_huggingface_digest(content),
         default_seq_len=own_seq_len(model.example_inputs, usual_seq_len(model.max_seq_len)),
         vocab_size=model.vocab_size,

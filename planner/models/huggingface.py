@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -30,6 +30,8 @@ UNMASKED_ATTENTION = "planner_sdpa"
 # Makes a mask of its own out of the causal one: without that, positions see what follows. Doge is the only one of the
 # 110 kinds of transformers 5.23 that were held against their own attention.
 _ADDS_TO_ITS_MASK = ("doge",)
+# Of scans and linear attention, by their packages. A causal convolution by itself takes little time either way.
+_LIBRARIES = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 DEFAULT_IMAGE_SIZE = 224  # as in ImageNet training
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -145,6 +147,19 @@ class HuggingFaceModel:
             _put_image_tokens(tokens, self.config)
         return inputs
 
+    def left_out(self, content: Mapping[str, object]) -> str | None:
+        """What a training of the published model, whose config.json holds ``content``, may have besides what is built.
+
+        The libraries' kernels are known to no trace, and are not on every machine that plans.
+        """
+        num_predicting = content.get("num_nextn_predict_layers")
+        found = [f"{num_predicting} layers of multi-token prediction"] if num_predicting else []
+        libraries = _libraries_of_kernels(self._constructor())
+        if libraries:
+            found.append(f"the kernels of {' and '.join(libraries)}: planned is transformers' own code for the same, "
+                         "and steps are several times faster where these are installed")  # fmt: skip
+        return ", and without ".join(found) or None
+
     @property
     def training_notes(self) -> tuple[str, ...]:
         """What the planner's loss, the cross entropy of next tokens, is not for this model."""
@@ -180,6 +195,14 @@ def _named_class(config: PretrainedConfig) -> type[nn.Module] | None:
         if isinstance(model_class, type) and issubclass(model_class, nn.Module):
             return model_class
     return None
+
+
+def _libraries_of_kernels(model_class: Any) -> tuple[str, ...]:
+    """Those that transformers calls in the code of ``model_class`` where they are installed."""
+    defined = vars(sys.modules[model_class.__module__]).values()
+    functions = [each for each in defined if inspect.isfunction(each) and hasattr(each, "__wrapped__")]
+    packages = [inspect.getclosurevars(each).nonlocals.get("package") for each in functions]
+    return tuple(sorted({_LIBRARIES[package] for package in packages if package in _LIBRARIES}))
 
 
 def _of_its_class(config: PretrainedConfig) -> PretrainedConfig:

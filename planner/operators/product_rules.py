@@ -96,6 +96,16 @@ def bilinear(call: OpCall) -> Products:
     return replace(products, flops=products.flops + of_right)
 
 
+def triangular_solution(call: OpCall) -> Products:
+    """X [..., n, k] of A X = B: A has half of a matrix. Backward solves once more, and A's gradient is a product.
+
+    ``torch.utils.flop_counter`` counts that product alone.
+    """
+    matrix = call.operands[0]
+    flops = call.output.num_elements * matrix.shape[-1]
+    return Products(flops, flops * (1 + 2 * int(matrix.requires_grad)), 0)
+
+
 def convolution(call: OpCall) -> Products:
     """Each output element is a sum over the input channels of its group and the kernel."""
     inputs, weight = call.tensor("input"), call.tensor("weight")

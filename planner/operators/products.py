@@ -84,6 +84,15 @@ PRODUCTS = (
         traits=_EIGHT_BIT,
     ),
     Operator(
+        names=named("linalg_solve_triangular"),
+        work=replace(_PRODUCT, products=product_rules.triangular_solution),
+        saved=saved_rules.first_operand_and_result,
+        placements=None,
+        samples=sample_rules.product,
+        kept_as=named("aten.linalg_solve_triangular"),
+        traits=PLAIN,
+    ),
+    Operator(
         names=named("einsum"),
         work=_EINSUM,
         saved=saved_rules.factors_of_product,

@@ -13,6 +13,7 @@ from collections.abc import Generator
 
 import torch
 
+from planner.graph.tracer.as_trained import as_trained
 from planner.graph.tracer.own_functions import functions_have_gradients
 from planner.graph.tracer.program import Program, exported_program
 from planner.graph.tracer.recurrent import one_step
@@ -21,7 +22,7 @@ from planner.graph.tracer.stand_ins import StandIn, TrainingStep
 
 def export_step(step: TrainingStep, stand_in: StandIn) -> Program:
     """torch.export of the forward pass with its loss; raises whatever torch or the model raises."""
-    with torch.device(stand_in.device), one_step(), functions_have_gradients():
+    with torch.device(stand_in.device), one_step(), functions_have_gradients(), as_trained():
         return exported_program(torch.export.export(step, (stand_in.batch,), strict=False))
 
 

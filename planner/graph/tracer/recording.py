@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from planner.graph.tracer.as_trained import as_trained
 from planner.graph.tracer.flex_attention import on_any_device, register_flex_attention
 from planner.graph.tracer.frames import user_frame
 from planner.graph.tracer.fx_reading import asks_for_value, operator_behind, storage_of
@@ -56,6 +57,7 @@ def record_step(step: TrainingStep, batch: Batch, run: Runner = run_plainly) -> 
         on_any_device(),
         torch.compiler.set_stance("force_eager"),
         _compiling_state_context(),
+        as_trained(),
         _modules_watched(step, recorder),
         enable_python_dispatcher(),
         recorder,
