@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from planner.errors import PlanError
+from planner.executor.stage_order import agreed_places
 from planner.executor.stage_trace import Call, Slot, StateSlot, TensorMeta, Trace, inside, leaves_of, slots_in
 from planner.plan.checks import nearest
 
@@ -55,12 +56,9 @@ def split_trace(module: nn.Module, trace: Trace, stages: Sequence[Sequence[str]]
     for call, stage in zip(trace.calls, placed, strict=True):
         if stage is not None:
             needed_until.update({slot: max(needed_until.get(slot, 0), stage) for slot in call.operands})
+    sent = sorted(needed_until, key=agreed_places(trace).__getitem__)
     cuts = [
-        tuple(
-            slot
-            for slot, until in sorted(needed_until.items(), key=lambda item: item[0].number)
-            if (stage := produced[slot]) is not None and stage <= cut < until
-        )
+        tuple(slot for slot in sent if (stage := produced[slot]) is not None and stage <= cut < needed_until[slot])
         for cut in range(last)
     ]
     boundaries = [(), *cuts, ()]

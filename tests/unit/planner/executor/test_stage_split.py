@@ -125,3 +125,37 @@ def test_a_parameter_that_a_block_of_another_stage_uses_unseen_is_told(is_closur
     trace = trace_real_forward(module, LISTED, IDS, call_model, torch.float32)
     with pytest.raises(PlanError, match="'second' is on stage 1 and uses first.linear.weight.* is on stage 0"):
         split_trace(module, trace, STAGES)
+
+
+class KindsOfLayers(nn.Module):
+    """Computes a table of each kind in the order of ``kinds``, as Gemma 3 in that of a set of strings."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.embedding, self.first, self.second = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tables, self.kinds = Tables(), kinds
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        tables = {kind: self.tables(x, kind) for kind in self.kinds}
+        return self.second(self.first(x) * tables["full"]) * tables["sliding"] + tables["full"]
+
+
+class Tables(nn.Module):
+    """Of two kinds, alike in shape."""
+
+    def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return x.detach().cos() if kind == "full" else x.detach().sin()
+
+
+def test_ranks_that_record_in_another_order_send_and_receive_in_the_same() -> None:
+    """Python gives a set of strings another order in each process: rotary tables were taken for one another."""
+    stages = (("embedding", "tables", "first"), ("second",))
+    listed = frozenset(fqn for stage in stages for fqn in stage)
+    sender, receiver = KindsOfLayers(("full", "sliding")), KindsOfLayers(("sliding", "full"))
+    receiver.load_state_dict(sender.state_dict())
+    roots: list[nn.Module] = []
+    for stage, module in enumerate((sender, receiver)):
+        programs = split_trace(module, trace_forward(module, listed, IDS, call_model, torch.float32), stages)
+        roots.append(stage_root(module, programs[stage], CPU))
+    torch.testing.assert_close(roots[1](roots[0]((), IDS), IDS), receiver(**IDS))
