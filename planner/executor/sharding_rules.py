@@ -57,6 +57,8 @@ def register_sharding_rules() -> None:
     handlers[_aten.as_strided.default] = _strided
     asked = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
     DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path = _or_whole(asked)
+    computed = DTensor._op_dispatcher._dispatch_get_local_results_slow_path
+    DTensor._op_dispatcher._dispatch_get_local_results_slow_path = _or_in_order(computed)
     ended = DTensor._op_dispatcher._dispatch_fast_path_python_tail
     DTensor._op_dispatcher._dispatch_fast_path_python_tail = _or_written_to(ended)
 
@@ -185,6 +187,21 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         return args[0]
 
     return asked
+
+
+def _or_in_order(compute: Callable[..., object]) -> Callable[..., object]:
+    """What computes a part, of a gradient's view with the strides that DTensor takes it to have.
+
+    An operator may lay a part out in memory otherwise than the whole, and then it cannot be viewed as that can.
+    """
+
+    @functools.wraps(compute)
+    def computed(operator: OpOverload, args: tuple[object, ...], info: OpInfo) -> object:
+        if operator is _aten.view.default and _node_of_backward() is not None:
+            info.local_args = tree_map_only(torch.Tensor, torch.Tensor.contiguous, info.local_args)
+        return compute(operator, args, info)
+
+    return computed
 
 
 def _or_written_to(end: Callable[..., object]) -> Callable[..., object]:

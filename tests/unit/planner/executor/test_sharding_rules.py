@@ -308,3 +308,16 @@ def test_what_a_mask_selects_has_its_gradient(chosen: Callable[[torch.Tensor], t
         found.square().sum().backward()
         torch.testing.assert_close(found.full_tensor(), expected)
         assert gradients(given)[0].equal(gradients(whole)[0])
+
+
+def test_a_gradient_whose_part_lies_in_memory_otherwise_than_the_whole_is_viewed() -> None:
+    """Qwen3-Next under tensor parallelism with a head a rank: torch could not view the part."""
+    gradient = torch.randn(4, 2, 8).transpose(0, 1)
+    with fake_world(2), implicit_replication():
+        (x,) = halves_of(0, torch.randn(2, 32))
+        shape, stride = torch.Size((4, 4, 8)), (32, 8, 1)
+        mesh = init_device_mesh("cpu", (2,))
+        whole = DTensor.from_local(gradient, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        x.view(shape).backward(whole)
+        assert isinstance(x.grad, DTensor)
+        torch.testing.assert_close(x.grad.to_local(), gradient.reshape(2, 32))
